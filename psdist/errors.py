@@ -153,6 +153,11 @@ class FutureStepError(PsdistError, code="future_step", status="FAILED_PRECONDITI
     """A push names a step that has not started."""
 
 
+class WrittenWeightsError(PsdistError, code="written_weights", status="FAILED_PRECONDITION"):
+    """The workers of a step wrote different values to its weights. Slices of the step that were not applied before stay
+    unchanged, and pushing it again delivers them."""
+
+
 class SequenceGapError(PsdistError, code="sequence_gap", status="FAILED_PRECONDITION"):
     """A push's sequence number skips one that has not arrived."""
 

@@ -271,6 +271,14 @@ class ParametersSpec:
         names = ["optimizer", "consistency", "non_finite", "reset_optimizer", "pull_compression", "dtype"]
         return _difference(self, other, names if other.slice_elements == 0 else [*names, "slice_elements"])
 
+    def check_assignable(self) -> None:
+        """Raise InvalidArgumentError if scripts cannot write to the weights."""
+        if self.optimizer.kind == "ftrl":
+            raise InvalidArgumentError(
+                f"weights of {self.name!r} cannot be written: FTRL computes them from its state in every update. Use "
+                "another optimizer, or create another parameter set with these values"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class ParametersMember:

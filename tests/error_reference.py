@@ -69,6 +69,7 @@ REMEDIES: Final = {
     "stale_epoch": "Nothing: `Client` routes again by the new map.",
     "stale_estimate": "Nothing: `Client` sends the whole gradient.",
     "future_step": "Push steps in order, without gaps.",
+    "written_weights": "Let every worker make the same change of the weights before the same step.",
     "sequence_gap": "Push in order, without gaps.",
     "scheduler_unreachable": "Check that the scheduler runs, its address, and the firewall.",
     "server_unreachable": "Call again with the same gradients: slices that were taken count once.",

@@ -24,6 +24,7 @@ ATTRIBUTES_MAX = 15
 WIDE = {
     # The public API: one method for each thing that a script can ask for.
     "AsyncClient": (28, 15),
+    "AsyncParameters": (26, 6),
 }
 
 #: Constants named like a limit outside ``psdist.wire.limits``, by module. This list may only shrink.

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from numpy.typing import ArrayLike, NDArray
@@ -110,12 +110,12 @@ class AsyncParameters(ProcessBound):
         SSP and ASP: each push has its own. Snapshots do not store the factor: a script that resumes from one, or is
         restarted, sets it again. Setting it raises InvalidArgumentError if it is out of range.
         """
-        return self.servers.participation.lr_factor
+        return self.servers.participation.options.lr_factor
 
     @lr_factor.setter
     def lr_factor(self, factor: float | None) -> None:
         checked = None if factor is None else self.spec.optimizer.check_lr_factor(factor)
-        self.servers.participation.lr_factor = checked
+        self.servers.participation.options = replace(self.servers.participation.options, lr_factor=checked)
 
     def measure(self) -> Measurements:
         """Return the counters of ``Context.report``. Reads only a few numbers."""
@@ -259,6 +259,26 @@ class AsyncParameters(ProcessBound):
         """
         async with self._steps.call():
             return await self._steps.give_bucket(gradients, weight, reads=False)
+
+    async def assign(self, values: Mapping[str, ArrayLike]) -> None:
+        """Write weights: the servers set these tensors to ``values`` with this worker's next push, before its update.
+
+        values: arrays of some tensors by name, copied before this returns: finite numbers, in the tensors' shapes.
+            Tensors that are not named keep their values. Another ``assign`` before that push adds to them.
+
+        The optimizer's state stays as it is, so momentum continues, as it does in one process whose script writes to
+        its weights. Reads show the values once the push is applied. If the push is dropped, so are they.
+
+        BSP: all workers write the same before the same step, or none does: otherwise all of their pushes raise
+        WrittenWeightsError, which names the ranks, and none is applied. Only a worker that has just joined, or
+        contributes nothing, need not write. SSP and ASP: any worker may write, and the last write of an element wins.
+
+        A push with values goes by gRPC, not by a faster transport. Raises UnknownTensorError, ShapeMismatchError,
+        DTypeMismatchError; InvalidArgumentError for NaN or Inf, for a step whose buckets were begun, and with FTRL,
+        which computes weights from its state; NotMemberError.
+        """
+        async with self._steps.call():
+            await self._steps.assign(values)
 
     async def release_memory(self, *, shared: bool = True) -> None:
         """Return the memory of gradients and pulled weights to the system, once the current push is answered. Later

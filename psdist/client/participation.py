@@ -13,10 +13,10 @@ Not here: how pushes reach the servers (``server_access``), what is reported to 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from psdist.client.core import routing
-from psdist.client.core.push_sequence import PendingRequest, PushSequence
+from psdist.client.core.push_sequence import NO_OPTIONS, PendingRequest, PushSequence
 from psdist.client.core.routing import RoutingPlan, ServerNews
 from psdist.client.session.activity import ReportedWait
 from psdist.client.session.membership import WorkerMembership
@@ -100,8 +100,8 @@ class Participation:
         self._layout = created.layout
         #: Rollbacks of the values that this worker's state and pushes have followed.
         self.generation = created.entry.generation
-        #: Factor on the learning rate of later pushes; None leaves it to the other workers.
-        self.lr_factor: float | None = None
+        #: Parts of the next push besides its gradient.
+        self.options = NO_OPTIONS
         #: The incarnation that takes part.
         self.current = self._make_incarnation(created, session.membership.registration, None)
 
@@ -218,18 +218,20 @@ class Participation:
 
     def begin_push(self) -> PendingRequest:
         """Return the next push, with all slices unanswered."""
-        return self.sequence.begin_push(self.lr_factor)
+        return self.sequence.begin_push(self.options)
 
     def end_push(self, progress: PendingRequest, *, seen: bool) -> None:
         """Retire an answered push. seen: the answers carried the weights."""
         self.sequence.end_push(progress, seen=seen)
+        self.options = replace(self.options, written=None)
         self._is_recorded = False
         self._session.activities.throughput.push_ended(self.name)
         self._session.snapshots.states.push_finished(self.name)
         self._session.stopping.push_ended()
 
     def on_dropped(self) -> None:
-        """Retire a dropped push of this worker."""
+        """Retire a dropped push of this worker, with the weights that it wrote: those of the servers replace them."""
+        self.options = replace(self.options, written=None)
         self._session.snapshots.marks.dropped += 1
         self._session.iterations.order.drop_push(self.name, has_begun=self._is_recorded)
         self.is_outdated = self._is_recorded = False

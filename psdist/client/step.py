@@ -229,6 +229,11 @@ class BucketStep(PushStep):
         """True if tensors are still missing."""
         return bool(self._plan.missing)
 
+    @property
+    def is_blank(self) -> bool:
+        """True if no tensor is given, because all buckets so far have failed."""
+        return len(self._plan.missing) == len(self._plan.index.layout.tensors)
+
     def choose(self, names: Sequence[str]) -> tuple[int, ...]:
         """Return the numbers of tensors that may be given. Raises as ``StepPlan.choose``."""
         return self._plan.choose(names)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -24,6 +24,7 @@ from psdist.client.core import flat_vector
 from psdist.client.core.buckets import SliceIndex, StepPlan
 from psdist.client.core.flat_vector import Flat
 from psdist.client.core.push_sequence import PendingRequest
+from psdist.client.core.written_weights import WrittenWeights
 from psdist.client.encoding import EncodedPush, Encoding
 from psdist.client.gradients import GradientVector
 from psdist.client.participation import Participation
@@ -178,7 +179,7 @@ class Steps:
         async def pull_once() -> PullTarget:
             await self._begin()
             target = self._results.target(wanted)
-            await self._pull_into(target)
+            await _pull_into(target, self._servers, self.counters)
             self._participation.is_outdated = False
             return target
 
@@ -245,6 +246,26 @@ class Steps:
         if not step.open:  # No more gradients are written.
             await self._servers.shared_memory.share_gradients()
         return bucket
+
+    async def assign(self, values: Mapping[str, ArrayLike]) -> None:
+        """See ``AsyncParameters.assign``."""
+        check_member(self._participation)
+        self._spec.check_assignable()
+        step = self._bucket_step if self._bucket_step is not None and self._bucket_step.open else None
+        if step is None:
+            await self.retry(self._begin)
+        elif not step.is_blank:
+            raise InvalidArgumentError(
+                f"weights of {self._participation.name!r} are written in the middle of step {step.number}: "
+                "gradients of it were pushed already. Write before its first gradient"
+            )
+        participation, before = self._participation, self._participation.options
+        written = await off_loop(
+            self._layout.total, lambda: WrittenWeights.copied(self._layout, values, before.written)
+        )
+        participation.options = replace(before, written=None if written.is_empty else written)
+        if step is not None:
+            step.progress.options = participation.options
 
     async def gradient_buffers(self, device: str | None, is_checked: bool) -> dict[str, Any]:
         """See ``AsyncParameters.gradient_buffers``."""
@@ -342,15 +363,10 @@ class Steps:
         counters.staleness_mean = progress.staleness_mean
         counters.staleness_max = progress.staleness_max
 
-    async def _pull_into(self, target: PullTarget) -> None:
-        with self._servers.waiting(push=False, reads=True):
-            await self._servers.pull(target)
-        self.counters.pulls += 1
-
     async def _reach_first_step(self) -> None:
         """Wait until the others are at the first step of this worker, if it joined and pushes without a pull."""
         if self._participation.sequence.before_first_step:
-            await self._pull_into(self._results.target(Wanted(None, copy=False)))
+            await _pull_into(self._results.target(Wanted(None, copy=False)), self._servers, self.counters)
 
     def _gather(self, push: _WholePush) -> tuple[Flat | DeviceVector | None, float]:
         """Return the checked gradient and, if the servers need it, its norm; None to abstain."""
@@ -451,6 +467,12 @@ class Steps:
             self._drop(step.number)
             if not step.told_fenced:
                 raise step.dropped()
+
+
+async def _pull_into(target: PullTarget, servers: ServerAccess, counters: StepCounters) -> None:
+    with servers.waiting(push=False, reads=True):
+        await servers.pull(target)
+    counters.pulls += 1
 
 
 def check_member(participation: Participation) -> None:

@@ -503,6 +503,25 @@ class Parameters(Blocking[AsyncParameters]):
         with self._phases.call(Phase.PUSH):
             return Bucket(loop.shared().call(self._async.push_async(gradients, weight)), self._phases)
 
+    def assign(self, values: Mapping[str, ArrayLike]) -> None:
+        """Write weights: the servers set these tensors to ``values`` with this worker's next push, before its update.
+
+        values: arrays of some tensors by name, copied before this returns: finite numbers, in the tensors' shapes.
+            Tensors that are not named keep their values. Another ``assign`` before that push adds to them.
+
+        The optimizer's state stays as it is, so momentum continues, as it does in one process whose script writes to
+        its weights. Reads show the values once the push is applied. If the push is dropped, so are they.
+
+        BSP: all workers write the same before the same step, or none does: otherwise all of their pushes raise
+        WrittenWeightsError, which names the ranks, and none is applied. Only a worker that has just joined, or
+        contributes nothing, need not write. SSP and ASP: any worker may write, and the last write of an element wins.
+
+        A push with values goes by gRPC, not by a faster transport. Raises UnknownTensorError, ShapeMismatchError,
+        DTypeMismatchError; InvalidArgumentError for NaN or Inf, for a step whose buckets were begun, and with FTRL,
+        which computes weights from its state; NotMemberError.
+        """
+        loop.shared().call(self._async.assign(values))
+
     def release_memory(self, *, shared: bool = True) -> None:
         """Return the memory of gradients and pulled weights to the system, once the current push is answered. Later
         calls allocate it again.

@@ -22,7 +22,7 @@ class Identity(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., parameters: _Optional[str] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("identity", "step", "codec", "dtype", "pull_dtype", "abstain", "grad_norm", "mark", "held", "weight", "difference", "lr_factor")
+    __slots__ = ("identity", "step", "codec", "dtype", "pull_dtype", "abstain", "grad_norm", "mark", "held", "weight", "difference", "lr_factor", "written")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,7 @@ class PushHeader(_message.Message):
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
     LR_FACTOR_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_FIELD_NUMBER: _ClassVar[int]
     identity: Identity
     step: int
     codec: _common_pb2.Codec
@@ -47,7 +48,18 @@ class PushHeader(_message.Message):
     weight: float
     difference: GradientDifference
     lr_factor: float
-    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., step: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., pull_dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., abstain: _Optional[bool] = ..., grad_norm: _Optional[float] = ..., mark: _Optional[int] = ..., held: _Optional[_Union[HeldWeights, _Mapping]] = ..., weight: _Optional[float] = ..., difference: _Optional[_Union[GradientDifference, _Mapping]] = ..., lr_factor: _Optional[float] = ...) -> None: ...
+    written: bytes
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., step: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., pull_dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., abstain: _Optional[bool] = ..., grad_norm: _Optional[float] = ..., mark: _Optional[int] = ..., held: _Optional[_Union[HeldWeights, _Mapping]] = ..., weight: _Optional[float] = ..., difference: _Optional[_Union[GradientDifference, _Mapping]] = ..., lr_factor: _Optional[float] = ..., written: _Optional[bytes] = ...) -> None: ...
+
+class Written(_message.Message):
+    __slots__ = ("starts", "sizes", "values")
+    STARTS_FIELD_NUMBER: _ClassVar[int]
+    SIZES_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    starts: _containers.RepeatedScalarFieldContainer[int]
+    sizes: _containers.RepeatedScalarFieldContainer[int]
+    values: bytes
+    def __init__(self, starts: _Optional[_Iterable[int]] = ..., sizes: _Optional[_Iterable[int]] = ..., values: _Optional[bytes] = ...) -> None: ...
 
 class GradientDifference(_message.Message):
     __slots__ = ("number", "from_zeros")
@@ -92,18 +104,20 @@ class InstallResponse(_message.Message):
     def __init__(self, slices: _Optional[int] = ...) -> None: ...
 
 class PushPullRequest(_message.Message):
-    __slots__ = ("header", "slice", "base_version", "padding", "payload")
+    __slots__ = ("header", "slice", "base_version", "written", "padding", "payload")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     SLICE_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     header: PushHeader
     slice: int
     base_version: int
+    written: Written
     padding: bytes
     payload: bytes
-    def __init__(self, header: _Optional[_Union[PushHeader, _Mapping]] = ..., slice: _Optional[int] = ..., base_version: _Optional[int] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[PushHeader, _Mapping]] = ..., slice: _Optional[int] = ..., base_version: _Optional[int] = ..., written: _Optional[_Union[Written, _Mapping]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class PushPullResponse(_message.Message):
     __slots__ = ("slice", "version", "ignored", "staleness", "waiting_for", "differences", "padding", "payload")
@@ -126,18 +140,20 @@ class PushPullResponse(_message.Message):
     def __init__(self, slice: _Optional[int] = ..., version: _Optional[int] = ..., ignored: _Optional[bool] = ..., staleness: _Optional[int] = ..., waiting_for: _Optional[str] = ..., differences: _Optional[_Union[Differences, _Mapping]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class PushRequest(_message.Message):
-    __slots__ = ("header", "slice", "base_version", "padding", "payload")
+    __slots__ = ("header", "slice", "base_version", "written", "padding", "payload")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     SLICE_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     header: PushHeader
     slice: int
     base_version: int
+    written: Written
     padding: bytes
     payload: bytes
-    def __init__(self, header: _Optional[_Union[PushHeader, _Mapping]] = ..., slice: _Optional[int] = ..., base_version: _Optional[int] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[PushHeader, _Mapping]] = ..., slice: _Optional[int] = ..., base_version: _Optional[int] = ..., written: _Optional[_Union[Written, _Mapping]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class PushResponse(_message.Message):
     __slots__ = ("slice", "version", "ignored", "staleness", "waiting_for")
@@ -354,7 +370,7 @@ class Life(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class ReplicateRequest(_message.Message):
-    __slots__ = ("shard", "term", "hello", "begin", "state", "end", "update", "digest", "confirm", "offset", "padding", "payload")
+    __slots__ = ("shard", "term", "hello", "begin", "state", "end", "update", "digest", "confirm", "assign", "offset", "padding", "payload")
     class Hello(_message.Message):
         __slots__ = ("run_id", "server_id", "incarnation", "epoch", "parameters", "socket", "arena_elements", "tcp")
         RUN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -411,7 +427,7 @@ class ReplicateRequest(_message.Message):
         __slots__ = ()
         def __init__(self) -> None: ...
     class Update(_message.Message):
-        __slots__ = ("lsn", "slice", "version", "dtype", "has_gradient", "lr_scale", "factor", "contributors", "sequence", "square")
+        __slots__ = ("lsn", "slice", "version", "dtype", "has_gradient", "lr_scale", "factor", "contributors", "sequence", "square", "assigned")
         LSN_FIELD_NUMBER: _ClassVar[int]
         SLICE_FIELD_NUMBER: _ClassVar[int]
         VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -422,6 +438,7 @@ class ReplicateRequest(_message.Message):
         CONTRIBUTORS_FIELD_NUMBER: _ClassVar[int]
         SEQUENCE_FIELD_NUMBER: _ClassVar[int]
         SQUARE_FIELD_NUMBER: _ClassVar[int]
+        ASSIGNED_FIELD_NUMBER: _ClassVar[int]
         lsn: int
         slice: int
         version: int
@@ -432,7 +449,15 @@ class ReplicateRequest(_message.Message):
         contributors: _containers.RepeatedCompositeFieldContainer[Life]
         sequence: int
         square: float
-        def __init__(self, lsn: _Optional[int] = ..., slice: _Optional[int] = ..., version: _Optional[int] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., has_gradient: _Optional[bool] = ..., lr_scale: _Optional[float] = ..., factor: _Optional[float] = ..., contributors: _Optional[_Iterable[_Union[Life, _Mapping]]] = ..., sequence: _Optional[int] = ..., square: _Optional[float] = ...) -> None: ...
+        assigned: bool
+        def __init__(self, lsn: _Optional[int] = ..., slice: _Optional[int] = ..., version: _Optional[int] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., has_gradient: _Optional[bool] = ..., lr_scale: _Optional[float] = ..., factor: _Optional[float] = ..., contributors: _Optional[_Iterable[_Union[Life, _Mapping]]] = ..., sequence: _Optional[int] = ..., square: _Optional[float] = ..., assigned: _Optional[bool] = ...) -> None: ...
+    class Assign(_message.Message):
+        __slots__ = ("lsn", "slice")
+        LSN_FIELD_NUMBER: _ClassVar[int]
+        SLICE_FIELD_NUMBER: _ClassVar[int]
+        lsn: int
+        slice: int
+        def __init__(self, lsn: _Optional[int] = ..., slice: _Optional[int] = ...) -> None: ...
     class Digest(_message.Message):
         __slots__ = ("slice", "version", "digest")
         SLICE_FIELD_NUMBER: _ClassVar[int]
@@ -460,6 +485,7 @@ class ReplicateRequest(_message.Message):
     UPDATE_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     CONFIRM_FIELD_NUMBER: _ClassVar[int]
+    ASSIGN_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
@@ -472,10 +498,11 @@ class ReplicateRequest(_message.Message):
     update: ReplicateRequest.Update
     digest: ReplicateRequest.Digest
     confirm: ReplicateRequest.Confirm
+    assign: ReplicateRequest.Assign
     offset: int
     padding: bytes
     payload: bytes
-    def __init__(self, shard: _Optional[int] = ..., term: _Optional[int] = ..., hello: _Optional[_Union[ReplicateRequest.Hello, _Mapping]] = ..., begin: _Optional[_Union[ReplicateRequest.Begin, _Mapping]] = ..., state: _Optional[_Union[ReplicateRequest.SliceState, _Mapping]] = ..., end: _Optional[_Union[ReplicateRequest.End, _Mapping]] = ..., update: _Optional[_Union[ReplicateRequest.Update, _Mapping]] = ..., digest: _Optional[_Union[ReplicateRequest.Digest, _Mapping]] = ..., confirm: _Optional[_Union[ReplicateRequest.Confirm, _Mapping]] = ..., offset: _Optional[int] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, shard: _Optional[int] = ..., term: _Optional[int] = ..., hello: _Optional[_Union[ReplicateRequest.Hello, _Mapping]] = ..., begin: _Optional[_Union[ReplicateRequest.Begin, _Mapping]] = ..., state: _Optional[_Union[ReplicateRequest.SliceState, _Mapping]] = ..., end: _Optional[_Union[ReplicateRequest.End, _Mapping]] = ..., update: _Optional[_Union[ReplicateRequest.Update, _Mapping]] = ..., digest: _Optional[_Union[ReplicateRequest.Digest, _Mapping]] = ..., confirm: _Optional[_Union[ReplicateRequest.Confirm, _Mapping]] = ..., assign: _Optional[_Union[ReplicateRequest.Assign, _Mapping]] = ..., offset: _Optional[int] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class ReplicateResponse(_message.Message):
     __slots__ = ("welcome", "ack", "filled", "confirmed", "refused", "opened")

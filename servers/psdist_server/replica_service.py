@@ -218,11 +218,11 @@ class StreamFromPrimary(MessageReceiver[pb.ReplicateRequest]):
         """See ``MessageReceiver``."""
         self._payload = _NOTHING
         kind = message.WhichOneof("kind")
-        if kind not in ("update", "state"):
+        if kind not in ("update", "state", "assign"):
             if size or message.offset:
                 raise InvalidArgumentError(f"a payload of {size} bytes with {kind}, which has none")
             return _NOTHING
-        index = message.update.slice if kind == "update" else message.state.slice
+        index = getattr(message, kind).slice
         dtype = convert.dtype_from_proto(message.update.dtype) if kind == "update" else "float32"
         if message.offset:
             if size:

@@ -104,7 +104,8 @@ class ServerService:
                     raise _second("header")
                 self._admission.heard(call.identity)
                 last = _check_ascending(frame.header.slice, last)
-                store.router.push(call, frame.header.slice, frame.header.base_version, frame.payload)
+                written = frame.header.written if frame.header.HasField("written") else None
+                store.router.push(call, frame.header.slice, frame.header.base_version, frame.payload, written)
                 await call.slots.acquire()
             call.asked_all()
         except Exception as error:  # The stream raises it; otherwise it would wait for a reader that has ended.

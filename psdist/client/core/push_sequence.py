@@ -17,9 +17,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Final
 
+from psdist.client.core.written_weights import WrittenWeights
 from psdist.consistency import BSP, Consistency
 from psdist.errors import InternalError
+
+
+@dataclass(frozen=True, slots=True)
+class PushOptions:
+    """The part of a push besides its gradient.
+
+    lr_factor: factor on the learning rate of the update; None if other workers set it.
+    written: weights that the script wrote before this push; None if it wrote none.
+    """
+
+    lr_factor: float | None = None
+    written: WrittenWeights | None = None
+
+
+NO_OPTIONS: Final = PushOptions()
 
 
 @dataclass(slots=True)
@@ -33,8 +50,8 @@ class PendingRequest:
     ignored: int = 0
     staleness_sum: int = 0
     staleness_max: int = 0
-    #: Pushes: factor on the learning rate of the update; None if other workers set it.
-    lr_factor: float | None = None
+    #: Pushes: their part besides gradients.
+    options: PushOptions = NO_OPTIONS
 
     @property
     def finished(self) -> bool:
@@ -57,7 +74,7 @@ class PendingRequest:
 
     def part(self, slices: Iterable[int]) -> PendingRequest:
         """Return a request of the same number for the unanswered ones of ``slices``. ``absorb`` merges it back."""
-        return PendingRequest(self.number, self.pending.intersection(slices), lr_factor=self.lr_factor)
+        return PendingRequest(self.number, self.pending.intersection(slices), options=self.options)
 
     def absorb(self, part: PendingRequest) -> None:
         """Record the answers of ``part`` as answers of this request."""
@@ -140,12 +157,9 @@ class PushSequence:
         """Record how much of a push under way was given in pieces. whole: none is missing."""
         self.partial, self.given = not whole, whole
 
-    def begin_push(self, lr_factor: float | None = None) -> PendingRequest:
-        """Return the next push, with all slices unanswered. A retry after a failure gets the same number.
-
-        lr_factor: see PendingRequest.
-        """
-        return PendingRequest(self.step, set(range(len(self.versions))), lr_factor=lr_factor)
+    def begin_push(self, options: PushOptions = NO_OPTIONS) -> PendingRequest:
+        """Return the next push, with all slices unanswered. A retry after a failure gets the same number."""
+        return PendingRequest(self.step, set(range(len(self.versions))), options=options)
 
     def begin_pull(self) -> PendingRequest:
         """Return a pull of all slices. BSP members wait for their current step; others take the available version."""

@@ -123,6 +123,11 @@ class PushRequest(Request):
         """True if it has no gradient."""
         return self.flat is None and self.encoded is None
 
+    def needs_messages(self, slices: Sequence[int]) -> bool:
+        """Return True if some of ``slices`` carry more than a gradient, which only gRPC messages do."""
+        written = self.progress.options.written
+        return written is not None and written.touches(self.slicing, slices)
+
     async def ready(self, index: int) -> None:
         """Wait until the payload of a slice is available. Raises why there is none."""
         if self.encoded is not None:

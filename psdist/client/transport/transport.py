@@ -2,7 +2,7 @@
 
 A handle has its transports in the order of preference. Before each call the missing ones are prepared, which may take a
 negotiation with servers. A request then uses the first transport that is open to its server. gRPC is last, and always
-open.
+open. It alone carries weights that the script wrote, beside the gradients of their slices.
 
 Not here: retries and routes (``delivery``).
 """
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 from psdist.client.core.routing import Route
 from psdist.client.session.wait_tracker import Wait
-from psdist.client.transport.requests import Request
+from psdist.client.transport.requests import PushRequest, Request
 from psdist.errors import ClosedError, PsdistError, ServerUnreachableError
 
 #: Receives the error that ends attempts on a server.
@@ -67,8 +67,10 @@ class Transports:
     def __init__(self, *transports: Transport) -> None:
         self._transports = transports
 
-    def choose(self, route: Route) -> Transport:
-        """Return the transport that carries requests to the route's server now."""
+    def choose(self, route: Route, request: Request) -> Transport:
+        """Return the transport that carries ``request`` to the route's server now."""
+        if isinstance(request, PushRequest) and request.needs_messages(route.slices):
+            return self._transports[-1]
         return next(transport for transport in self._transports if transport.is_open(route))
 
     def is_missing(self, routes: Sequence[Route]) -> bool:

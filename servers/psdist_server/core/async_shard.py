@@ -194,11 +194,13 @@ class AsyncShard(ShardMachine[_AsyncSlice]):
         state.busy, event = True, state.queue[0].event
         pushed_by = (state.queue[0].producer,)
         if event.abstain:
-            nothing = Apply(state.index, state.version, (), contributors=pushed_by, sequence=event.step)
-            return [Forget(event.token), nothing]
+            writer = event.token if event.written else 0
+            nothing = Apply(state.index, state.version, (), 1.0, pushed_by, event.step, writer)
+            return [nothing, Forget(event.token)]
         staleness = max(0, state.version - event.base_version)
         lr_scale = 1.0 / (1.0 + staleness) if self._inverse_lr else 1.0
-        return [Apply(state.index, state.version, (event.token,), lr_scale, pushed_by, event.step)]
+        writer = event.token if event.written else 0
+        return [Apply(state.index, state.version, (event.token,), lr_scale, pushed_by, event.step, writer)]
 
     def _applied(self, state: _AsyncSlice) -> list[Effect]:
         first = state.queue.pop(0)

@@ -2,16 +2,21 @@
 
 A step does not wait for a member that has left. Contributions that the member had made still count.
 
+Weights that scripts wrote are assigned with the step of their pushes. Each contribution carries one digest of all
+that its worker wrote, for the whole parameter set. If digests differ, every slice of the step finds it out for itself,
+and refuses all contributions.
+
 Invariants: A step of a slice accepts at most one contribution per producer, and is applied in rank order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from psdist.consistency import BSP
-from psdist.errors import FutureStepError, NotMemberError, PsdistError
+from psdist.errors import FutureStepError, NotMemberError, PsdistError, WrittenWeightsError
 from psdist.types import ParametersMember
 from psdist_server.core import gates
 from psdist_server.core.events import (
@@ -23,6 +28,7 @@ from psdist_server.core.events import (
     Forget,
     NormKnown,
     PullRequested,
+    RefuseSlice,
     Reply,
     SliceAggregated,
     SliceCut,
@@ -32,12 +38,25 @@ from psdist_server.core.events import (
 from psdist_server.core.shard import ShardMachine, SliceBase
 from psdist_server.core.slice_records import Producer, Records, SliceRecord
 
+#: Ranks that an error names in each of its lists.
+_RANKS_SHOWN: Final = 8
+
 
 @dataclass(frozen=True, slots=True)
 class _Contribution:
+    """A contribution to a step.
+
+    written: see SlicePushed.
+    is_first: the step is its member's first one, before which the member could not write if others were there.
+    repeats: tokens of later calls with the same contribution.
+    """
+
     token: int
     rank: int
     abstain: bool
+    written: bytes = b""
+    is_first: bool = False
+    repeats: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -121,29 +140,56 @@ class BspShard(ShardMachine[_BspSlice]):
             state.waiters[event.token] = (True, producer not in state.applying)
             return [Forget(event.token)]
         waiters = state.next_waiters if state.busy else state.waiters
-        if producer in state.open:
+        known = state.open.get(producer)
+        if known is not None and known.written == event.written:
             waiters[event.token] = (True, False)
+            known.repeats.append(event.token)
             return [Forget(event.token)]
-        rank = self.members[event.worker_id].rank
-        state.open[producer] = _Contribution(event.token, rank, event.abstain)
+        # A push that was refused for its writes may be repeated with others.
+        replaced = [Forget(known.token)] if known is not None else []
+        member = self.members[event.worker_id]
+        is_first = event.step == member.first_step
+        state.open[producer] = _Contribution(event.token, member.rank, event.abstain, event.written, is_first)
         waiters[event.token] = (False, False)
-        return self._try_apply(state)
+        return [*replaced, *self._try_apply(state)]
 
     def _try_apply(self, state: _BspSlice) -> list[Effect]:
         backup, final = self._rule.backup_workers, self._final_step
         if state.busy or not gates.bsp_complete(state.step, self._everyone, state.open, backup, final):
             return []
         ordered = sorted(state.open.items(), key=lambda item: (item[1].rank, item[0]))
+        contributions = [part for _, part in ordered]
+        compared = _compared(contributions)
+        if len({part.written for part in compared}) > 1:
+            return self._refuse_writes(state, contributions, compared)
+        writer = next((part.token for part in contributions if part.written), 0)
         parts = tuple(part.token for _, part in ordered if not part.abstain)
         forgotten = [Forget(part.token) for _, part in ordered if part.abstain]
         state.applying, state.open, state.busy = tuple(producer for producer, _ in ordered), {}, True
         if self._clipping:
-            return [*forgotten, Aggregate(state.index, state.version, parts)]
-        return [*forgotten, self._apply(state, parts)]
+            return [Aggregate(state.index, state.version, parts, writer), *forgotten]
+        return [self._apply(state, parts, writer), *forgotten]
 
-    def _apply(self, state: _BspSlice, parts: tuple[int, ...]) -> Apply:
+    def _refuse_writes(
+        self, state: _BspSlice, contributions: list[_Contribution], compared: list[_Contribution]
+    ) -> list[Effect]:
+        """Refuse all contributions to the open step, because the workers of those ``compared`` wrote different values.
+
+        A contribution whose caller has gone may belong to an attempt that another slice has refused. It is dropped, and
+        the others wait for the next attempt.
+        """
+        gone = {part.token for part in compared if state.waiters.keys().isdisjoint((part.token, *part.repeats))}
+        if gone:
+            state.open = {producer: part for producer, part in state.open.items() if part.token not in gone}
+            return [Forget(token) for token in gone]
+        error = _different_writes(state.step, compared)
+        tokens = [*state.waiters, *(part.token for part in contributions if part.token not in state.waiters)]
+        state.open, state.waiters = {}, {}
+        return [RefuseSlice(token, error) for token in tokens]
+
+    def _apply(self, state: _BspSlice, parts: tuple[int, ...], writer: int = 0) -> Apply:
         lr_scale = self._rule.lr_scale(len(state.applying), self._reference_workers)
-        return Apply(state.index, state.version, parts, lr_scale, state.applying)
+        return Apply(state.index, state.version, parts, lr_scale, state.applying, writer=writer)
 
     def _on_clipping(self, event: SliceAggregated | NormKnown) -> list[Effect]:
         if isinstance(event, SliceAggregated):
@@ -202,3 +248,33 @@ class BspShard(ShardMachine[_BspSlice]):
             assert not state.next_waiters or state.busy, state
             tokens = [part.token for part in state.open.values()]
             assert len(tokens) == len(set(tokens)), state
+
+
+def _compared(contributions: Sequence[_Contribution]) -> list[_Contribution]:
+    """Return the contributions whose writes must be equal. A worker without writes is left out if it abstains, or has
+    joined the others with this step."""
+    has_earlier = any(not part.is_first for part in contributions)
+    return [one for one in contributions if one.written or not (one.abstain or (one.is_first and has_earlier))]
+
+
+def _different_writes(step: int, contributions: Iterable[_Contribution]) -> WrittenWeightsError:
+    """Return the error that names the ranks with equal writes, group by group."""
+    groups: dict[bytes, list[int]] = {}
+    for part in contributions:
+        groups.setdefault(part.written, []).append(part.rank)
+    silent = groups.pop(b"", [])
+    verbs = ("wrote one thing", *["wrote another"] * (len(groups) - 1), "wrote nothing")
+    ranks = [*groups.values(), silent] if silent else list(groups.values())
+    found = ", ".join(f"{_ranks_text(some)} {verb}" for some, verb in zip(ranks, verbs, strict=False))
+    return WrittenWeightsError(
+        f"the workers wrote different values to the weights before step {step}: {found}. In BSP all of them must write "
+        "the same: let each worker make the change, from equal seeds or from a file that all of them read",
+        step=step,
+    )
+
+
+def _ranks_text(ranks: list[int]) -> str:
+    """Return ranks for a message, or the first ones of many."""
+    left = len(ranks) - _RANKS_SHOWN
+    shown = ", ".join(map(str, ranks[:_RANKS_SHOWN])) + (f" and {left} more" if left > 0 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"

@@ -25,6 +25,7 @@ class SlicePushed:
     abstain: the push counts as made but contributes nothing.
     wants_weights: the answer carries the new weights (PushPull), so a read gate applies to it.
     mark: SSP and ASP: the snapshot attempt that excludes this push and all later ones; 0 for none.
+    written: digest of the weights that the worker wrote before this push; empty if it wrote none.
     """
 
     token: int
@@ -36,6 +37,7 @@ class SlicePushed:
     abstain: bool = False
     wants_weights: bool = True
     mark: int = 0
+    written: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +168,8 @@ class Apply:
     lr_scale: factor on the learning rate (staleness; workers that joined or left).
     contributors, sequence: entries for the duplicate table: the contributing producers; in SSP and ASP the push's
         number.
+    writer: token of the contribution whose written weights the slice is assigned before the update; 0 for none. It may
+        be one that abstains, so it is forgotten after this effect.
     """
 
     index: int
@@ -174,15 +178,18 @@ class Apply:
     lr_scale: float = 1.0
     contributors: tuple[Producer, ...] = ()
     sequence: int | None = None
+    writer: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Aggregate:
-    """Store the mean of ``parts`` and its squared norm; then report ``SliceAggregated``. ``Apply`` follows later."""
+    """Store the mean of ``parts``, its squared norm, and the written weights of ``writer``; then report
+    ``SliceAggregated``. ``Apply``, without a writer, follows later."""
 
     index: int
     step: int
     parts: tuple[int, ...]
+    writer: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,8 @@ class ReplicaUpdate(Generic[G]):
     contributors, sequence: entries for the duplicate table; ``sequence`` is None in BSP.
     gradient: the gradient to apply; None if nobody contributed.
     square: the slice's sum of squares (clipping).
-    size: bytes of the gradient.
+    assigned: weights that the slice is set to before the update; None if it keeps its own.
+    size: bytes of the gradient and of these weights.
     """
 
     lsn: int
@@ -66,4 +67,5 @@ class ReplicaUpdate(Generic[G]):
     gradient: G | None = None
     lr_scale: float = 1.0
     square: float = 0.0
+    assigned: G | None = None
     size: int = 0

@@ -90,7 +90,7 @@ class DeviceParameters(DenseParameters):
         return -(-self.slicing.size(index) // _ALIGNMENT) * _ALIGNMENT * 4
 
     def _register(self, index: int) -> None:
-        weights = self._weights_of(index)
+        weights = self.export_weights(index)
         size, address = weights.nbytes, weights.__array_interface__["data"][0]
         # Only whole pages: the target of a copy must not be registered in part.
         if size >= REGISTERED_BYTES and not address % _PAGE and not size % _PAGE and self._device.register(weights):
@@ -132,10 +132,6 @@ class DeviceParameters(DenseParameters):
             for number, address in enumerate(self._addresses(index)):
                 if number in arrays:
                     self._device.copy_in(address, np.ascontiguousarray(arrays[number]), area.stream)
-
-    def _weights_of(self, index: int) -> Array:
-        """Return the weights of a slice, in place in host memory."""
-        return self._arrays()[0][slice(*self.slicing.bounds(index))]
 
     def _addresses(self, index: int) -> list[int]:
         _, first = self._places[index]
@@ -200,7 +196,7 @@ class DeviceParameters(DenseParameters):
     def _update_segment(self, lane: Lane, job: SegmentJob, scalars: tuple[np.float32, ...], bad: set[int]) -> None:
         _, update, segment = job
         most = piece_elements(update.parts)
-        weights = self._weights_of(update.index)[segment.start : segment.start + segment.size]
+        weights = self.export_weights(update.index)[segment.start : segment.start + segment.size]
         for at in range(0, segment.size, most):
             size, area = min(most, segment.size - at), lane.next()
             area.stage(update.parts, segment.start + at, size)

@@ -63,6 +63,7 @@ class Update:
     is_encoded: True if some of the parts are encoded.
     weights: weight of each part in the mean; empty if all are equal.
     divisor: divides the only part, if that is a sum; 0 if each part is one contribution.
+    assigned: float32[n] that the weights are set to first; None if they keep their values.
     """
 
     index: int
@@ -75,6 +76,11 @@ class Update:
     is_encoded: bool = False
     weights: tuple[float, ...] = ()
     divisor: float = 0.0
+    assigned: Array | None = None
+
+    def scaled(self, lr_scale: float) -> Update:
+        """Return this update with another factor on its learning rate, besides its own."""
+        return self if lr_scale == 1.0 else replace(self, lr_scale=lr_scale * self.lr_scale)
 
 
 class UpdateWork(Protocol):
@@ -167,7 +173,8 @@ class DenseParameters:
         for index in new:
             self._runs[index] = _runs_of(self._ranges, *self.slicing.bounds(index))
             self._segments[index] = self._segments_of(index)
-        self._set_held(self.held.union(new))
+        self.held = self.held.union(new)
+        self.indices = tuple(sorted(self.held))
 
     def release(self, indices: Iterable[int]) -> None:
         """Free the memory of slices, in whole pages. The memory of their weights is freed by ``reclaim``. No kernel may
@@ -182,7 +189,8 @@ class DenseParameters:
             for table in (self._runs, self._segments, self._arrived):
                 table.pop(index, None)
         self.installed.difference_update(gone)
-        self._set_held(self.held.difference(gone))
+        self.held = self.held.difference(gone)
+        self.indices = tuple(sorted(self.held))
         self.weights.release(gone)
 
     def reclaim(self, indices: Iterable[int]) -> None:
@@ -190,9 +198,6 @@ class DenseParameters:
         reads return zeros. Slices that are held again are skipped. Run this in a thread, like ``release`` and
         ``close``: it takes 0.1 s for a gigabyte."""
         self.weights.reclaim(indices)
-
-    def _set_held(self, held: set[int]) -> None:
-        self.held, self.indices = held, tuple(sorted(held))
 
     def close(self) -> None:
         """Free the arena. Workers that have mapped it keep their view."""
@@ -220,6 +225,12 @@ class DenseParameters:
             raise InternalError(f"slice {index} is not held here")
         part = slice(*self.slicing.bounds(index))
         return [array[part] for array in self._arrays()]
+
+    def export_weights(self, index: int) -> Array:
+        """Return the weights of a slice, in place in host memory."""
+        if index not in self.held:
+            raise InternalError(f"slice {index} is not held here")
+        return self._arrays()[0][slice(*self.slicing.bounds(index))]
 
     def copy_slice(self, index: int, out: Array) -> None:
         """Copy the arrays of a slice to ``out``, one after another."""
@@ -295,6 +306,10 @@ class DenseParameters:
         for update in updates:
             if update.copy is not None:
                 self.copy_slice(update.index, update.copy)
+            if update.assigned is not None:  # ``apply`` ends the write.
+                self.weights.sequence[update.index] = 2 * update.step + 1
+                self.export_weights(update.index)[...] = update.assigned
+                self._stored(update.index, {0: update.assigned})
         left_out = self.apply(updates)
         seconds = (time.perf_counter() - started) / len(works)
         return [Applied(seconds, bad) for bad in left_out]
@@ -343,9 +358,10 @@ class DenseParameters:
                 for row, parts in self._run(jobs, scalars):
                     bad[jobs[row][0]].update(parts)
         for update in updates:
-            if self.published is not None and update.parts:
-                weights = self._arrays()[0][slice(*self.slicing.bounds(update.index))]
-                self.published.publish(update.index, update.step + 1, weights)
+            if self.published is not None and update.assigned is not None:
+                self.published.begin(update.index, self.export_weights(update.index))
+            elif self.published is not None and update.parts:
+                self.published.publish(update.index, update.step + 1, self.export_weights(update.index))
             elif self.published is not None:
                 self.published.unchanged(update.index)
             sequence[update.index] = 2 * update.step + 2

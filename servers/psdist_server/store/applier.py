@@ -93,8 +93,8 @@ class Applier:
         self._max_grad_norm = entry.spec.optimizer.max_grad_norm
         #: BSP: clipping factor of the newest step, by step.
         self._clip_factors: dict[int, float | None] = {}
-        #: Results of Aggregate for Apply: the mean, its sum of squares, and the factor on the learning rate.
-        self._means: dict[int, tuple[Array | None, float, float]] = {}
+        #: Results of Aggregate for Apply: the mean, its sum of squares, and the update without it.
+        self._means: dict[int, tuple[Array | None, float, Update]] = {}
         self._shipments: dict[int, _Shipment] = {}
         #: Updates that wait for room in the log of replicated updates.
         self._waiting: deque[_Job] = deque()
@@ -110,20 +110,33 @@ class Applier:
         is_encoded = self._gradients.are_encoded(values)
         if not is_encoded:
             self._gradients.compare(effect.step, effect.parts, values)
+        update = Update(
+            index,
+            effect.step,
+            values,
+            lr_factor,
+            is_encoded=is_encoded,
+            weights=weights,
+            assigned=self._assigned(effect),
+        )
         if isinstance(effect, Aggregate):
-            job = _Job(effect, Update(index, effect.step, values, lr_factor, is_encoded=is_encoded, weights=weights))
-            self._kernels.submit(index, self._combine, job, self._combined)
+            self._kernels.submit(index, self._combine, _Job(effect, update), self._combined)
         elif index in self._means:
-            mean, square, lr_factor = self._means.pop(index)
-            kept = [mean] if mean is not None else []
-            update = Update(index, effect.step, kept, effect.lr_scale * lr_factor, self._clip_factors[effect.step])
-            self._deliver(_Job(effect, update, False, square))
+            mean, square, update = self._means.pop(index)
+            kept, factor = [mean] if mean is not None else [], self._clip_factors[effect.step]
+            self._deliver(
+                _Job(effect, replace(update, parts=kept, factor=factor).scaled(effect.lr_scale), False, square)
+            )
         else:
-            factor, lr_scale = None, effect.lr_scale * lr_factor
             if self._max_grad_norm and values:  # One push, scaled down by its own norm (SSP and ASP).
                 factor = clip_factor(self._gradients.norm(effect.parts[0]), self._max_grad_norm)
-            update = Update(index, effect.step, values, lr_scale, factor, is_encoded=is_encoded, weights=weights)
-            self._deliver(_Job(effect, update))
+                update = replace(update, factor=factor)
+            self._deliver(_Job(effect, update.scaled(effect.lr_scale)))
+
+    def _assigned(self, effect: Apply | Aggregate) -> Array | None:
+        """Return the weights that the slice is set to before its update, or None. No kernel is writing the slice."""
+        writes = self._gradients.writes(effect.writer)
+        return None if writes is None else writes.onto(self._dense.export_weights(effect.index))
 
     def norm_known(self, step: int, norm: float) -> None:
         """BSP: set the global norm of ``step``, by which the aggregated slices are clipped."""
@@ -200,7 +213,8 @@ class Applier:
     def _combined(self, job: _Job, outcome: Outcome) -> None:
         effect = job.effect
         self._gradients.used(effect.index, effect.parts, outcome.bad)
-        self._means[effect.index] = (outcome.mean, outcome.square, job.update.lr_scale)
+        rest = replace(job.update, parts=(), is_encoded=False, weights=())
+        self._means[effect.index] = (outcome.mean, outcome.square, rest)
         self._done(effect, outcome)
 
     def _applied(self, job: _Job, applied: Applied) -> None:
@@ -254,7 +268,7 @@ class Applier:
 
 
 def _replica_update(job: _Job, lsn: int) -> ReplicaUpdate[Gradient]:
-    effect, gradient = job.effect, job.update.mean
+    effect, gradient, assigned = job.effect, job.update.mean, job.update.assigned
     assert isinstance(effect, Apply)
     return ReplicaUpdate(
         lsn=lsn,
@@ -265,5 +279,6 @@ def _replica_update(job: _Job, lsn: int) -> ReplicaUpdate[Gradient]:
         gradient=gradient,
         lr_scale=job.update.lr_scale,
         square=job.square,
-        size=gradient.nbytes if gradient is not None else 0,
+        assigned=assigned,
+        size=sum(array.nbytes for array in (gradient, assigned) if array is not None),
     )

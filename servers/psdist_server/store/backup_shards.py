@@ -76,6 +76,8 @@ class BackupShards:
         self._clipping = spec.optimizer.max_grad_norm > 0 and not self._asynchronous
         self._fail = fail
         self._incoming: dict[int, list[Array]] = {}
+        #: Weights that the next update of a slice begins with, and the lsn of that update.
+        self._assigned: dict[int, tuple[int, Array]] = {}
         self._queues: dict[int, deque[_QueuedUpdate | Callable[[], None]]] = {}
         self._busy: set[int] = set()
         #: Shards that this server should copy by the map, but has no memory for.
@@ -96,9 +98,14 @@ class BackupShards:
         """Stop accepting messages for a shard. Wait for ``KernelLauncher.settled`` afterwards: accepted updates are
         still carried out."""
         machine = self.machines.pop(number)
+        self._forget_arrays(machine)
+        return machine
+
+    def _forget_arrays(self, machine: BackupReplication) -> None:
+        """Drop arrays of a shard that wait for the messages behind them."""
         for index in machine.slices:
             self._incoming.pop(index, None)
-        return machine
+            self._assigned.pop(index, None)
 
     def discard(self, indices: Iterable[int]) -> None:
         """Drop all queued work for these slices."""
@@ -175,8 +182,7 @@ class BackupShards:
         message = frame.header
         match message.WhichOneof("kind"):
             case "begin":
-                for index in machine.slices:
-                    self._incoming.pop(index, None)
+                self._forget_arrays(machine)
                 machine.start_copy(message.term, message.begin.lsn, message.begin.fill, message.begin.copy)
             case "state":
                 self._on_state(machine, message.state, frame.payload)
@@ -184,6 +190,10 @@ class BackupShards:
                 machine.end()
                 filled = pb.ReplicateResponse.Filled(shard=message.shard, term=message.term, copy=machine.copy)
                 answer(pb.ReplicateResponse(filled=filled))
+            case "assign":
+                self._check_slice(machine, message.assign.slice)
+                values = self._values(message.assign.slice, frame.payload, "float32")
+                self._assigned[message.assign.slice] = message.assign.lsn, values  # type: ignore[assignment]  # float32
             case "update":
                 self._on_update(machine, sender, message, frame.payload)
             case "digest":
@@ -240,7 +250,7 @@ class BackupShards:
     def _on_update(
         self, machine: BackupReplication, sender: Replica, message: pb.ReplicateRequest, payload: memoryview
     ) -> None:
-        update = self._update(machine, message.update, payload)
+        update, assigned = self._update(machine, message.update, payload), self._take_assigned(message.update)
         number, term = message.shard, message.term
         verdict = machine.update(term, update)
         if verdict == "ignore":
@@ -250,8 +260,20 @@ class BackupShards:
             return
         parts = [update.gradient] if update.gradient is not None else []
         factor = message.update.factor if message.update.HasField("factor") else None
-        dense = Update(update.index, update.version, parts, update.lr_scale, factor)
+        dense = Update(update.index, update.version, parts, update.lr_scale, factor, assigned=assigned)
         self._enqueue(update.index, _QueuedUpdate(number, term, update.lsn, dense, update.square, sender))
+
+    def _take_assigned(self, update: pb.ReplicateRequest.Update) -> Array | None:
+        """Return the weights that ``update`` begins with, or None. Raises InvalidArgumentError if their message did not
+        precede it."""
+        lsn, values = self._assigned.pop(update.slice, (0, None))
+        if not update.assigned:
+            return None
+        if values is None or lsn != update.lsn:
+            raise InvalidArgumentError(
+                f"update {update.lsn} of slice {update.slice} comes without its assigned weights"
+            )
+        return values
 
     def _acknowledge(self, machine: BackupReplication, sender: Replica, term: int, lsn: int) -> None:
         """Acknowledge an update, unless the term has changed: its number would mean another update."""

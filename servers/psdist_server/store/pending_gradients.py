@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -18,12 +19,14 @@ from psdist.compression import segments
 from psdist.consistency import BSP, check_weight
 from psdist.errors import InvalidArgumentError, MalformedPayloadError, NonFiniteGradientError
 from psdist.types import ITEM_BYTES, ParametersSpec, Slicing
+from psdist.v1 import server_pb2
 from psdist_server.core.contribution_comparison import ContributionComparison
 from psdist_server.core.gradient_estimates import GradientEstimates
 from psdist_server.kernels import kernels
 from psdist_server.kernels.arrays import Bad, Gradient, gradient_of
 from psdist_server.kernels.double import all_finite
 from psdist_server.kernels.encoded import is_encoded
+from psdist_server.kernels.written_slice import WrittenSlice
 from psdist_server.store.rpc_call import Call
 from psdist_server.store.statistics import Counters
 
@@ -37,6 +40,7 @@ class PendingGradient:
 
     is_shared: it is in memory of the worker, and this server holds nothing for it.
     first_step: BSP: its worker's first step.
+    writes: values that its worker's script wrote to weights of the slice.
     """
 
     index: int
@@ -44,6 +48,7 @@ class PendingGradient:
     values: Gradient
     is_shared: bool
     first_step: int = 0
+    writes: WrittenSlice | None = None
 
 
 class PendingGradients:
@@ -72,12 +77,15 @@ class PendingGradients:
         self._by_token: dict[int, PendingGradient] = {}
         self.estimates = GradientEstimates(slicing)
         self.comparison = ContributionComparison(spec)
+        #: Values that scripts wrote, by slice and digest. Equal ones of several workers are stored once.
+        self._writes: WeakValueDictionary[tuple[int, bytes], WrittenSlice] = WeakValueDictionary()
 
     def begin_push(self, call: Call) -> None:
         """Check the header of a push.
 
         Raises InvalidArgumentError if a required global norm is missing, if the weight is out of range or nothing is
-        averaged, and if the factor on the learning rate is out of range.
+        averaged, if the factor on the learning rate is out of range, and for written weights that the optimizer cannot
+        take.
         """
         needed, norm = self._needs_norm and not call.abstain, call.gradient.norm
         if needed and not (math.isfinite(norm) and norm >= 0):
@@ -86,6 +94,8 @@ class PendingGradients:
             check_weight(call.gradient.weight, self._spec.consistency)
         if not call.gradient.weight:
             raise InvalidArgumentError("weight=0 counts for nothing: abstain instead, or send a weight above 0")
+        if call.gradient.written:
+            self._spec.check_assignable()
         if call.gradient.lr_factor is not None:
             self._spec.optimizer.check_lr_factor(call.gradient.lr_factor)
             self._has_lr_factors = True
@@ -116,6 +126,21 @@ class PendingGradients:
             return gradient, False
         self.estimates.keep(call.identity, difference, index, gradient)
         return gradient, True
+
+    def receive_writes(self, call: Call, index: int, message: server_pb2.Written) -> WrittenSlice:
+        """Return the values that a script wrote to weights of a slice. Raises InvalidArgumentError as
+        ``WrittenSlice.read``, and for values of a push without a digest."""
+        if not call.gradient.written:
+            raise InvalidArgumentError(f"slice {index} has written weights: send their digest in the push's header")
+        key = (index, call.gradient.written)
+        writes = self._writes.get(key)
+        if writes is None:
+            writes = self._writes[key] = WrittenSlice.read(message, index, self._slicing, self._spec.dtype)
+        return writes
+
+    def writes(self, token: int) -> WrittenSlice | None:
+        """Return the values that the worker of contribution ``token`` wrote to its slice."""
+        return self._by_token[token].writes if token else None
 
     def _decode(self, call: Call, index: int, payload: memoryview) -> Gradient:
         """Return a payload's elements, or its bytes if it is encoded, in place. Raises InvalidArgumentError if the size

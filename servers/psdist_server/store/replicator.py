@@ -43,7 +43,7 @@ from psdist_server.store.stream_to_replica import (
     StreamToReplica,
     now,
     state_message,
-    update_message,
+    update_messages,
 )
 
 logger = structlog.get_logger("psdist.server")
@@ -215,7 +215,8 @@ class Replicator:
         for effect in effects:
             match effect:
                 case SendUpdate(replica, update, whole):
-                    self.streams[replica].send(*update_message(machine, update, whole))
+                    for message, payload in update_messages(machine, update, whole):
+                        self.streams[replica].send(message, payload)
                 case SendBegin(replica, lsn, fill, copy):
                     begin = pb.ReplicateRequest.Begin(lsn=lsn, fill=fill, copy=copy)
                     stream = self.streams[replica]

@@ -61,16 +61,19 @@ class PushedGradient:
     weight: its weight in the mean of its step.
     difference: set if its payloads are differences, None for gradients.
     lr_factor: factor on the learning rate of its update; None if other members decide.
+    written: digest of the weights that the script wrote before it; empty if it wrote none.
     """
 
     norm: float = 0.0
     weight: float = 1.0
     difference: GradientDifference | None = None
     lr_factor: float | None = None
+    written: bytes = b""
 
     @classmethod
     def from_header(cls, header: server_pb2.PushHeader) -> PushedGradient:
-        """Read a header. Raises InvalidArgumentError for a difference that is not encoded."""
+        """Read a header. Raises InvalidArgumentError for a difference that is not encoded, and for a digest of another
+        size."""
         difference: GradientDifference | None = None
         if header.HasField("difference"):
             if header.codec != common_pb2.CODEC_SEGMENTS:
@@ -78,7 +81,11 @@ class PushedGradient:
             difference = GradientDifference(header.difference.number, header.difference.from_zeros)
         weight = header.weight if header.HasField("weight") else 1.0
         lr_factor = header.lr_factor if header.HasField("lr_factor") else None
-        return cls(header.grad_norm, weight, difference, lr_factor)
+        if len(header.written) not in (0, limits.WRITTEN_DIGEST_BYTES):
+            raise InvalidArgumentError(
+                f"the digest of the written weights has {len(header.written)} bytes: send {limits.WRITTEN_DIGEST_BYTES}"
+            )
+        return cls(header.grad_norm, weight, difference, lr_factor, header.written)
 
 
 @dataclass
@@ -133,7 +140,7 @@ class Call:
 
     def read_header(self, header: server_pb2.PushHeader) -> None:
         """Read the header of a push. Raises UnknownCodecError, and InvalidArgumentError for an unknown dtype, a dtype
-        that the codec does not use, or a difference that is not encoded."""
+        that the codec does not use, and as ``PushedGradient.from_header``."""
         if header.codec not in _CODECS:
             raise UnknownCodecError(f"codec {header.codec} is unknown to this server: use {_CODEC_NAMES}")
         self.step, self.abstain = header.step, header.abstain

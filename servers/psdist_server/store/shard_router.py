@@ -13,6 +13,7 @@ from functools import partial
 
 from psdist.errors import InvalidArgumentError
 from psdist.types import ParametersEntry, ParametersMember
+from psdist.v1 import server_pb2
 from psdist_server.core.async_shard import AsyncShard
 from psdist_server.core.bsp_shard import BspShard
 from psdist_server.core.events import (
@@ -150,16 +151,27 @@ class ShardRouter:
         for machine in self.machines.values():
             self.run(machine.on(event))
 
-    def push(self, call: Call, index: int, base_version: int, payload: memoryview) -> None:
+    def push(
+        self,
+        call: Call,
+        index: int,
+        base_version: int,
+        payload: memoryview,
+        written: server_pb2.Written | None = None,
+    ) -> None:
         """Route one contribution.
+
+        written: values that the script wrote to weights of the slice.
 
         Raises InvalidArgumentError and its subclasses, StaleEpochError if the slice is not served here, and
         StaleEstimateError; nothing has changed then.
         """
         self.check_slice(index, call.identity.epoch)
+        writes = None if written is None else self._gradients.receive_writes(call, index, written)
         values, counts = self._gradients.receive(call, index, payload)
         self._counters.of(call.identity.worker_id).push_bytes += len(payload)
-        self._push(call, index, base_version, PendingGradient(index, call, values, is_shared=False), not counts)
+        gradient = PendingGradient(index, call, values, is_shared=False, writes=writes)
+        self._push(call, index, base_version, gradient, not counts)
 
     def push_unchecked(self, call: Call, index: int, base_version: int, values: Gradient, *, is_shared: bool) -> None:
         """Route one contribution whose ``values`` the kernel checks. Their number is the slice's; their content is
@@ -178,8 +190,10 @@ class ShardRouter:
         member = self.machines[index % self._shard_count].members.get(worker_id)
         gradient.first_step = member.first_step if member is not None else 0
         self._gradients.add(token, gradient)
-        step, wants_weights, mark = call.step, call.wants_weights, call.mark
-        event = SlicePushed(token, index, worker_id, incarnation, step, base_version, abstain, wants_weights, mark)
+        step, wants_weights, mark, written = call.step, call.wants_weights, call.mark, call.gradient.written
+        event = SlicePushed(
+            token, index, worker_id, incarnation, step, base_version, abstain, wants_weights, mark, written
+        )
         self.dispatch(index, event)
 
     def pull(self, call: Call, index: int, min_version: int) -> None:

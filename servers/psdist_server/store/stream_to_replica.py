@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any, Final, Protocol
@@ -321,11 +321,14 @@ def _producers(producers: Iterable[Producer]) -> list[pb.Life]:
     return [pb.Life(worker_id=worker_id, incarnation=incarnation) for worker_id, incarnation in producers]
 
 
-def update_message(
+def update_messages(
     machine: Machine, update: ReplicaUpdate[Gradient], whole: bool
-) -> tuple[pb.ReplicateRequest, Gradient | None]:
-    """Return the message for ``update``, and its payload if it has one."""
-    gradient = update.gradient if whole else None
+) -> Iterator[tuple[pb.ReplicateRequest, Gradient | None]]:
+    """Yield the messages for ``update``, each with its payload if it has one."""
+    gradient, assigned = (update.gradient, update.assigned) if whole else (None, None)
+    if assigned is not None:
+        assign = pb.ReplicateRequest.Assign(lsn=update.lsn, slice=update.index)
+        yield pb.ReplicateRequest(shard=machine.number, term=machine.term, assign=assign), assigned
     message = pb.ReplicateRequest.Update(
         lsn=update.lsn,
         slice=update.index,
@@ -336,8 +339,9 @@ def update_message(
         contributors=_producers(update.contributors),
         sequence=update.sequence or 0,
         square=update.square,
+        assigned=assigned is not None,
     )
-    return pb.ReplicateRequest(shard=machine.number, term=machine.term, update=message), gradient
+    yield pb.ReplicateRequest(shard=machine.number, term=machine.term, update=message), gradient
 
 
 def state_message(

@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 
 from psdist import AsyncClient, optim
+from psdist.client.core.push_sequence import PushOptions
 from psdist.consistency import ASP, BSP, SSP
 from psdist.errors import InvalidArgumentError
 from psdist.launch.embedded import EmbeddedCluster
@@ -207,7 +208,7 @@ async def test_what_cannot_be_a_factor_is_refused(cluster: EmbeddedCluster, fact
         with pytest.raises(InvalidArgumentError, match="lr_factor="):
             handle.lr_factor = factor
         if isinstance(factor, float):
-            handle.servers.participation.lr_factor = factor
+            handle.servers.participation.options = PushOptions(factor)
             with pytest.raises(InvalidArgumentError, match="lr_factor="):
                 await handle.push(split(gradient(0, 0)))
             handle.lr_factor = 1.0

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from psdist.client.core.push_sequence import PushOptions
 from psdist.client.core.routing import Route
 from psdist.client.transport.buffer_pool import PullTarget
 from psdist.client.transport.requests import InstallRequest, PullRequest, PushRequest, Request, write_weights
@@ -45,15 +46,23 @@ def number_push(header: pb.PushHeader, push: PushRequest, slices: Sequence[int])
         header.ClearField("weight")
     else:
         header.weight = push.weight
-    if push.progress.lr_factor is None:
-        header.ClearField("lr_factor")
-    else:
-        header.lr_factor = push.progress.lr_factor
+    _write_options(header, push.progress.options)
     difference = push.encoded.difference(slices) if push.encoded is not None else None
     if difference is None:
         header.ClearField("difference")
     else:
         header.difference.number, header.difference.from_zeros = difference
+
+
+def _write_options(header: pb.PushHeader, options: PushOptions) -> None:
+    if options.written is None:
+        header.ClearField("written")
+    else:
+        header.written = options.written.digest
+    if options.lr_factor is None:
+        header.ClearField("lr_factor")
+    else:
+        header.lr_factor = options.lr_factor
 
 
 def method_of(request: Request) -> str:
@@ -98,8 +107,11 @@ def _encode_push(push: PushRequest, route: Route) -> Iterator[tuple[int, Callabl
     first = push_header(push, route)
     name_held(first.held, push.target, route, push.progress.unanswered(route.slices))
     header: pb.PushHeader | None = first
+    written = push.progress.options.written
     for index in push.progress.unanswered(route.slices):
         message = message_type(header=header, slice=index, base_version=push.versions[index])
+        if written is not None and (ranges := written.in_slice(push.slicing, index)) is not None:
+            message.written.CopyFrom(pb.Written(**ranges._asdict()))
         yield index, partial(_pack, message, push, index)
         header = None
 

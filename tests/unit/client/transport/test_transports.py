@@ -7,11 +7,14 @@ from collections.abc import Sequence
 
 import pytest
 
+from psdist.client.core.push_sequence import PendingRequest
 from psdist.client.core.routing import Route
 from psdist.client.session.wait_tracker import Wait
-from psdist.client.transport.requests import Request
+from psdist.client.transport.requests import Request, RequestIdentity
 from psdist.client.transport.transport import ServerLoss, Transport, Transports
+from psdist.types import Slicing
 
+REQUEST = Request(RequestIdentity("run", "worker-0", 1, "p"), PendingRequest(0, {0}), Slicing(8, 8), "step 0")
 ROUTES = [Route(f"server-{number}", 1, f"host-{number}:1", 1, (number,)) for number in range(3)]
 
 
@@ -68,7 +71,7 @@ async def test_one_is_opened_only_where_none_before_it_is(fakes: list[Fake]) -> 
         ["server-2"],
     ]
     assert not transports.is_missing(ROUTES)
-    assert [transports.choose(route).name for route in ROUTES] == ["shm", "tcp", "grpc"]
+    assert [transports.choose(route, REQUEST).name for route in ROUTES] == ["shm", "tcp", "grpc"]
 
 
 async def test_one_that_broke_is_missing_and_the_next_one_is_not_before(fakes: list[Fake]) -> None:

@@ -173,7 +173,7 @@ def test_bsp_abstention_counts_as_made_and_contributes_nothing() -> None:
     shard = bsp()
     nothing, something = push(0, 0, abstain=True), push(1, 0)
     shard.on(nothing)
-    assert bare(shard.on(something)) == [Forget(nothing.token), Apply(0, 0, (something.token,))]
+    assert bare(shard.on(something)) == [Apply(0, 0, (something.token,)), Forget(nothing.token)]
 
 
 def test_bsp_pull_waits_for_its_version() -> None:
@@ -339,7 +339,7 @@ def test_asp_new_life_starts_a_new_sequence() -> None:
 def test_an_update_says_what_the_duplicate_table_learns_by_it() -> None:
     shard = bsp()
     shard.on(push(1, 0, abstain=True))
-    (_, applied) = shard.on(push(0, 0))
+    (applied, _) = shard.on(push(0, 0))
     assert (applied.contributors, applied.sequence) == ((("worker-0", 1), ("worker-1", 1)), None)
     shard = asynchronous()
     (applied,) = shard.on(push(1, 0))

@@ -173,3 +173,35 @@ def test_a_replica_refuses_whoever_is_not_the_primary_of_its_map(backup: Backup,
         message = pb.ReplicateRequest(shard=0, term=number, begin=pb.ReplicateRequest.Begin(lsn=0))
         backup.backups.on_message(who, Frame(message, memoryview(b"")), entry, answers.append)
         assert [answer.refused.error.code for answer in answers] == [StaleTermError.code] * refused
+
+
+def assigned(lsn: int) -> pb.ReplicateRequest.Update:
+    return pb.ReplicateRequest.Update(lsn=lsn, slice=0, version=0, dtype=1, lr_scale=1.0, assigned=True)
+
+
+def test_assigned_weights_are_used_by_the_update_behind_them_only(backup: Backup) -> None:
+    """A copy that is promoted in between has neither."""
+    stream = backup.open()
+    backup.fill(stream)
+    values = (ZEROS + 5).tobytes()
+    backup.take(stream, values, assign=pb.ReplicateRequest.Assign(lsn=1, slice=0))
+    assert (backup.dense.export(0)[0] == 0.0).all() and not backup.kernels.running
+    backup.take(stream, update=assigned(1))
+    backup.kernels.end(0)
+    assert acked(stream) == 1 and (backup.dense.export(0)[0] == 5.0).all()
+    backup.take(stream, values, assign=pb.ReplicateRequest.Assign(lsn=2, slice=1))
+    backup.update(stream, 2, 1)
+    backup.kernels.end(1)
+    assert (backup.dense.export(1)[0] == -1.0).all()
+
+
+@pytest.mark.parametrize("announced", [None, 7])
+def test_an_update_without_the_weights_that_it_begins_with_breaks_the_stream(
+    backup: Backup, announced: int | None
+) -> None:
+    stream = backup.open()
+    backup.fill(stream)
+    if announced is not None:
+        backup.take(stream, ZEROS.tobytes(), assign=pb.ReplicateRequest.Assign(lsn=announced, slice=0))
+    with pytest.raises(InvalidArgumentError, match="without its assigned weights"):
+        backup.take(stream, update=assigned(1))

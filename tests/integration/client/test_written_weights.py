@@ -1,0 +1,264 @@
+"""Weights that scripts write between two steps: the exact bytes of one process that writes the same, with several
+optimizers and over each transport, clipped, compressed and in buckets, through the loss of a server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from psdist import AsyncClient, AsyncParameters, optim
+from psdist.compression import Codec, Int8, TopK
+from psdist.consistency import ASP, BSP, SSP
+from psdist.errors import InvalidArgumentError, ShapeMismatchError, UnknownTensorError, WrittenWeightsError
+from psdist.launch.embedded import EmbeddedCluster
+from psdist.settings.config import TransportName
+from psdist_server.kernels.optimizers import clip_factor
+from tests.integration.client.test_exact import SHAPES, TOTAL, gradient, initial, joined, split
+from tests.integration.client.test_weights import PLAIN, in_buckets, in_one
+from tests.integration.compression.test_compression import ADAM, SLICING, WORKERS, Workers
+from tests.support import reference
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+#: Tensors written before each step. The scalar is one element in the middle of a slice.
+WRITTEN: list[tuple[str, ...]] = [("w1",), (), ("scale", "b"), tuple(SHAPES), (), ("embed", "w3"), ("none",)]
+OPTIMIZERS: dict[str, optim.Optimizer] = {
+    "adam": ADAM,
+    "clipped": replace(ADAM, max_grad_norm=10.0),
+    "momentum": optim.SGD(lr=0.1, momentum=0.9, schedule=optim.Cosine(20, warmup_steps=3)),
+}
+
+
+def values(step: int) -> dict[str, np.ndarray]:
+    """Return the values written before a step."""
+    flat = np.random.default_rng([step, 99]).standard_normal(TOTAL).astype(np.float32)
+    return {name: array for name, array in split(flat).items() if name in WRITTEN[step]}
+
+
+def write(weights: np.ndarray, written: dict[str, np.ndarray]) -> None:
+    """Write to a flat vector in one process."""
+    for name, array in split(weights).items():
+        if name in written:
+            array[...] = written[name]
+
+
+def reference_run(optimizer: optim.Optimizer) -> list[bytes]:
+    """Return the weights after every step, in one process."""
+    weights, history = initial(), []
+    states = tuple(np.zeros_like(weights) for _ in optimizer.state_names)
+    for step in range(len(WRITTEN)):
+        write(weights, values(step))
+        mean = np.zeros(TOTAL, np.float32)
+        reference.combine(mean, [gradient(step, rank) for rank in range(WORKERS)], WORKERS)
+        if optimizer.max_grad_norm:
+            squares = [float(reference.sum_squares(mean[slice(*SLICING.bounds(i))])) for i in range(SLICING.count)]
+            mean *= np.float32(clip_factor(float(np.sqrt(sum(squares))), optimizer.max_grad_norm))
+        reference.update(optimizer, optimizer.group_values(0), weights, states, mean, step, 1.0)
+        history.append(weights.tobytes())
+    return history
+
+
+@pytest_asyncio.fixture(loop_scope="session", scope="module")
+async def cluster() -> AsyncIterator[EmbeddedCluster]:
+    cluster = await asyncio.to_thread(EmbeddedCluster, 2)
+    yield cluster
+    await asyncio.to_thread(cluster.close)
+
+
+async def make_step(workers: Workers, step: int) -> list[bytes]:
+    """Make a step of all workers, in buckets or in one call."""
+    push = in_buckets if step % 2 and not workers.handles[0].spec.optimizer.max_grad_norm else in_one
+    for handle in workers.handles:
+        await handle.assign(values(step))
+    return await asyncio.gather(
+        *(push(handle, split(gradient(step, rank)), 1.0) for rank, handle in enumerate(workers.handles))
+    )
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+async def test_a_step_begins_with_the_written_weights(cluster: EmbeddedCluster, optimizer: optim.Optimizer) -> None:
+    await check_run(cluster, "auto", optimizer)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "grpc"])
+async def test_so_it_does_over_other_transports(cluster: EmbeddedCluster, transport: TransportName) -> None:
+    await check_run(cluster, transport, ADAM)
+
+
+async def check_run(cluster: EmbeddedCluster, transport: TransportName, optimizer: optim.Optimizer) -> None:
+    """Check that a run has the bytes of one process."""
+    expected, workers = reference_run(optimizer), Workers(cluster, transport)
+    try:
+        await workers.open(PLAIN, optimizer=optimizer)
+        for step in range(len(WRITTEN)):
+            assert await make_step(workers, step) == [expected[step]] * WORKERS, f"step {step}"
+        assert joined(await workers.handles[0].pull()) == expected[-1]
+    finally:
+        await workers.close()
+
+
+@pytest.mark.parametrize("killed", [1, 3])
+async def test_a_killed_server_changes_not_a_bit(killed: int) -> None:
+    expected = reference_run(ADAM)
+    cluster = await asyncio.to_thread(EmbeddedCluster, 3, replicas=2)
+    workers = Workers(cluster, "tcp" if killed == 1 else "auto")
+    try:
+        await workers.open(PLAIN)
+        for step in range(len(WRITTEN)):
+            stepping = asyncio.ensure_future(make_step(workers, step))
+            if step == killed:
+                await asyncio.sleep(0)
+                cluster.processes[2].kill()
+            assert await stepping == [expected[step]] * WORKERS, f"step {step}"
+    finally:
+        await workers.close()
+        await asyncio.to_thread(cluster.close)
+
+
+@pytest.mark.parametrize("pull", [None, Int8()], ids=["whole", "differences"])
+async def test_written_weights_go_beside_compressed_gradients(cluster: EmbeddedCluster, pull: Codec | None) -> None:
+    """Check with a rate of 0 that exactly the written values are read, also by workers that read differences."""
+    workers, weights = Workers(cluster), initial()
+    try:
+        await workers.open((TopK(0.05), TopK(0.05)), optimizer=optim.SGD(lr=0.0), pull=pull)
+        for step in range(len(WRITTEN)):
+            write(weights, values(step))
+            (first, second) = await make_step(workers, step)
+            assert first == second
+            assert first == weights.tobytes(), f"step {step}"
+    finally:
+        await workers.close()
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp", "grpc"])
+async def test_workers_that_write_different_values_are_refused(
+    cluster: EmbeddedCluster, transport: TransportName
+) -> None:
+    """Check that nothing is applied, not even to slices that nobody wrote to, and that the step can be made again."""
+    workers = Workers(cluster, transport)
+    try:
+        await workers.open(PLAIN, optimizer=optim.SGD(lr=1.0))
+        ones = split(np.ones(TOTAL, np.float32))
+        await asyncio.gather(*(handle.push(ones) for handle in workers.handles))
+        before = joined(await workers.handles[0].pull())
+        await workers.handles[0].assign({"b": np.zeros(7, np.float32)})
+        for text in ("rank 0 wrote one thing, rank 1 wrote nothing", "rank 0 wrote one thing, rank 1 wrote another"):
+            pushes = [handle.push(ones) for handle in workers.handles]
+            errors = await asyncio.gather(*pushes, return_exceptions=True)
+            assert [type(error) for error in errors] == [WrittenWeightsError] * WORKERS
+            assert all(text in str(error) for error in errors), errors
+            await workers.handles[1].assign({"b": np.ones(7, np.float32)})
+        reader = AsyncClient(cluster.address, cluster.token)
+        async with reader:
+            assert joined(await (await reader.parameters(workers.handles[0].name)).pull()) == before
+        await workers.handles[1].assign({"b": np.zeros(7, np.float32)})
+        await asyncio.gather(*(handle.push(ones) for handle in workers.handles))
+        after = split(np.frombuffer(before, np.float32) - np.float32(1))
+        after["b"] = np.full(7, -1, np.float32)
+        assert joined(await workers.handles[0].pull()) == joined(after)
+    finally:
+        await workers.close()
+
+
+async def test_only_rank_0_writes_before_the_first_step(cluster: EmbeddedCluster) -> None:
+    workers = Workers(cluster)
+    try:
+        await workers.open(PLAIN)
+        await workers.handles[0].assign({"b": np.zeros(7, np.float32)})
+        errors = await asyncio.gather(
+            *(one.push(split(gradient(0, 0))) for one in workers.handles), return_exceptions=True
+        )
+        assert [type(error) for error in errors] == [WrittenWeightsError] * WORKERS
+    finally:
+        await workers.close()
+
+
+@pytest.mark.parametrize("consistency", [ASP(), SSP(2)])
+async def test_the_last_write_wins_without_common_steps(cluster: EmbeddedCluster, consistency: ASP | SSP) -> None:
+    workers, weights = Workers(cluster), initial()
+    try:
+        await workers.open(PLAIN, consistency, optim.SGD(lr=0.5))
+        for step in range(len(WRITTEN)):
+            handle: AsyncParameters = workers.handles[step % WORKERS]
+            await handle.assign(values(step))
+            write(weights, values(step))
+            await handle.push(split(gradient(step, 0)), weight=1.0)
+            weights -= np.float32(0.5) * gradient(step, 0)
+            assert joined(await handle.pull()) == weights.tobytes(), f"push {step}"
+    finally:
+        await workers.close()
+
+
+async def test_a_worker_that_contributes_nothing_need_not_write(cluster: EmbeddedCluster) -> None:
+    """Check also that a step applies what was written if nobody contributes."""
+    workers, weights = Workers(cluster), initial()
+    try:
+        await workers.open(PLAIN, optimizer=optim.SGD(lr=1.0))
+        ones = split(np.ones(TOTAL, np.float32))
+        for step, given in ((0, (1.0, 0.0)), (2, (0.0, 0.0))):
+            await workers.handles[0].assign(values(step))
+            await asyncio.gather(*(one.push(ones, weight) for one, weight in zip(workers.handles, given, strict=True)))
+            write(weights, values(step))
+            weights -= np.float32(any(given))
+            assert joined(await workers.handles[0].pull()) == weights.tobytes(), f"step {step}"
+    finally:
+        await workers.close()
+
+
+async def test_a_worker_that_joins_need_not_write(cluster: EmbeddedCluster) -> None:
+    start, ones = {"w": np.zeros(8, np.float32)}, {"w": np.ones(8, np.float32)}
+    clients = [AsyncClient(cluster.address, cluster.token, rank=rank) for rank in range(2)]
+    try:
+        await clients[0].connect()
+        before = await clients[0].parameters("clamped", start, optim.SGD(lr=1.0))
+        await before.push(ones)
+        await clients[1].connect()
+        later = await clients[1].parameters("clamped", start, optim.SGD(lr=1.0))
+        while before.step < later.first_step:
+            await before.push(ones)
+        await before.assign(start)
+        await asyncio.gather(later.push(ones), before.push(ones))
+        assert (await before.pull())["w"].tolist() == [-1.0] * 8
+    finally:
+        await asyncio.gather(*(client.close() for client in clients))
+
+
+async def test_values_that_cannot_be_written_are_refused(cluster: EmbeddedCluster) -> None:
+    workers = Workers(cluster)
+    try:
+        await workers.open(PLAIN)
+        handle = workers.handles[0]
+        with pytest.raises(UnknownTensorError, match="'nothing' is unknown"):
+            await handle.assign({"nothing": np.zeros(7)})
+        with pytest.raises(ShapeMismatchError, match=r"'b' has shape \(8,\), expected \(7,\)"):
+            await handle.assign({"b": np.zeros(8)})
+        with pytest.raises(InvalidArgumentError, match="'b' hold NaN or Inf"):
+            await handle.assign({"b": np.full(7, np.nan)})
+        await handle.push_pull_async({"b": np.zeros(7, np.float32)})
+        with pytest.raises(InvalidArgumentError, match="in the middle of step 0"):
+            await handle.assign({"b": np.zeros(7)})
+    finally:
+        await workers.close()
+
+
+async def test_values_are_written_in_float64(cluster: EmbeddedCluster) -> None:
+    third = {"w": np.full(3, 1 / 3)}
+    async with AsyncClient(cluster.address, cluster.token) as client:
+        handle = await client.parameters("double", {"w": np.zeros(3)}, optim.SGD(lr=1.0), master_dtype="float64")
+        await handle.assign(third)
+        assert (await handle.push_pull({"w": np.full(3, 0.25)}))["w"].tolist() == [1 / 3 - 0.25] * 3
+
+
+async def test_ftrl_computes_its_weights(cluster: EmbeddedCluster) -> None:
+    workers = Workers(cluster)
+    try:
+        await workers.open(PLAIN, BSP(), optim.FTRL())
+        with pytest.raises(InvalidArgumentError, match="FTRL computes them"):
+            await workers.handles[0].assign({"b": np.zeros(7)})
+    finally:
+        await workers.close()
