@@ -56,7 +56,8 @@ class ConfigurationError(InvalidArgumentError, code="configuration"):
 
 
 class InvalidNameError(InvalidArgumentError, code="invalid_name"):
-    """A name does not consist of 1 to 256 of the characters ``A-Z a-z 0-9 . _ / -``."""
+    """A name does not consist of 1 to 256 of the characters ``A-Z a-z 0-9 . _ / -``. The name of a tensor may be any
+    printable text of 1 to 256 bytes in UTF-8."""
 
 
 class UnknownTensorError(InvalidArgumentError, code="unknown_tensor"):

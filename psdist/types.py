@@ -62,6 +62,15 @@ def check_name(name: str, what: str) -> str:
     return name
 
 
+def check_tensor_name(name: str) -> str:
+    """Return ``name`` if it is printable text of 1 to 256 bytes in UTF-8, else raise InvalidNameError."""
+    if not isinstance(name, str) or not name.isprintable() or not 1 <= len(name.encode()) <= 256:
+        raise InvalidNameError(
+            f"tensor name {name!r:.80} is not allowed: use printable text of 1 to 256 bytes in UTF-8", name=name
+        )
+    return name
+
+
 def check_directory(name: str) -> str:
     """Return ``name`` if it can name a snapshot's directory, or a file in one, else raise InvalidNameError.
 

@@ -32,6 +32,7 @@ from psdist.types import (
     TensorSpec,
     check_directory,
     check_name,
+    check_tensor_name,
 )
 from psdist.wire.limits import DIMENSIONS_MAX, MANIFEST_BYTES_MAX, SNAPSHOT_TEXT_MAX
 
@@ -549,7 +550,7 @@ def _layout_from_json(values: Sequence[Sequence[Any]], master: MasterDType) -> L
         _require(len(shape) <= DIMENSIONS_MAX, f"dimensions of {name}", len(shape), f"at most {DIMENSIONS_MAX}")
         for size in shape:
             _check_number(f"shape of {name}", size)
-        tensors.append(TensorSpec(check_name(name, "tensor name"), tuple(shape), dtype))
+        tensors.append(TensorSpec(check_tensor_name(name), tuple(shape), dtype))
     layout = Layout(tuple(tensors), master)
     _check_number("number of elements", layout.total)
     return layout

@@ -21,7 +21,8 @@ from psdist.client.sync_client import Client, Parameters
 from psdist.errors import NonFiniteGradientError
 from psdist.optim import Mean
 from psdist.torch.gradient_vector.gradient_memory import gradient_memory
-from psdist.torch.values import write_into
+from psdist.torch.values import as_real, write_into
+from psdist.types import MasterDType
 
 #: Tensor with 1 for each parameter that got a gradient.
 _USED: Final = "psdist/used"
@@ -33,18 +34,21 @@ class MeanGradients:
     """Averages the gradients of ``trained`` over all workers.
 
     name: parameter set of the means.
+    master_dtype: dtype in which the servers compute.
     """
 
-    def __init__(self, client: Client, name: str, trained: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self, client: Client, name: str, trained: Mapping[str, nn.Parameter], master_dtype: MasterDType
+    ) -> None:
         self._trained = dict(trained)
-        shapes: dict[str, NDArray[np.float32]] = {
-            key: np.zeros(tuple(one.shape), np.float32) for key, one in trained.items()
+        shapes: dict[str, NDArray[Any]] = {
+            key: np.zeros(tuple(as_real(one).shape), master_dtype) for key, one in trained.items()
         }
         flags: dict[str, NDArray[np.float32]] = {
             _USED: np.zeros(len(trained), np.float32),
             _OVERFLOWS: np.zeros(1, np.float32),
         }
-        self._handle: Parameters = client.parameters(name, shapes | flags, Mean())
+        self._handle: Parameters = client.parameters(name, shapes | flags, Mean(), master_dtype=master_dtype)
         device = next(iter(trained.values())).device
         self._arrays, self._buffers = gradient_memory(self._handle, device)
 
@@ -75,7 +79,7 @@ class MeanGradients:
                 self._buffers[name].zero_()
             else:
                 with torch.no_grad():
-                    self._buffers[name].copy_(_dense(gradient))
+                    self._buffers[name].copy_(as_real(_dense(gradient)))
         self._buffers[_USED].copy_(torch.tensor([one.grad is not None for one in self._trained.values()]))
         self._buffers[_OVERFLOWS].zero_()
 

@@ -268,7 +268,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"average_gradients() and clip_grad_norm_() of {self.handle.name!r} are not possible {obstacle}"
             )
         if self._means is None:
-            self._means = MeanGradients(self.context.client, f"{self.handle.name}/means", self._trained)
+            self._means = MeanGradients(
+                self.context.client, f"{self.handle.name}/means", self._trained, self.handle.spec.dtype
+            )
         self._means.average(self._stream.weight)
 
     def _obstacle_to_averages(self) -> str:

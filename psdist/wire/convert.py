@@ -39,7 +39,7 @@ from psdist.types import (
     TensorSpec,
     WorkerEntry,
     check_directory,
-    check_name,
+    check_tensor_name,
 )
 from psdist.v1 import common_pb2 as pb
 from psdist.v1 import scheduler_pb2, server_pb2
@@ -157,7 +157,7 @@ def _tensor_from_proto(message: pb.Tensor) -> TensorSpec:
         raise LimitExceededError(
             f"tensor {message.name!r:.80} has {len(message.shape)} dimensions, more than {limits.DIMENSIONS_MAX}"
         )
-    return TensorSpec(check_name(message.name, "tensor name"), tuple(message.shape), dtype_from_proto(message.dtype))
+    return TensorSpec(check_tensor_name(message.name), tuple(message.shape), dtype_from_proto(message.dtype))
 
 
 def optimizer_to_proto(optimizer: Optimizer) -> pb.Optimizer:

@@ -15,7 +15,6 @@ from tests.idioms.table import DIFFERENT, idiom, refused
 STEPS = 5
 CHANGED = refused("change the model first, then wrap it", "freeze and unfreeze layers before wrapping")
 UNREACHED = refused("find_unused_parameters=True", "use `find_unused_parameters=True`, as with torch's DDP")
-NAMED = refused("use 1 to 256 of the characters", "use other names")
 LAZY = refused("run one forward pass before wrapping", "run one forward pass before wrapping")
 
 
@@ -322,7 +321,7 @@ def root_parameters(script: Script) -> Any:
     return trained(script, Polynomial())
 
 
-@idiom("`nn.ParameterList`, `nn.ParameterDict`", optimizer=NAMED, ddp=NAMED)
+@idiom("`nn.ParameterList`, `nn.ParameterDict`")
 def parameter_containers(script: Script) -> Any:
     class Held(nn.Module):
         def __init__(self) -> None:
@@ -336,7 +335,7 @@ def parameter_containers(script: Script) -> Any:
     return trained(script, Held())
 
 
-@idiom("names with any characters: `nn.ModuleDict({'a/b é': layer})`", optimizer=NAMED, ddp=NAMED)
+@idiom("names with any characters: `nn.ModuleDict({'a/b é': layer})`")
 def unusual_names(script: Script) -> Any:
     layers = nn.ModuleDict({"a/b é [0]": nn.Linear(INPUTS, 8), "größe": nn.Linear(8, TARGETS)})
 

@@ -8,11 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.idioms.script import GLOO, INPUTS, TARGETS, Script, loss_of, net
-from tests.idioms.table import EQUAL, ROUNDED, ROUNDED_MASTERS, idiom, refused
+from tests.idioms.table import EQUAL, ROUNDED, ROUNDED_MASTERS, idiom
 
 STEPS = 4
-DOUBLE = refused("Use model.float", "use `model.float()`")
-COMPLEX = refused("its real and imaginary parts as float32", "train its real and imaginary parts as float32")
 
 
 def sgd(model: nn.Module, lr: float = 0.1, **settings: Any) -> torch.optim.SGD:
@@ -80,7 +78,7 @@ def disabled_scaler(script: Script) -> Any:
     return model
 
 
-@idiom("a float64 model: `model.double()`, `torch.set_default_dtype(torch.float64)`", optimizer=DOUBLE, ddp=DOUBLE)
+@idiom("a float64 model: `model.double()`, `torch.set_default_dtype(torch.float64)`")
 def double_model(script: Script) -> Any:
     model, optimizer = script.wrap(model := net().double(), sgd(model))
     return train(script, model, optimizer)
@@ -98,7 +96,7 @@ class Spectral(nn.Module):
         return self.head((inputs.to(torch.complex64) @ self.mix).abs())
 
 
-@idiom("a complex64 parameter", optimizer=COMPLEX, ddp=COMPLEX)
+@idiom("a complex64 parameter")
 def complex_parameter(script: Script) -> Any:
     model = Spectral()
     model, optimizer = script.wrap(model, sgd(model))

@@ -29,7 +29,7 @@ from psdist.errors import (
     ShapeMismatchError,
     UnknownTensorError,
 )
-from psdist.types import WORDS, DType, Layout, MasterDType, TensorSpec, check_name
+from psdist.types import WORDS, DType, Layout, MasterDType, TensorSpec, check_tensor_name
 from psdist.wire import limits
 
 Flat = NDArray[np.float32]
@@ -83,7 +83,7 @@ def layout_of(values: Mapping[str, ArrayLike], dtype: MasterDType = "float32") -
 
 
 def _spec_of(name: str, value: ArrayLike) -> TensorSpec:
-    check_name(name, "tensor name")
+    check_tensor_name(name)
     array = as_float(name, value)
     return TensorSpec(name, array.shape, _DTYPE_NAMES[array.dtype.newbyteorder("=")])
 

@@ -512,7 +512,7 @@ async def test_requests_that_are_refused(start: Start, peer: Any) -> None:
     assert isinstance(await refusal(client.ask("Register", pb.RegisterRequest())), errors.InvalidArgumentError)
     wrong = pb.GetClusterMapRequest(run_id="two")
     assert isinstance(await refusal(client.ask("GetClusterMap", wrong)), errors.WrongRunError)
-    bad = common.Layout(tensors=[common.Tensor(name="a b", shape=[1], dtype=common.DTYPE_FLOAT32)])
+    bad = common.Layout(tensors=[common.Tensor(name="a\nb", shape=[1], dtype=common.DTYPE_FLOAT32)])
     assert isinstance(await refusal(first(client.create(bad))), errors.InvalidNameError)
     silent = client.stub.Session(metadata=client.metadata)
     await silent.write(pb.SessionRequest(heartbeat=pb.SessionRequest.Heartbeat()))

@@ -70,7 +70,9 @@ def test_no_dict() -> None:
     ("init", "error"),
     [
         ({}, errors.InvalidArgumentError),
-        ({"a b": np.zeros(1)}, errors.InvalidNameError),
+        ({"a\nb": np.zeros(1)}, errors.InvalidNameError),
+        ({"\u202e": np.zeros(1)}, errors.InvalidNameError),
+        ({"é" * 129: np.zeros(1)}, errors.InvalidNameError),
         ({"": np.zeros(1)}, errors.InvalidNameError),
         ({1: np.zeros(1)}, errors.InvalidNameError),
         ({"w": np.zeros(1, np.int32)}, errors.DTypeMismatchError),
