@@ -69,7 +69,7 @@ def frozen_layer(script: Script) -> Any:
     return train(script, *script.wrap(model, sgd(filter(lambda p: p.requires_grad, model.parameters()))))
 
 
-@idiom("a frozen layer whose weights are in the optimizer all the same")
+@idiom("a frozen layer whose weights the optimizer holds, too")
 def frozen_in_optimizer(script: Script) -> Any:
     model = net()
     model[0].requires_grad_(False)

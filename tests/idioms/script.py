@@ -82,7 +82,7 @@ class Script:
 
     @contextmanager
     def running(self) -> Iterator[Script]:
-        """Return a context that closes what the script wrapped, and restores torch's global settings."""
+        """Return a context that closes the wrappers, and restores torch's global settings."""
         dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
         torch.manual_seed(3)
         try:

@@ -135,7 +135,7 @@ def load() -> dict[str, Idiom]:
 
 
 def run(one: Idiom, face: str, context: Context | None, rank: int = 0, world: int = 1) -> list[Tensor]:
-    """Run an idiom's script and return copies of the tensors to compare. Raises what the script raises."""
+    """Run an idiom's script and return copies of the tensors to compare. The errors of the script pass."""
     with Script(face, context, one.name, rank, world).running() as script:
         return [tensor.detach().clone() for tensor in _tensors(one.function(script))]
 

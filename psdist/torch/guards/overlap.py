@@ -102,7 +102,7 @@ class OverlapProbe:
         if self._writes == _WRITES:
             raise InvalidArgumentError(
                 f"the script wrote to the weights after each of {_WRITES} backward passes and did not call step(), so "
-                "the servers have none of its steps: call step() of the DistributedOptimizer, or, to update weights by "
+                "its steps never reach the servers: call step() of the DistributedOptimizer, or, to update weights by "
                 "hand, use psdist.torch.DistributedDataParallel, whose backward() leaves the mean gradient in p.grad"
             )
 
@@ -196,7 +196,7 @@ class OverlapChoice:
 
 
 def _report(name: str, reason: str, workers: int) -> None:
-    """Log the reason for pushes in ``step``. workers: number of workers, each of which has gradients of its own."""
+    """Log the reason for pushes in ``step``. workers: number of workers; each has its own gradients."""
     text = "%r pushes gradients in step(), not during the backward pass (%s)"
     if workers == 1:
         logger.info(text, name, reason)
