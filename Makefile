@@ -71,7 +71,7 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml Makefile | $(BIN)/python
-	@$(INSTALL) "psdist and what its tests need into $(VENV), about 400 MB" --editable '.[examples,dev]'
+	@$(INSTALL) "psdist and what its tests need into $(VENV), about 900 MB" --editable '.[examples,dev]'
 	@$(INSTALL) "PyTorch into $(VENV)" $(TORCH)
 	@touch $@ $(VENV)/.installed
 

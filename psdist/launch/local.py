@@ -8,7 +8,6 @@ record. Snapshots are stored elsewhere, and stay: a later run of the same id res
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import secrets
 import shlex
@@ -22,6 +21,7 @@ from typing import Final
 
 from psdist import addresses, loop_monitor
 from psdist.errors import ConfigurationError
+from psdist.launch import local_snapshots
 from psdist.launch.events import Event, ProcessKey, RunFailed, ServersWanted, WorkersWanted
 from psdist.launch.metrics.run_metrics import RunMetrics
 from psdist.launch.output import STDOUT, Output
@@ -210,12 +210,11 @@ async def _supervise(
         metrics.start(output)
         status = (await runner.run()).status
         metrics.close()
-        if _has_commits(storage):
-            where = f"snapshots are in {storage}"
+        if local_snapshots.has_commits(storage):
             if status > exit_codes.SIGNAL_BASE:
-                output.say(f"{where}; to resume: psdist run --run-id {run_id}, with the same arguments")
+                output.say(local_snapshots.how_to_resume(storage, run_id))
             elif not told:
-                output.say(where)
+                output.say(f"snapshots are in {storage}")
         return status
     finally:
         await requests.close()
@@ -237,19 +236,14 @@ def _how_to_join(run_id: str, script: ScriptSettings, registry: RunRegistry) -> 
 def _report_storage(output: Output, settings: ServicesSettings, storage: str, asked: bool) -> bool:
     """Print the location of snapshots if the user ``asked`` for them, or if a directory has some. Returns True if
     printed."""
-    has_commits = _has_commits(storage)
+    has_commits = local_snapshots.has_commits(storage)
     if asked or has_commits:
-        resumes = "; this run resumes from the newest" if has_commits and not settings.fresh else ""
+        resumes = ""
+        if has_commits and not settings.fresh:
+            from_newest = local_snapshots.holds_weights(storage)
+            resumes = "; this run resumes from the newest" if from_newest else "; the newest has no weights"
         output.say(f"snapshots {settings.policy.text}, in {storage}{resumes}")
     return asked or has_commits
-
-
-def _has_commits(storage: str) -> bool:
-    """Return True if the storage is a directory with snapshots. A bucket is not checked: the launcher has no client for
-    it."""
-    with contextlib.suppress(OSError):
-        return storage != "" and "://" not in storage and any(Path(storage, "commits").iterdir())
-    return False
 
 
 class _ScaleRequests:
