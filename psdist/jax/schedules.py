@@ -27,7 +27,7 @@ class ScheduledRate:
 
 
 def rate_of(function: str, learning_rate: Any) -> ScheduledRate:
-    """Convert an optimizer's ``learning_rate``: a number, or what the functions here return."""
+    """Convert an optimizer's ``learning_rate``: a number, or the result of a function of this module."""
     if isinstance(learning_rate, ScheduledRate):
         return learning_rate
     if callable(learning_rate):

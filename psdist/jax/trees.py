@@ -63,7 +63,7 @@ def _check_leaf(path: Path, value: Any, call: str) -> None:
     if isinstance(value, jax.core.Tracer):
         raise InvalidArgumentError(
             f"{call}: leaf {shown(path)} is a tracer. This call talks to servers, so it cannot be inside jax.jit, "
-            "jax.grad, jax.vmap or a scan: call it with what the jitted function returns"
+            "jax.grad, jax.vmap or a scan: call it with the results of the jitted function"
         )
     if not isinstance(value, jax.Array | np.ndarray | np.generic):
         raise InvalidArgumentError(

@@ -21,7 +21,6 @@ from typing import Final
 
 from psdist import addresses, loop_monitor
 from psdist.errors import ConfigurationError
-from psdist.launch import local_snapshots
 from psdist.launch.events import Event, ProcessKey, RunFailed, ServersWanted, WorkersWanted
 from psdist.launch.metrics.run_metrics import RunMetrics
 from psdist.launch.output import STDOUT, Output
@@ -44,6 +43,7 @@ from psdist.link import fd_passing
 from psdist.settings import exit_codes, preflight
 from psdist.settings.config import find_token, parse_address, read_address
 from psdist.settings.programs import storage_path_setting
+from psdist.snapshots import resumable
 
 #: Default location of snapshots, below the working directory; it contains a directory for each run.
 STORAGE_DIRECTORY: Final = "psdist-runs"
@@ -210,9 +210,9 @@ async def _supervise(
         metrics.start(output)
         status = (await runner.run()).status
         metrics.close()
-        if local_snapshots.has_commits(storage):
+        if resumable.has_commits(storage):
             if status > exit_codes.SIGNAL_BASE:
-                output.say(local_snapshots.how_to_resume(storage, run_id))
+                output.say(resumable.how_to_resume(storage, run_id))
             elif not told:
                 output.say(f"snapshots are in {storage}")
         return status
@@ -236,11 +236,11 @@ def _how_to_join(run_id: str, script: ScriptSettings, registry: RunRegistry) -> 
 def _report_storage(output: Output, settings: ServicesSettings, storage: str, asked: bool) -> bool:
     """Print the location of snapshots if the user ``asked`` for them, or if a directory has some. Returns True if
     printed."""
-    has_commits = local_snapshots.has_commits(storage)
+    has_commits = resumable.has_commits(storage)
     if asked or has_commits:
         resumes = ""
         if has_commits and not settings.fresh:
-            from_newest = local_snapshots.holds_weights(storage)
+            from_newest = resumable.holds_weights(storage)
             resumes = "; this run resumes from the newest" if from_newest else "; the newest has no weights"
         output.say(f"snapshots {settings.policy.text}, in {storage}{resumes}")
     return asked or has_commits

@@ -41,7 +41,7 @@ def _is_trained(parameters: Any) -> bool:
 
 
 def how_to_resume(storage: str, run_id: str) -> str:
-    """Return what an interrupted run's user can do with its snapshots, for the last line of the launcher."""
+    """Return the last line of an interrupted run's launcher: the use of its snapshots."""
     if holds_weights(storage):
         return f"snapshots are in {storage}; to resume: psdist run --run-id {run_id}, with the same arguments"
     return (

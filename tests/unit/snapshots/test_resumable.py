@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from psdist import BSP, optim
-from psdist.launch.local_snapshots import has_commits, holds_weights, how_to_resume
 from psdist.optim import Optimizer
+from psdist.snapshots.resumable import has_commits, holds_weights, how_to_resume
 from psdist.snapshots.settings import spec_to_json
 from psdist.types import ParametersSpec
 
