@@ -117,6 +117,12 @@ class LearningRates:
                 "data epoch as scheduler=; its rates are used as they are"
             )
         self._sent = self._factor(groups)
+        if self._sent != 1.0 and self._spec.delay:
+            raise InvalidArgumentError(
+                f"lr was changed by a factor of {self._sent:g}: torch's ASGD uses a changed rate one step later, and "
+                "the servers immediately. Pass a scheduler that the servers run (psdist.torch.convert_scheduler) as "
+                "scheduler=, or use psdist.torch.DistributedDataParallel, which keeps the optimizer"
+            )
         if self._began_at and (self._sent != 1.0 or any("initial_lr" in group for group in groups)):
             logger.warning(
                 "this worker started at step %d, and its script sets the rates (lr=%g at step %d): if the script "

@@ -309,3 +309,15 @@ def test_a_loop_past_the_end_of_a_cosine_is_told_what_ended(name: str, last: int
     loop.steps(last + 1)
     with pytest.raises(InvalidArgumentError, match=r"is past T_max=\d+ of the cosine scheduler.* set T_max to"):
         loop.steps(1)
+
+
+def test_rates_that_asgd_would_use_one_step_later_are_refused() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.ASGD([parameter])
+    spec = specification_of(optimizer, {"w": parameter}, None)
+    rates = LearningRates(spec, optimizer, None, cast(Parameters, SimpleNamespace(step=0)))
+    rates.attach(optimizer.param_groups)
+    assert rates.check(optimizer.param_groups) == 1.0
+    optimizer.param_groups[0]["lr"] = 0.02
+    with pytest.raises(InvalidArgumentError, match="ASGD uses a changed rate one step later"):
+        rates.check(optimizer.param_groups)
