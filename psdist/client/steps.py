@@ -40,6 +40,7 @@ from psdist.device.device import device_number
 from psdist.errors import FencedError, InvalidArgumentError, NotMemberError
 from psdist.metrics.phases import Phase
 from psdist.off_loop import in_thread, off_loop
+from psdist.settings import script_errors
 from psdist.types import WORDS, Layout, ParametersSpec
 
 if TYPE_CHECKING:
@@ -355,6 +356,7 @@ class Steps:
         self._participation.end_push(progress, seen=seen)
         self._servers.shared_memory.settle()
         self.drops.not_dropped()
+        script_errors.note_step()
         counters = self.counters
         counters.pushes += 1
         counters.pulls += seen

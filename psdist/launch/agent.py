@@ -285,6 +285,7 @@ async def _supervise(
             ranks=workers.ranks,
             spec=lambda key, attempt: workers.spec(key.number, attempt, environ),
             connected=lambda rank, attempt: workers.connected_file(rank, attempt).exists(),
+            script_error=workers.script_error,
             policy=RunPolicy(
                 settings.restarts_max,
                 stop_timeout_seconds=settings.stop_timeout_seconds,

@@ -24,12 +24,17 @@ class ProcessKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunningProcess:
-    """A running process. quick_deaths: how many of its previous starts, in a row, ended soon."""
+    """A running process.
+
+    quick_deaths: how many of its previous starts, in a row, ended soon.
+    last_error: the report of the previous start (``Exited.error``).
+    """
 
     started: float
     attempt: int = 0
     connected: bool = False
     quick_deaths: int = 0
+    last_error: str = ""
 
 
 class ProcessTable:
@@ -50,9 +55,9 @@ class ProcessTable:
         """Return the number of this process's current start, from 0."""
         return self._running[key].attempt if key in self._running else 0
 
-    def start(self, key: ProcessKey, now: float, attempt: int = 0, quick_deaths: int = 0) -> None:
+    def start(self, key: ProcessKey, now: float, attempt: int = 0, quick_deaths: int = 0, last_error: str = "") -> None:
         """Add a process that is started now."""
-        self._running[key] = RunningProcess(now, attempt, quick_deaths=quick_deaths)
+        self._running[key] = RunningProcess(now, attempt, quick_deaths=quick_deaths, last_error=last_error)
 
     def connect(self, key: ProcessKey) -> None:
         """Record that a worker, which may have ended, registered."""
@@ -70,11 +75,17 @@ class ProcessTable:
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    """Exit of a process. ``returncode`` is -n for signal n; ``connected`` is True if a worker had ever registered."""
+    """Exit of a process.
+
+    returncode: -n for signal n.
+    connected: True if a worker had ever registered.
+    error: a worker's report of an error before its first step, as in ``script_errors``.
+    """
 
     key: ProcessKey
     returncode: int
     connected: bool = False
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,6 +179,7 @@ async def _supervise(
             ranks=workers.ranks,
             spec=spec,
             connected=lambda rank, attempt: workers.connected_file(rank, attempt).exists(),
+            script_error=workers.script_error,
             servers=settings.servers,
             schedulers=1,
             policy=RunPolicy(

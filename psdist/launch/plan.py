@@ -23,6 +23,7 @@ from psdist.launch.metrics.run_metrics import MetricsOptions
 from psdist.launch.output import Routing
 from psdist.launch.process import ProcessSpec
 from psdist.launch.shutdown import STOP_TIMEOUT_SECONDS
+from psdist.settings import script_errors
 from psdist.settings.config import START_TIMEOUT_SECONDS, devices_text
 from psdist.settings.declarations import arguments, setting, torchrun_setting
 from psdist.settings.flags import integer, one_of, seconds, text
@@ -228,6 +229,10 @@ class WorkersPlan:
     def connected_file(self, rank: int, attempt: int) -> Path:
         """Return the file that the client library creates once it has registered."""
         return self.connected_directory / f"{rank}.{attempt}"
+
+    def script_error(self, rank: int, attempt: int) -> str:
+        """Return the report of a worker that failed: see ``script_errors``."""
+        return script_errors.read_report(self.connected_file(rank, attempt))
 
     def spec(self, rank: int, attempt: int, base: Mapping[str, str]) -> ProcessSpec:
         """Return the process of worker ``rank`` at its start number ``attempt``, from 0. Ranks beyond ``ranks`` were

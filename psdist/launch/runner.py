@@ -39,6 +39,7 @@ class ProcessPlan:
 
     spec: the command of a process's attempt.
     connected: returns True if a rank's attempt has registered.
+    script_error: returns the report of a rank's attempt that failed; empty if there is none.
     lifeline: a pipe that servers and the scheduler inherit, and end with.
     metrics: a pipe that workers inherit, and report on.
     """
@@ -51,6 +52,7 @@ class ProcessPlan:
     schedulers: int = 0
     lifeline: int | None = None
     metrics: int | None = None
+    script_error: Callable[[int, int], str] = lambda rank, attempt: ""
 
     @property
     def keys(self) -> list[ProcessKey]:
@@ -181,8 +183,12 @@ class Runner:
     def _exited(self, key: ProcessKey, returncode: int) -> None:
         child = self._children.pop(key)
         self._reaper.remove(child.pid)
-        connected = key.role == "worker" and self._plan.connected(key.number, self._supervisor.table.attempt(key))
-        self.handle(Exited(key, returncode, connected))
+        if key.role != "worker":
+            self.handle(Exited(key, returncode))
+            return
+        attempt = self._supervisor.table.attempt(key)
+        error = self._plan.script_error(key.number, attempt) if returncode else ""
+        self.handle(Exited(key, returncode, self._plan.connected(key.number, attempt), error))
 
     def _tick(self) -> None:
         if self._finished.done():

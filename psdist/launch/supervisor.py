@@ -3,7 +3,8 @@
 During the run:
 
 * A failed worker is restarted with its rank, up to ``restarts_max`` times. It is not restarted if its settings are
-  wrong, or if its first start raised an exception before it had connected: every restart would end the same way. Then
+  wrong, if its first start raised an exception before it had connected, if the program text is wrong, or if two starts
+  in a row raised the same exception before their first step: every restart would end the same way. Then
   everything is stopped, and the first worker that was not restarted is the *cause*: the run ends with its status.
 * In an elastic run the other workers continue instead. The run succeeds if one of them does; otherwise the first one
   that failed is the cause. In every run, a worker that joined too late to take part is left out in the same way.
@@ -53,6 +54,7 @@ from psdist.launch.events import (
 )
 from psdist.launch.shutdown import STOP_ORDER, RunPolicy, Shutdown
 from psdist.settings import exit_codes
+from psdist.settings.script_errors import CERTAIN
 
 #: A server or scheduler that exits this many times in a row, each within QUICK_SECONDS of its start, is given up.
 QUICK_DEATHS_ALLOWED: Final = 5
@@ -71,6 +73,8 @@ _RECURRING: Final = {
     exit_codes.NEVER_CONNECTED: " (the run ended before it had started: not restarted)",
 }
 _BEFORE_CONNECTING: Final = " (it failed before psdist.init() had connected, as it would again: not restarted)"
+_CERTAIN: Final = " (an error of the script itself, before its first step: not restarted)"
+_REPEATED: Final = " (the same error as in the attempt before, before its first step: not restarted)"
 #: Signals that come from outside: they do not predict how soon the process ends after its next start.
 _FROM_OUTSIDE: Final = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 
@@ -271,16 +275,10 @@ class Supervisor:
 
     def _worker_failed(self, event: Exited, process: RunningProcess, now: float) -> list[Effect]:
         how, most = describe(event.returncode), self._policy.restarts_max
-        recurs = _RECURRING.get(event.returncode, "")
-        if (
-            event.returncode == exit_codes.FAILURE
-            and process.attempt == 0
-            and not (process.connected or event.connected)
-        ):
-            recurs = _BEFORE_CONNECTING
+        recurs = _why_it_recurs(event, process)
         if process.attempt < most and not recurs:
             attempt = process.attempt + 1
-            self.table.start(event.key, now, attempt)
+            self.table.start(event.key, now, attempt, last_error=event.error)
             return [Say(f"{event.key} failed: {how}; restart {attempt} of {most}"), Start(event.key, attempt)]
         tried = recurs or (f" (--max-restarts {most} used up)" if most else "")
         cause = Finish(status_of(event.returncode), f"{event.key} failed: {how}{tried}", event.key)
@@ -335,6 +333,17 @@ class Supervisor:
         """Stop because servers or the scheduler do not work: nothing can be saved."""
         self._shutdown.leave_snapshot_out()
         return self._shutdown.start(end, now)
+
+
+def _why_it_recurs(event: Exited, process: RunningProcess) -> str:
+    """Return why another attempt of a worker would end the same way, for people; empty if it may not."""
+    if event.returncode != exit_codes.FAILURE:
+        return _RECURRING.get(event.returncode, "")
+    if process.attempt == 0 and not (process.connected or event.connected):
+        return _BEFORE_CONNECTING
+    if event.error == CERTAIN:
+        return _CERTAIN
+    return _REPEATED if event.error and event.error == process.last_error else ""
 
 
 def _cannot_begin(returncode: int, attempt: int) -> bool:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from types import TracebackType
 
 from psdist.client.process.tracebacks import chain
-from psdist.settings import exit_codes
+from psdist.settings import exit_codes, script_errors
 
 
 def install() -> None:
@@ -39,7 +39,10 @@ class _Ending:
 
     def choose_status(self) -> None:
         if os.getpid() == self._pid:
-            self._status = status_of_uncaught(getattr(sys, "last_value", None), getattr(sys, "last_traceback", None))
+            error = _uncaught(getattr(sys, "last_value", None), getattr(sys, "last_traceback", None))
+            self._status = 0 if error is None else status_of(error)
+            if error is not None and not self._status:
+                script_errors.report(error)
 
     def __del__(self) -> None:
         if self._status:
@@ -49,15 +52,15 @@ class _Ending:
             os._exit(self._status)
 
 
-def status_of_uncaught(error: BaseException | None, trace: TracebackType | None) -> int:
-    """Return the exit status for the last error that the interpreter printed; 0 for its own status.
+def _uncaught(error: BaseException | None, trace: TracebackType | None) -> BaseException | None:
+    """Return the last error that the interpreter printed, if it ended the script.
 
-    Libraries in C also print exceptions of their callbacks in this way, and continue. They do not end the script: their
-    traceback begins in a function that was called by another.
+    Libraries in C also print exceptions of their callbacks in this way, and continue: their traceback begins in a
+    function that was called by another.
     """
-    if error is None or trace is None or trace.tb_frame.f_back is not None:
-        return 0
-    return status_of(error)
+    # A script that cannot be compiled has no frame.
+    is_outermost = isinstance(error, SyntaxError) if trace is None else trace.tb_frame.f_back is None
+    return error if is_outermost else None
 
 
 def status_of(error: BaseException) -> int:

@@ -43,6 +43,41 @@ def test_a_script_is_not_restarted_that_would_be_refused_again(tmp_path: Path, w
     assert "caught" in text or what == "differs", text
 
 
+_FAILS = """
+import os, sys
+import numpy as np
+import psdist
+with psdist.init() as context:
+    weights = context.client.parameters("w", {"w": np.zeros(8, np.float32)}, psdist.optim.SGD(lr=0.1))
+    print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+    if sys.argv[1] == "later":
+        weights.push_pull({"w": np.ones(8, np.float32)})
+    if sys.argv[1] == "import":
+        import a_module_that_does_not_exist
+    open("a file that does not exist")
+"""
+
+
+@pytest.mark.parametrize(
+    ("when", "attempts", "words"),
+    [
+        ("import", 1, "an error of the script itself"),
+        ("first", 2, "the same error as in the attempt before"),
+        pytest.param("later", 4, "--max-restarts 3 used up", marks=pytest.mark.long),
+    ],
+)
+def test_an_error_before_the_first_step_is_not_tried_again_and_again(
+    tmp_path: Path, when: str, attempts: int, words: str
+) -> None:
+    flags = ("--nservers", "1", "--storage-path", "none", "--max-restarts", "3", "--nproc-per-node", "1")
+    run = Run(tmp_path, _FAILS, when, flags=flags)
+    try:
+        code, text = run.end()
+    finally:
+        run.stop()
+    assert code == 1 and text.count("] attempt") == attempts and words in text, text
+
+
 def test_without_a_launcher_the_status_is_pythons(tmp_path: Path) -> None:
     (tmp_path / "x.py").write_text("import psdist\nwith psdist.init():\n    raise psdist.errors.WrongRunError('x')\n")
     done = subprocess.run([sys.executable, "x.py"], cwd=tmp_path, capture_output=True, text=True, timeout=240)

@@ -27,6 +27,7 @@ from psdist.launch.events import (
 )
 from psdist.launch.shutdown import STOP_TIMEOUT_SECONDS, RunPolicy
 from psdist.launch.supervisor import Supervisor
+from psdist.settings.script_errors import CERTAIN
 
 W0, W1 = ProcessKey("worker", 0), ProcessKey("worker", 1)
 S0, S1 = ProcessKey("server", 0), ProcessKey("server", 1)
@@ -210,6 +211,24 @@ def test_a_worker_whose_first_start_fails_before_it_connects_is_not_started_agai
         assert Start(W1, 1) in machine.on(how, 1.0)
         # It started once, so its present obstacle may be temporary.
         assert Start(W1, 2) in machine.on(Exited(W1, 1, False), 2.0)
+
+
+def test_an_error_that_every_attempt_would_raise_is_not_tried_again() -> None:
+    machine = supervisor(restarts=3)
+    assert machine.on(Exited(W1, 1, True, CERTAIN), 1.0) == [Kill(W0, signal.SIGTERM)]
+    end = finish(machine, {W0, S0, S1, SCHEDULER})
+    assert (end.status, end.culprit) == (1, W1)
+    assert "an error of the script itself" in end.message and "not restarted" in end.message
+
+
+def test_the_same_error_twice_before_any_step_is_not_tried_a_third_time() -> None:
+    for second, is_restarted in (("digest", False), ("other", True), ("", True)):
+        machine = supervisor(restarts=3)
+        assert Start(W1, 1) in machine.on(Exited(W1, 1, True, "digest"), 1.0)
+        assert (Start(W1, 2) in machine.on(Exited(W1, 1, True, second), 2.0)) == is_restarted
+    machine = supervisor(restarts=3)
+    for attempt in range(3):  # Errors after a step, and signals, come without a report.
+        assert Start(W1, attempt + 1) in machine.on(Exited(W1, 1 if attempt % 2 else -9, True), 1.0)
 
 
 def test_in_an_elastic_run_the_others_go_on_and_one_success_is_enough() -> None:
