@@ -143,6 +143,12 @@ class LocalStorage:
     def _check_writable(self, directory: str) -> None:
         try:
             _retry_if_removed(lambda: self._probe(directory.split("/")))
+        except _SyncError as error:
+            raise StorageError(
+                f"the storage {self.url} cannot make {error.kind} durable, as snapshots must be (fsync: "
+                f"{os.strerror(error.errno or 0)}): use a directory of another file system, or a bucket",
+                path=self.url,
+            ) from None
         except OSError as error:
             raise StorageError(f"the storage {self.url} cannot be written: {_reason(error)}", path=self.url) from None
 
@@ -152,6 +158,8 @@ class LocalStorage:
             for path in reversed(missing):
                 with suppress(FileExistsError):  # Another process made it. If it is no directory, the next call fails.
                     os.mkdir(path)
+                with _descriptor(os.path.dirname(path), _DIRECTORY) as above:
+                    _check_sync(above, "directories")
             with self._opened([]) as root:
                 _probe(root, parts)
         finally:
@@ -320,14 +328,13 @@ def _missing(path: str) -> list[str]:
 
 
 def _probe(directory: int, parts: Sequence[str]) -> None:
-    """Create a file in the directory ``parts`` below an open one, then remove it and the directories created for it.
-
-    Nothing is synced, which takes long on some disks: a full disk fails when bytes are written, or when the file is
-    closed.
-    """
+    """Create a durable file in the directory ``parts`` below an open one, then remove it and the directories created
+    for it."""
     if parts:
         made = _make(directory, parts[0], durable=False)
         try:
+            if made:
+                _check_sync(directory, "directories")
             with _descriptor(parts[0], _DIRECTORY | os.O_NOFOLLOW, directory) as below:
                 _probe(below, parts[1:])
         finally:
@@ -339,10 +346,29 @@ def _probe(directory: int, parts: Sequence[str]) -> None:
     try:
         try:
             _write_all(file, bytes(_PROBE_BYTES))
+            _check_sync(file, "files")
         finally:
             os.close(file)
+        _check_sync(directory, "directories")
     finally:
         os.unlink(_PROBE, dir_fd=directory)
+
+
+class _SyncError(OSError):
+    """Files or directories (``kind``) of this file system cannot be made durable."""
+
+    def __init__(self, error: OSError, kind: str) -> None:
+        super().__init__(error.errno, error.strerror)
+        self.kind = kind
+
+
+def _check_sync(descriptor: int, kind: str) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise  # Some file systems allocate space only now.
+        raise _SyncError(error, kind) from None
 
 
 def _read_range(file: int, start: int, end: int) -> bytes:

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import secrets
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -254,6 +255,26 @@ async def test_a_file_is_not_written_over(disk: LocalStorage) -> None:
     with pytest.raises(StorageError, match="File exists"):
         await write(disk, FILE, b"2")
     assert await disk.read(FILE) == b"1"
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EINVAL, errno.ENOSYS])
+@pytest.mark.parametrize("kind", ["files", "directories"])
+@pytest.mark.parametrize("root", [".", "a/b"])
+async def test_a_disk_that_cannot_sync_is_told_before_and_nothing_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: str, root: str
+) -> None:
+    storage = LocalStorage(str(tmp_path / root))
+
+    def is_kind(file: int) -> bool:
+        return stat.S_ISDIR(os.fstat(file).st_mode) == (kind == "directories")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", failing(os.fsync, number, is_kind))
+        with pytest.raises(StorageError, match=f"cannot make {kind} durable.*fsync: {os.strerror(number)}.*bucket"):
+            await storage.check_writable("snapshots/probe")
+    assert os.listdir(tmp_path) == []
+    await storage.check_writable("snapshots/probe")
+    assert os.listdir(tmp_path) == []
 
 
 async def test_what_is_finished_is_synced_and_so_is_its_directory(
