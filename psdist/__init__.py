@@ -8,7 +8,8 @@ the choice of the exit status in ``psdist.client.process.exit_status``.
 The import disables gRPC's fork handlers, unless the environment says otherwise. While gRPC's threads are busy, those
 handlers occasionally crash a forked child (grpcio 1.85: 3 of 40 forks), and a script may fork, for example for a data
 loader. A forked child cannot use psdist and gets an error (``psdist.client.process.loop``), but it survives. gRPC reads
-the setting when it is imported, so a script that imports grpc itself must import psdist first.
+the setting when it is imported, so a script that imports grpc itself must import psdist first; otherwise its first fork
+is warned about (``psdist.client.process.forks``).
 
 gRPC's own log is disabled, too. It reports every connection that a peer closes, while psdist reports errors in its own
 words.
@@ -17,11 +18,14 @@ words.
 from __future__ import annotations
 
 import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 from psdist.version import __version__
 
+#: True if gRPC was imported before, and has not read the setting that follows.
+grpc_came_first: Final = "grpc" in sys.modules and "GRPC_ENABLE_FORK_SUPPORT" not in os.environ
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from psdist import loop_monitor
+from psdist.client.process import forks
 from psdist.client.process.sigterm import StoppableClient, sigterm
 from psdist.errors import ClosedError, ConfigurationError
 
@@ -278,6 +279,7 @@ def shared() -> LoopThread:
             )
         if _thread is None:
             _thread = LoopThread()
+            forks.watch()
             atexit.register(_stop_at_exit)
         return _thread
 

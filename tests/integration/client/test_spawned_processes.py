@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from psdist.launch.embedded import EmbeddedCluster
 
 #: A data loader's process, as in a script that was only tried with fork.
@@ -37,6 +39,31 @@ def run(path: Path, script: str, **variables: str) -> subprocess.CompletedProces
     return subprocess.run(
         [sys.executable, "train.py"], cwd=path, env=os.environ | variables, capture_output=True, text=True, timeout=240
     )
+
+
+_FORKS = """
+{imports}
+import os, sys
+with psdist.init() as context:
+    for _ in range(2):
+        os.waitpid(os.fork() or os._exit(0), 0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("imports", "setting", "count"),
+    [
+        ("import grpc, psdist", {}, 1),
+        ("import psdist, grpc", {}, 0),
+        pytest.param("import grpc, psdist", {"GRPC_ENABLE_FORK_SUPPORT": "0"}, 0, marks=pytest.mark.long),
+    ],
+)
+def test_a_fork_is_warned_about_once_if_grpc_was_imported_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, imports: str, setting: dict[str, str], count: int
+) -> None:
+    monkeypatch.delenv("GRPC_ENABLE_FORK_SUPPORT", raising=False)
+    done = run(tmp_path, _FORKS.format(imports=imports), **setting)
+    assert done.returncode == 0 and done.stderr.count("imported grpc before psdist") == count, done.stderr
 
 
 def test_a_script_without_the_guard_does_not_train_in_its_data_loader(tmp_path: Path) -> None:
