@@ -18,16 +18,11 @@ words.
 from __future__ import annotations
 
 import os
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
+from psdist.settings import grpc_settings as grpc_settings  # Before anything imports gRPC.
 from psdist.version import __version__
-
-#: True if gRPC was imported before, and has not read the setting that follows.
-grpc_came_first: Final = "grpc" in sys.modules and "GRPC_ENABLE_FORK_SUPPORT" not in os.environ
-os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 if TYPE_CHECKING:
     from psdist import compression, consistency, data, errors, optim

@@ -54,7 +54,6 @@ from psdist.launch.events import (
 )
 from psdist.launch.shutdown import STOP_ORDER, RunPolicy, Shutdown
 from psdist.settings import exit_codes
-from psdist.settings.script_errors import CERTAIN
 
 #: A server or scheduler that exits this many times in a row, each within QUICK_SECONDS of its start, is given up.
 QUICK_DEATHS_ALLOWED: Final = 5
@@ -341,7 +340,7 @@ def _why_it_recurs(event: Exited, process: RunningProcess) -> str:
         return _RECURRING.get(event.returncode, "")
     if process.attempt == 0 and not (process.connected or event.connected):
         return _BEFORE_CONNECTING
-    if event.error == CERTAIN:
+    if event.error == exit_codes.CERTAIN:
         return _CERTAIN
     return _REPEATED if event.error and event.error == process.last_error else ""
 

@@ -38,6 +38,10 @@ CONFIGURATION: Final = 78
 SIGNAL_BASE: Final = 128
 
 
+#: In a script's report about its error (``script_errors``): every attempt raises it.
+CERTAIN: Final = "certain"
+
+
 def status_of_ended_run(error: BaseException) -> int:
     """Return the exit status that every process of a run ends with after ``error``."""
     return NEVER_CONNECTED if isinstance(error, RunNotStartedError) else INFRASTRUCTURE

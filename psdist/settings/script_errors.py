@@ -11,7 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-CERTAIN: Final = "certain"
+from psdist.settings.exit_codes import CERTAIN
+
 _SUFFIX: Final = ".error"
 _DIGEST_CHARACTERS: Final = 32
 #: Errors of the program text or of the installation.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 
-import psdist
+from psdist.settings.grpc_settings import grpc_came_first
 
 logger = logging.getLogger("psdist")
 
@@ -20,7 +20,7 @@ _is_watching = False
 def watch() -> None:
     """Warn at the first fork of this process, if its forks may crash."""
     global _is_watching
-    if psdist.grpc_came_first and not _is_watching:
+    if grpc_came_first and not _is_watching:
         _is_watching = True
         os.register_at_fork(before=_Warning().log)
 

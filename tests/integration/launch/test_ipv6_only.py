@@ -19,7 +19,7 @@ with psdist.init() as context:
     weights.push({"w": np.ones(10, np.float32)})
     print("trained", os.environ["MASTER_ADDR"])
 """
-#: The scheduler's own default: it ends at once, because its lifeline is closed.
+#: The scheduler's own default: it ends immediately, because its lifeline is closed.
 _SCHEDULER = "from psdist.cli import main; main.scheduler()"
 
 

@@ -27,7 +27,7 @@ from psdist.launch.events import (
 )
 from psdist.launch.shutdown import STOP_TIMEOUT_SECONDS, RunPolicy
 from psdist.launch.supervisor import Supervisor
-from psdist.settings.script_errors import CERTAIN
+from psdist.settings.exit_codes import CERTAIN
 
 W0, W1 = ProcessKey("worker", 0), ProcessKey("worker", 1)
 S0, S1 = ProcessKey("server", 0), ProcessKey("server", 1)
