@@ -3,13 +3,12 @@
 ``{"layers": [{"w": ...}]}`` has the leaf ``layers.0.w``, and a model's ``.layers[0].weight`` is ``layers.0.weight``. So
 patterns of ``psdist.optim.override``, such as ``*.bias``, work as for a PyTorch model.
 
-Invariant: Two leaves of one tree never get the same name. Within a key all bytes but letters, digits, ``_`` and ``/``
-are written as ``-`` and two hexadecimal digits, so dots separate keys and nothing else.
+Invariant: Two leaves of one tree never get the same name. Within a key, dots, ``%`` and all characters that cannot be
+printed are written as ``%`` and two hexadecimal digits for each byte, so dots separate keys and nothing else.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,6 @@ from jax import tree_util
 
 from psdist.errors import InvalidArgumentError
 
-_ESCAPED = re.compile(rb"[^A-Za-z0-9_/]")
 #: Name of the only leaf of a tree that is just one array.
 _ROOT = "value"
 
@@ -46,8 +44,13 @@ def _text(key: Any) -> str:
         if hasattr(key, attribute):
             key = getattr(key, attribute)
             break
-    text = _ESCAPED.sub(lambda found: b"-%02x" % found[0][0], str(key).encode()).decode()
-    return text or "-"  # An empty key. No escaped text is a dash alone.
+    return "".join(map(_escaped, str(key))) or "%"  # An empty key. No other text is "%" alone.
+
+
+def _escaped(character: str) -> str:
+    if character.isprintable() and character not in ".%":
+        return character
+    return "".join(f"%{byte:02x}" for byte in character.encode("utf-8", "surrogatepass"))
 
 
 def shown(path: Path) -> str:

@@ -12,6 +12,7 @@ Each raises InvalidArgumentError.
 
 from __future__ import annotations
 
+import glob
 from typing import Any, Final
 
 import jax
@@ -193,5 +194,5 @@ def _without_decay(function: str, mask: Any) -> tuple[optim.Override, ...]:
     for name, (path, value) in zip(names, pairs, strict=True):
         if not path or not isinstance(value, bool | np.bool_):
             raise refuse(function, "mask", value, "give a tree like the parameters, with True or False at its leaves")
-        patterns += [] if value else [name]
+        patterns += [] if value else [glob.escape(name)]
     return tuple(optim.override(pattern, weight_decay=0.0) for pattern in patterns)

@@ -152,7 +152,7 @@ def test_what_servers_cannot_follow_is_refused(call: Callable[[], object], said:
 
 
 def test_a_mask_names_leaves_as_parameters_do() -> None:
-    spec = psdist.jax.adamw(0.1, weight_decay=0.5, mask={"norm": [False], "out": {"w": True, "b": np.False_}})
-    names = {"norm.0": 1, "out.w": 0, "out.b": 2}
+    spec = psdist.jax.adamw(0.1, weight_decay=0.5, mask={"norm": [False], "out": {"w": True, "b[*]": np.False_}})
+    names = {"norm.0": 1, "out.w": 0, "out.b[*]": 2, "out.b*": 0}
     assert {name: group_of(name, spec.overrides) for name in names} == names
     assert all(spec.group_values(group)["weight_decay"] == 0.0 for group in (1, 2))

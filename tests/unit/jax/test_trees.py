@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from psdist.errors import DTypeMismatchError, InvalidArgumentError
 from psdist.jax.names import names_of
 from psdist.jax.trees import TreeForm
-from psdist.types import check_name
+from psdist.types import check_tensor_name
 
 
 def names(tree: Any) -> list[str]:
@@ -30,7 +30,7 @@ class Pair(NamedTuple):
     other: Any
 
 
-keys = st.text(max_size=4) | st.sampled_from(["a.b", "a", "b", ".", "-", "-2e", "['a']", ""])
+keys = st.text(max_size=4) | st.sampled_from(["a.b", "a", "b", ".", "%", "%2e", "['a']", "\n", "\ud800", ""])
 trees = st.recursive(
     st.just(1.0),
     lambda inner: (
@@ -49,13 +49,13 @@ def test_leaves_of_any_tree_have_names_of_their_own(tree: Any) -> None:
     found = names(tree)
     assert len(set(found)) == len(found) == len(jax.tree.leaves(tree))
     for name in found:
-        check_name(name, "tensor name")
+        check_tensor_name(name[:20])
         assert not name.startswith("."), "names of the averager's own tensors"
 
 
 def test_names_are_those_of_a_torch_model() -> None:
     assert names({"layers": [{"w": 0.0}, Pair(1.0, (2.0,))]}) == ["layers.0.w", "layers.1.one", "layers.1.other.0"]
-    assert names({"mlp/~/linear": 0.0, "a.b": 1.0}) == ["a-2eb", "mlp/-7e/linear"]
+    assert names({"mlp/~/linear": 0.0, "a.b": 1.0}) == ["a%2eb", "mlp/~/linear"]
     assert names(jnp.zeros(3)) == ["value"]
     assert names(nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Param)) == ["bias", "kernel"]
     model = eqx.filter(eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0)), eqx.is_inexact_array)
