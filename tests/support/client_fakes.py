@@ -205,6 +205,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.news: asyncio.Queue[Any] = asyncio.Queue()
         self.barriers: list[Any] = []
         self.barrier = asyncio.Event()
+        #: Set once the worker has committed its initial values.
+        self.committed = asyncio.Event()
         #: True if a withdrawn arrival had already opened its barrier.
         self.had_opened = False
         #: Withdrawals are answered once this is set.
@@ -389,7 +391,10 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             self.shards = [server.name for server in self.servers]
             yield response(state=response.STATE_WAITING, waiting_for="for nobody in particular")
             self.epoch += 1
+            self.ready = False
+            self.committed.clear()
             yield response(state=response.STATE_UPLOAD, map=self.map())
+            await self.committed.wait()
         self.epoch += 1
         if request.incarnation < self.fenced:
             await status.abort(context, errors.FencedError(f"incarnation {request.incarnation} was silent"))
@@ -436,6 +441,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     async def CommitParameters(self, request: Any, context: Any) -> Any:
         self.commits += 1
+        self.committed.set()
         return scheduler_pb2.CommitParametersResponse(epoch=self.epoch)
 
 
