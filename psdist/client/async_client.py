@@ -343,7 +343,7 @@ class AsyncClient(ProcessBound):
 
         Raises NoStorageError, WaitTimeoutError, SnapshotFailedError, StorageError.
         """
-        await self._snapshots_opened().begin(timeout)
+        await self._snapshots_opened().request(timeout)
 
     def _opened_handles(self) -> Handles:
         self._opened()

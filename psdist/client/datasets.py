@@ -196,7 +196,7 @@ class AsyncDataset(ProcessBound):
             return None if answer.waiting_for else answer
 
         with self._waits.open(f"for {self._calls.peer} to give a range of data set {self.name!r}") as wait:
-            answer = await self._calls.follow(self._calls.stub.LeaseRange, request, wait, first)
+            answer = await self._calls.read_until_result(self._calls.stub.LeaseRange, request, wait, first)
         _remove(self._done, done)
         self.repeated, self.failed = answer.repeated_ranges, answer.failed_ranges
         return answer

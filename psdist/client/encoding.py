@@ -244,7 +244,7 @@ class Encoding:
         self._compiler = codec_kernels.prepare(sum(tensor.size for tensor in layout.tensors))
 
     @classmethod
-    def of(cls, codec: Codec, layout: Layout, participation: Participation) -> Encoding | None:
+    def for_codec(cls, codec: Codec, layout: Layout, participation: Participation) -> Encoding | None:
         """Return the encoding of a handle; None if its gradients are not compressed, or never pushed."""
         if isinstance(codec, Cast) or not participation.is_member:
             return None

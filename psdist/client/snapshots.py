@@ -51,7 +51,7 @@ class SnapshotInfo:
     unchanged: bool = False
 
     @classmethod
-    def of(cls, response: scheduler_pb2.SaveSnapshotResponse) -> SnapshotInfo:
+    def from_response(cls, response: scheduler_pb2.SaveSnapshotResponse) -> SnapshotInfo:
         """Return the snapshot in the scheduler's last message."""
         info = response.committed
         return cls(
@@ -111,12 +111,12 @@ class SnapshotRequests:
 
         async def handle(response: Any) -> SnapshotInfo | None:
             on_answer()
-            return SnapshotInfo.of(response) if response.HasField("committed") else None
+            return SnapshotInfo.from_response(response) if response.HasField("committed") else None
 
         with self._session.waits.open(f"for {calls.peer} to take a snapshot") as wait:
-            return await calls.follow(calls.stub.SaveSnapshot, request, wait, handle, patient=patient)
+            return await calls.read_until_result(calls.stub.SaveSnapshot, request, wait, handle, patient=patient)
 
-    async def begin(self, timeout: float | None) -> None:
+    async def request(self, timeout: float | None) -> None:
         """See ``AsyncClient.request_snapshot``."""
         session = self._session
         request = scheduler_pb2.SaveSnapshotRequest(run_id=session.membership.registration.run_id, reason="on demand")

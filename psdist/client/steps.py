@@ -141,7 +141,7 @@ class Steps:
         self._servers = servers
         self._participation = servers.participation
         #: Compresses the gradients; None if nothing does.
-        self.encoding = Encoding.of(servers.options.codec, layout, self._participation)
+        self.encoding = Encoding.for_codec(servers.options.codec, layout, self._participation)
         # With a codec servers read decoded gradients, so that memory cannot be the user's.
         shared = (lambda: servers.shared_memory.gradients) if self.encoding is None else lambda: None
         dtype = servers.options.cast.dtype if layout.dtype == "float32" else layout.dtype
@@ -354,7 +354,7 @@ class Steps:
         if self.encoding is not None:
             self.encoding.end_push()
         self._participation.end_push(progress, seen=seen)
-        self._servers.shared_memory.settle()
+        self._servers.shared_memory.on_push_completed()
         self.drops.not_dropped()
         script_errors.note_step()
         counters = self.counters

@@ -31,7 +31,7 @@ from psdist.wire.backoff import LogPacer
 logger = structlog.get_logger("psdist.server")
 
 
-class Promised(FrameReceiver, Protocol):
+class ConnectionReceiver(FrameReceiver, Protocol):
     """Stream that a connection was promised to, and which receives its frames."""
 
     def connected(self, connection: FrameConnection) -> None:
@@ -41,7 +41,7 @@ class Promised(FrameReceiver, Protocol):
 class Promise:
     """Promise of a connection to ``receiver``. The dialing process must show ``nonce`` (32 bytes)."""
 
-    def __init__(self, receiver: Promised) -> None:
+    def __init__(self, receiver: ConnectionReceiver) -> None:
         self.receiver = receiver
         self.nonce = secrets.token_bytes(32)
         self._is_kept = asyncio.Event()
@@ -106,7 +106,7 @@ class TcpListener:
             connection.cut_off("the server is shutting down")
 
     @contextmanager
-    def promise(self, receiver: Promised) -> Iterator[Promise]:
+    def promise(self, receiver: ConnectionReceiver) -> Iterator[Promise]:
         """Yield a promise of a connection to ``receiver``, valid during the block. Raises TcpUnavailableError if too
         many connections are promised."""
         if len(self._promises) >= limits.NONCES_MAX:

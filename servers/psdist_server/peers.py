@@ -51,7 +51,7 @@ class PeerServers:
         self._map = ClusterMap(run_id, 0)
         self._channels: dict[str, grpc.aio.Channel] = {}
 
-    def follow(self, cluster: ClusterMap) -> bool:
+    def adopt(self, cluster: ClusterMap) -> bool:
         """Adopt a map. Return True if it is newer than the previous one."""
         is_newer = cluster.epoch > self._map.epoch
         self._map = cluster if is_newer else self._map

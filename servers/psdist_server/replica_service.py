@@ -210,7 +210,7 @@ class StreamFromPrimary(MessageReceiver[pb.ReplicateRequest]):
     # --- connection ---------------------------------------------------------------------------------------------------
 
     def connected(self, connection: FrameConnection) -> None:
-        """See ``Promised``."""
+        """See ``ConnectionReceiver``."""
         self._connection = connection
         self._send(pb.ReplicateResponse(opened=pb.Opened()))
 

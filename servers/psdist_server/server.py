@@ -101,7 +101,7 @@ class ParameterServer:
 
     async def adopt_map(self, cluster: ClusterMap) -> None:
         """Adopt a newer cluster map: change roles, and pass changed members to the machines."""
-        if not self.peers.follow(cluster):
+        if not self.peers.adopt(cluster):
             return
         self.admission.adopt_workers(cluster)
         for entry in cluster.parameters:

@@ -312,11 +312,11 @@ def _told(to_detail: Any) -> Any:
     return told
 
 
-def _watch_maps(follow: Any) -> Any:
-    """Wrap ``FollowedMap.follow`` to report its maps to the oracle."""
+def _watch_maps(apply: Any) -> Any:
+    """Wrap ``FollowedMap.apply`` to report its maps to the oracle."""
 
     def watched(self: FollowedMap, response: Any) -> Any:
-        cluster = follow(self, response)
+        cluster = apply(self, response)
         running().oracle.followed(cluster)
         running().network.counts[f"followed: {response.WhichOneof('command')}"] += 1
         return cluster
@@ -371,7 +371,7 @@ def install() -> None:
     put(ParameterStore, "__init__", _name_store(ParameterStore.__init__))
     put(EffectRunner, "_reply", _watch_reply(EffectRunner._reply))
     put(Barriers, "progress", _watch_barriers(Barriers.progress))
-    put(FollowedMap, "follow", _watch_maps(FollowedMap.follow))
+    put(FollowedMap, "apply", _watch_maps(FollowedMap.apply))
     put(deadlocks, "_text", _watch_circles(deadlocks._text))
     for owner, name, text, happened in _PATHS:
         put(owner, name, _counted(getattr(owner, name), text, happened))

@@ -63,7 +63,7 @@ class Barrier:
         async def released(mine: Registration) -> bool:
             with self._activities.waits(limited=limited, call=True) as waits:
                 request = self._request(mine, activity=waits.activity)
-                return await self._calls.follow(self._calls.stub.Barrier, request, wait, handle)
+                return await self._calls.read_until_result(self._calls.stub.Barrier, request, wait, handle)
 
         async def handle(response: Any) -> bool | None:
             return True if response.released else None
@@ -85,7 +85,7 @@ class Barrier:
 
         async def withdrawn(mine: Registration) -> bool:
             request = self._request(mine, withdraw=True)
-            return await self._calls.follow(self._calls.stub.Barrier, request, wait, handle)
+            return await self._calls.read_until_result(self._calls.stub.Barrier, request, wait, handle)
 
         async def handle(response: Any) -> bool | None:
             return bool(response.withdrawn) if response.withdrawn or response.released else None

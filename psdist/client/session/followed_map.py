@@ -15,7 +15,7 @@ class FollowedMap:
     def __init__(self) -> None:
         self._cluster = ClusterMap("", 0)
 
-    def follow(self, response: pb.SessionResponse) -> ClusterMap:
+    def apply(self, response: pb.SessionResponse) -> ClusterMap:
         """Apply ``response``, a whole map or a difference, and return the map. Raises StaleEpochError for a difference
         from another map than the last, and the errors of the conversions."""
         if response.HasField("map"):

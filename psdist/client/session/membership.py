@@ -93,7 +93,7 @@ class WorkerMembership:
 
     def start_incarnation(self, response: scheduler_pb2.RegisterResponse) -> None:
         """Start the incarnation that was just registered."""
-        self._registration = Registration.of(response)
+        self._registration = Registration.from_response(response)
         cluster = convert.map_from_proto(response.map) if response.HasField("map") else ClusterMap("", 0)
         self.ready_before = frozenset(entry.spec.name for entry in cluster.parameters if entry.ready)
         self.view.start_incarnation(cluster)

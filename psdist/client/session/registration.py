@@ -45,7 +45,7 @@ class Registration:
     heartbeat_seconds: float
 
     @classmethod
-    def of(cls, response: pb.RegisterResponse) -> Registration:
+    def from_response(cls, response: pb.RegisterResponse) -> Registration:
         """Return the registration in the scheduler's answer."""
         return cls(
             response.run_id,

@@ -51,7 +51,7 @@ class SchedulerCalls(MemberConnection):
                     wait.update_reason(f"for {self.peer} to be back: {error.message}")
                 await asyncio.sleep(backoff.next_seconds())
 
-    async def follow(
+    async def read_until_result(
         self,
         method: Any,
         request: Any,

@@ -240,7 +240,7 @@ class WorkerSession:
         view = self.membership.view
         match response.WhichOneof("command"):
             case "map" | "map_difference":
-                view.on_map(followed.follow(response))
+                view.on_map(followed.apply(response))
             case "member_lost" if response.member_lost.role == scheduler_pb2.ROLE_SERVER:
                 lost = response.member_lost
                 logger.warning("%s is lost: %s", lost.member_id, lost.reason)

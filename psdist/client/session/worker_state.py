@@ -299,7 +299,7 @@ async def fetch(calls: SchedulerCalls, membership: WorkerMembership, waits: Wait
     request = pb.GetStateRequest(**membership.registration.caller(), parameters=parameters)
     with waits.open(f"for {calls.peer} to give the state of {parameters!r} back") as wait:
         received = _Received()
-        data = await calls.follow(calls.stub.GetState, request, wait, received.on_part)
+        data = await calls.read_until_result(calls.stub.GetState, request, wait, received.on_part)
     return await asyncio.to_thread(_from_bytes, data) if data else {}
 
 

@@ -113,7 +113,7 @@ class ParametersCreator:
         activity = self._activities.waits(limited=False, call=True)
         with activity, self._waits.open(f"for {peer} to create {spec.name!r}") as wait:
             request.activity.CopyFrom(activity.activity)
-            return await self._calls.follow(self._calls.stub.CreateParameters, request, wait, handle)
+            return await self._calls.read_until_result(self._calls.stub.CreateParameters, request, wait, handle)
 
     async def _until_servers_answer(self, name: str, incarnation: int) -> None:
         """Wait until this worker reaches every server of a parameter set in training. Otherwise the other workers would
@@ -146,7 +146,7 @@ class ParametersCreator:
             return CreatedParameters(routing.find_entry(view.cluster, name), layout, first_step=0)
 
         with self._waits.open(f"for {name!r} to be created") as wait:
-            return await self._calls.follow(self._calls.stub.DescribeParameters, request, wait, handle)
+            return await self._calls.read_until_result(self._calls.stub.DescribeParameters, request, wait, handle)
 
     async def _upload(self, name: str, values: Flat, placed: dict[int, Replica]) -> None:
         """Install all slices on their primaries. placed: the server of each installed slice.

@@ -16,8 +16,8 @@ def test_sessions_with_the_same_map_share_the_bytes_of_the_next() -> None:
     assert published.since(MAPS[2]) is published.since(MAPS[2])
     for first in (0, 2):
         followed = FollowedMap()
-        followed.follow(pb.SessionResponse.FromString(PublishedMap(MAPS[first]).whole))
-        assert followed.follow(pb.SessionResponse.FromString(published.since(MAPS[first]))) == MAPS[3]
+        followed.apply(pb.SessionResponse.FromString(PublishedMap(MAPS[first]).whole))
+        assert followed.apply(pb.SessionResponse.FromString(published.since(MAPS[first]))) == MAPS[3]
 
 
 def test_a_difference_does_not_grow_with_the_run() -> None:

@@ -215,7 +215,7 @@ class SharedMemory(NegotiatedTransport[SharedStream]):
 
     # --- closing ------------------------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def on_push_completed(self) -> None:
         """Record that a push completed: the weights contain all of it."""
         if not self._settled:
             self._settled = True

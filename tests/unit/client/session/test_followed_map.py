@@ -24,14 +24,14 @@ def change(before: int, after: int) -> pb.SessionResponse:
 
 def test_maps_and_differences_in_any_order() -> None:
     followed = FollowedMap()
-    assert [followed.follow(one) for one in (whole(0), change(0, 2), whole(1), change(1, 3))] == [
+    assert [followed.apply(one) for one in (whole(0), change(0, 2), whole(1), change(1, 3))] == [
         MAPS[epoch] for epoch in (0, 2, 1, 3)
     ]
 
 
 def test_a_difference_to_a_map_that_did_not_come_changes_nothing() -> None:
     followed = FollowedMap()
-    followed.follow(whole(1))
+    followed.apply(whole(1))
     with pytest.raises(StaleEpochError, match="map 2 to 3 does not apply to map 1"):
-        followed.follow(change(2, 3))
-    assert followed.follow(change(1, 3)) == MAPS[3]
+        followed.apply(change(2, 3))
+    assert followed.apply(change(1, 3)) == MAPS[3]

@@ -118,6 +118,6 @@ async def test_a_scheduler_that_comes_later_is_waited_for(scheduler: FakeSchedul
 
 async def test_the_scheduler_says_how_often_heartbeats_come() -> None:
     answer = pb.RegisterResponse(member_id="w", lease_seconds=30.0)
-    assert Registration.of(answer).heartbeat_seconds == 7.5  # As an earlier release meant it.
+    assert Registration.from_response(answer).heartbeat_seconds == 7.5  # As an earlier release meant it.
     answer.heartbeat_seconds = 0.5
-    assert Registration.of(answer).heartbeat_seconds == 0.5
+    assert Registration.from_response(answer).heartbeat_seconds == 0.5
