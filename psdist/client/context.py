@@ -162,8 +162,8 @@ def init(
     143 (see ``sigterm``). A handler that the script installed, before or after this call, is kept. In threads other
     than the main one no handler is installed. A process that the script forks has the default handling of signals.
 
-    Raises ConfigurationError, also for arguments while the context of an earlier call is open;
-    SchedulerUnreachableError, and the scheduler's refusal.
+    Raises as ``Client``; also ConfigurationError for arguments while the context of an earlier call is open, and for a
+    script that another launcher started several times.
     """
     global _current
     given = {name: value for name, value in locals().items() if value != _DEFAULTS[name]}
