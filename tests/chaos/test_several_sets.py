@@ -67,7 +67,7 @@ def test_interrupts_at_arbitrary_moments(tmp_path: Path, runs: list[Run], d_step
     left, chain = INTERRUPTS, 0
     while left:
         path, chain = tmp_path / f"chain-{chain}", chain + 1
-        ended = False
+        ended, said = False, list[str]()
         while left and not ended:
             run = start(path, runs, d_steps)
             begun = run.until(r"rank 0 begins at \d+ (\d+)")
@@ -78,9 +78,10 @@ def test_interrupts_at_arbitrary_moments(tmp_path: Path, runs: list[Run], d_step
             status, text = run.end()
             ended = status == 0
             assert status in (0, 128 + signal.SIGTERM, 128 + signal.SIGINT), "".join(run.seen) + text
+            said += ["".join(run.seen) + text]
             left -= 1
         weights = final(path) if ended else end(start(path, runs, d_steps), path)
-        assert weights == expected, f"seed {SEED}, chain {chain}"
+        assert weights == expected, f"seed {SEED}, chain {chain}:\n{'-' * 40}".join(["", *said])
 
 
 @pytest.mark.long  # Each kill rolls the run back to a snapshot.

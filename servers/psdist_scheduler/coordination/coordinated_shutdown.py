@@ -7,7 +7,8 @@ be applied without the slowest one. When the servers have agreed to the cut, the
 exit immediately. If only some workers were asked to stop, each of them exits after its current push.
 
 If the script trains several BSP parameter sets in turn, the workers are held at the start of an iteration instead
-(``alignment``), and the final snapshot is cut there.
+(``alignment``), and the final snapshot is cut there. Right after their start nobody knows where an iteration starts, so
+they train on until that is known, for ``UNKNOWN_SECONDS`` at most.
 
 Phases:
 
@@ -38,6 +39,8 @@ from psdist_scheduler.snapshots.snapshots import Snapshots
 
 #: Grace period for the remaining SIGTERMs: a launcher signals its workers one after another.
 COLLECT_SECONDS: Final = 1.0
+#: Longest time for which workers that were all asked to stop go on until the start of an iteration is known.
+UNKNOWN_SECONDS: Final = 5.0
 #: Longest time workers wait for the final snapshot.
 SAVE_SECONDS: Final = 10.0
 
@@ -79,6 +82,8 @@ class CoordinatedShutdown:
     _leaving: set[Identity] = field(default_factory=set)
     #: Step of each set at which workers that train several ordered sets are held.
     _agreed: dict[str, int] = field(default_factory=dict)
+    #: Workers are held where they are, since nobody learned in time where an iteration starts.
+    _is_unknown: bool = False
     #: Command that was last sent to each worker.
     _sent: dict[Identity, tuple[int, StopKind]] = field(default_factory=dict)
 
@@ -121,6 +126,7 @@ class CoordinatedShutdown:
 
     def _step(self, now: float) -> list[Effect]:
         """Advance by one phase, if possible."""
+        self._is_unknown = self.alignment.is_unknown and now - self._since >= UNKNOWN_SECONDS
         match self.phase:
             case "idle" if any(worker.identity not in self._leaving for worker in self._stopping):
                 self._enter(now, "collecting")
@@ -169,9 +175,9 @@ class CoordinatedShutdown:
 
     @property
     def _is_aligning(self) -> bool:
-        """True if workers are to be held at the start of an iteration. If none is known, sets are saved at their
+        """True if workers are to be held at the start of an iteration. If none became known, sets are saved at their
         current step."""
-        return self.alignment.applies and not self.alignment.is_unknown
+        return self.alignment.applies and not self._is_unknown
 
     @property
     def _stopping(self) -> list[Member]:

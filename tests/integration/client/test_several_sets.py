@@ -58,6 +58,18 @@ def final(path: Path) -> bytes:
         return weights["D"].tobytes() + weights["G"].tobytes()
 
 
+def test_a_run_that_is_stopped_in_its_first_iterations_is_saved_between_two(tmp_path: Path, runs: list[Run]) -> None:
+    """Nothing shows yet where an iteration starts: the run trains on until something does."""
+    for lines in (1, 2, 3):
+        path = tmp_path / str(lines)
+        run = start(path, runs, 4000, 1)
+        run.until(r"rank 0 is at", lines)
+        run.process.send_signal(signal.SIGINT)
+        text = end(run, 128 + signal.SIGINT)
+        saved = psdist.load_snapshot(str(path / "runs")).steps
+        assert saved["D"] == saved["G"], text
+
+
 @pytest.mark.parametrize("d_steps", [1, pytest.param(5, marks=pytest.mark.long)])  # long: only a longer iteration
 def test_interrupted_runs_resume_where_an_iteration_starts(tmp_path: Path, runs: list[Run], d_steps: int) -> None:
     steps = 40

@@ -11,11 +11,12 @@ from snapshot_driver import SnapshotDriver
 from psdist.consistency import ASP, BSP, Consistency
 from psdist.errors import SnapshotFailedError
 from psdist.snapshots.policy import SavePolicy
-from psdist_scheduler.coordination.coordinated_shutdown import COLLECT_SECONDS, SAVE_SECONDS
+from psdist_scheduler.coordination.coordinated_shutdown import COLLECT_SECONDS, SAVE_SECONDS, UNKNOWN_SECONDS
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import snapshot_events as sn
 from psdist_scheduler.events.cluster_state import Member
 from psdist_scheduler.events.worker_events import AlignCommand, AlignReported, StopCommand, StopReported
+from psdist_scheduler.placement.alignment import RETRY_SECONDS
 
 
 class Run(SnapshotDriver):
@@ -138,7 +139,8 @@ def test_several_sets_are_cut_where_an_iteration_starts() -> None:
     assert any("'b' at step 6, 'mlp' at step 6" in note for note in run.notes)
 
 
-def test_sets_without_iterations_are_saved_with_a_warning() -> None:
+def asked_with_unknown_iterations() -> Run:
+    """Return a run of two sets that is stopped before its workers know where an iteration starts."""
     run = Run()
     for worker in run.workers:
         run.create(worker, name="b")
@@ -147,7 +149,29 @@ def test_sets_without_iterations_are_saved_with_a_warning() -> None:
     for worker in run.workers:
         run.stands(worker, start=None, mlp=6, b=5)
     assert any("with context.iteration()" in note for note in run.notes)
+    assert run.told_to(run.workers[0]) == [], "they train on"
+    return run
+
+
+def test_sets_without_iterations_are_saved_with_a_warning() -> None:
+    run = asked_with_unknown_iterations()
+    beats = list(run.cluster.members.sessions.by_call)
+    run.tick_and_beat(UNKNOWN_SECONDS / 2, *beats)
+    assert run.told_to(run.workers[0]) == []
+    run.tick_and_beat(UNKNOWN_SECONDS, *beats)
     assert run.told_to(run.workers[0]) == ["hold"], "they end as scripts with one set do"
+
+
+def test_iterations_that_become_known_while_a_run_stops_are_finished() -> None:
+    """An interrupt in the first moments of a run must not leave one set a step ahead of another."""
+    run = asked_with_unknown_iterations()
+    run.tick_and_beat(RETRY_SECONDS + 0.5, *run.cluster.members.sessions.by_call)
+    for worker in run.workers:
+        run.stands(worker, start=12, mlp=7, b=6)
+    assert [run.held(worker).until for worker in run.workers] == [14, 14]
+    for worker in run.workers:
+        run.stands(worker, start=14, mlp=7, b=7)
+    assert dict(run.cluster.snapshots.attempt.steps) == {"mlp": 7, "b": 7}
 
 
 def test_a_worker_of_which_nothing_is_known_has_begun_nothing() -> None:
