@@ -41,7 +41,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "momentum of weights": lambda p: torch.optim.SGD([p[0], p[1] | {"momentum": 0.9}], lr=0.1),
 }
 #: Their state differs from that of another one by names alone.
-LONG = ("amsgrad", "adadelta", "adamax", "radam")
+LONG = ("amsgrad", "adadelta", "adamax", "radam", "rprop")
 
 
 def without_decay(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
