@@ -35,7 +35,7 @@ PYTEST := $(BIN)/python -m pytest
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # Test dependency only: the optimizers are compared with torch.optim. PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS in the
-# environment can point pip to a build without CUDA.
+# environment can point pip to a build without CUDA. It is installed first, as test tools would bring another.
 TORCH := torch==2.13.0
 
 # Of each kind, at most; make verify has its own numbers, in tests/verify.py.
@@ -71,8 +71,8 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml Makefile | $(BIN)/python
-	@$(INSTALL) "psdist and what its tests need into $(VENV), about 900 MB" --editable '.[examples,dev]'
 	@$(INSTALL) "PyTorch into $(VENV)" $(TORCH)
+	@$(INSTALL) "psdist and what its tests need into $(VENV), about 1 GB" --editable '.[examples,dev]'
 	@touch $@ $(VENV)/.installed
 
 # --- tasks -----------------------------------------------------------------------------------------------------------

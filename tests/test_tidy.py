@@ -72,6 +72,11 @@ UNSAFE_CALLS = frozenset({"eval", "exec", "__import__", "compile"})
 
 #: Words that have a better one in this project (DESIGN's "one word for one thing"), in names of the code.
 WORDS = {"coordinator": "scheduler", "slave": "worker", "trainer": "worker", "checkpoint": "snapshot"}
+#: Modules whose names are those of the frameworks that they serve.
+FRAMEWORKS = (
+    *("psdist.hf.", "psdist.lightning.", "tests.support.hf_", "tests.support.lightning_"),
+    *("examples.hf_", "examples.lightning_"),
+)
 #: Text that no committed file may hold, except this one, which has examples of it.
 TEXTS = {
     "an absolute path of one machine": re.compile(r"(?<![\w.~$}/-])/(?:home|root|Users|work|tmp|farm)/\w"),
@@ -219,6 +224,8 @@ def docstrings(module: str, tree: ast.Module) -> Iterator[str]:
 
 def words(module: str, tree: ast.Module) -> Iterator[str]:
     """Check that names in the code use the project's words."""
+    if module.startswith(FRAMEWORKS):
+        return
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             name = node.name

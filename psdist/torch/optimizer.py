@@ -400,7 +400,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return {"state": {}, "param_groups": groups, "psdist": {"name": self.handle.name, "step": step}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Check that this run is at the step at which ``state_dict`` was made. Loads nothing.
+        """Check that this run is at the step at which ``state_dict`` was made, and load the rates that the script sets.
 
         A run resumes from its own snapshots, with the same ``--run-id``. Raises InvalidArgumentError for the state of
         another optimizer or model, and for another step.
@@ -421,6 +421,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"this state is of step {saved['step']}, but the run is at step {self.handle.step}: the optimizer's "
                 "state comes from the run's snapshots. Start the run with its earlier --run-id"
             )
+        self._rates.load(self.param_groups, state_dict["param_groups"])
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a DistributedOptimizer belongs to this process and cannot be copied or pickled")

@@ -91,6 +91,13 @@ class LearningRates:
             for _ in range(self._handle.step - self._scheduler.last_epoch):
                 self._scheduler.step()
 
+    def load(self, groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+        """Show the rates of a saved state, if the script sets them. Many schedulers compute a rate from the last."""
+        if self._sends and self._scheduler is None:
+            self._began_at = 0
+            for group, one in zip(groups, saved, strict=False):
+                _set_rate(group, float(one["lr"]))
+
     def check(self, groups: list[dict[str, Any]]) -> float | None:
         """Return the factor of the next push on the servers' rates, or None if the servers run a schedule.
 

@@ -158,6 +158,12 @@ METRIC_NAME_CHARACTERS_MAX: Final = 64
 #: atomically.
 METRIC_LINE_BYTES_MAX: Final = 4096
 
+#: Workers of a collective of torch.distributed: each has a place in one slice. Bytes that each gives to it.
+COLLECTIVE_WORKERS_MAX: Final = 512
+COLLECTIVE_BYTES_MAX: Final = 1 << 30
+#: Bytes of a value that a framework broadcasts, such as a path.
+VALUE_BYTES_MAX: Final = 1 << 20
+
 #: A longer wait must name the peer and the reason.
 REPORT_WAIT_SECONDS: Final = 10.0
 #: Time after which a server sends the reason of a wait, so that the worker can include it in its own report.

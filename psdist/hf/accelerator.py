@@ -1,0 +1,209 @@
+"""``Accelerator``: Accelerate's class, whose prepared models are trained by the servers.
+
+``prepare`` replaces an optimizer by a ``DistributedOptimizer``, and leaves the model as it is, without torch's DDP.
+Loaders, gathering, trackers and mixed precision are Accelerate's own, in the world of ``psdist.process_group``.
+
+Invariant: A backward pass is refused before the optimizer is prepared: its gradients would stay in this worker.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final, NoReturn
+
+import accelerate
+import torch
+import torch.distributed as dist
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType
+from torch import nn
+
+from psdist.compression import Codec
+from psdist.errors import InvalidArgumentError
+from psdist.process_group import mark_iteration, open_collectives
+from psdist.torch import DistributedOptimizer
+from psdist.torch.optimizer import parameters_of
+
+logger = logging.getLogger("psdist")
+
+_TYPES: Final = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+
+
+class Accelerator(accelerate.Accelerator):
+    """Takes the place of ``accelerate.Accelerator``, with its arguments.
+
+    max_grad_norm: norm to which the servers clip the mean gradient. ``clip_grad_norm_`` of the loop gets the same
+        number, and does nothing.
+    compression: how gradients are sent, as for ``psdist.torch.DistributedOptimizer``.
+    name: name of the parameter set; those of more models get a number.
+
+    ``prepare`` takes models and optimizers, and an optimizer of psdist that the script has made. Without a launcher the
+    script trains alone. Raises InvalidArgumentError for DeepSpeed, FSDP, and everything else that divides the model.
+    """
+
+    #: Settings of a class that was put on an accelerator by ``adopt``.
+    _max_grad_norm: float | None = None
+    _compression: Codec | str | None = None
+    _set_name = "model"
+    #: True between two backward passes of one step.
+    _is_in_step = False
+
+    def __init__(
+        self,
+        *arguments: Any,
+        max_grad_norm: float | None = None,
+        compression: Codec | str | None = None,
+        name: str = "model",
+        **keywords: Any,
+    ) -> None:
+        super().__init__(*arguments, **keywords)
+        self._max_grad_norm = max_grad_norm
+        self._compression = compression
+        self._set_name = name
+        check_distributed(self)
+
+    @property
+    def distributed_optimizers(self) -> list[DistributedOptimizer]:
+        """Prepared optimizers whose steps the servers make."""
+        found = [getattr(one, "optimizer", None) for one in self._optimizers]
+        return [one for one in found if isinstance(one, DistributedOptimizer)]
+
+    def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
+        """Prepare models, optimizers, loaders and schedulers, in the order in which they are given.
+
+        Raises InvalidArgumentError for an optimizer whose model is neither among them nor prepared before, and for what
+        ``DistributedOptimizer`` refuses.
+        """
+        models = [*self._models, *(one for one in objects if isinstance(one, nn.Module))]
+        for model in models:
+            self._place(model)
+        ready = [self._distributed(one, models) if _is_optimizer(one) else one for one in objects]
+        return super().prepare(*ready, device_placement=device_placement)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Prepare a model without wrapping it in torch's DDP."""
+        if self.device_placement if device_placement is None else device_placement:
+            self._place(model)
+        prepared: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        return prepared
+
+    def _place(self, model: nn.Module) -> None:
+        # To torch the device cpu:0 is another than cpu, and a model that is moved there gets new memory.
+        model.to("cpu" if self.device.type == "cpu" else self.device)
+
+    def backward(self, loss: torch.Tensor, **keywords: Any) -> None:
+        """Run the backward pass. Raises InvalidArgumentError before the optimizer is prepared."""
+        optimizers = self.distributed_optimizers
+        if not optimizers:
+            raise InvalidArgumentError(
+                "no optimizer of this accelerator is prepared, so gradients would stay in this worker: pass the model "
+                "and its optimizer to prepare()"
+            )
+        if not self._is_in_step:
+            mark_iteration(optimizers[0].context)
+        self._is_in_step = not self.sync_gradients
+        super().backward(loss, **keywords)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Return a context in which backward passes only accumulate gradients."""
+        with ExitStack() as stack:
+            for optimizer in self.distributed_optimizers:
+                stack.enter_context(optimizer.no_sync())
+            yield
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor | None:
+        """Check that the servers clip to ``max_norm``. The result is None: the norm of the mean is on the servers.
+
+        Raises InvalidArgumentError for another norm than the accelerator's ``max_grad_norm``.
+        """
+        clips = [one.handle.spec.optimizer.max_grad_norm for one in self.distributed_optimizers]
+        if norm_type != 2 or any(clip != max_norm for clip in clips):
+            raise InvalidArgumentError(
+                f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}) would clip this worker's own gradients, "
+                "but a single process clips their mean, by its 2-norm: make the accelerator with "
+                f"psdist.hf.Accelerator(max_grad_norm={max_norm})"
+            )
+        return None
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> NoReturn:
+        """Refuse: only the mean gradient could be clipped as in a single process."""
+        raise InvalidArgumentError(
+            "clip_grad_value_ would clip this worker's own gradients, but a single process clips their mean: use "
+            "psdist.hf.Accelerator(max_grad_norm=...) and clip_grad_norm_"
+        )
+
+    def join_uneven_inputs(self, joinables: Any, even_batches: Any = None) -> NoReturn:
+        """Refuse: ``join()`` of the prepared optimizer's ``optimizer`` does it."""
+        raise InvalidArgumentError(
+            "join_uneven_inputs() needs torch's DDP: use 'with optimizer.optimizer.join():' around the loop, where "
+            "optimizer is the prepared one"
+        )
+
+    def _distributed(self, optimizer: torch.optim.Optimizer, models: list[nn.Module]) -> DistributedOptimizer:
+        if isinstance(optimizer, DistributedOptimizer):
+            return optimizer
+        open_collectives()
+        count = len(self.distributed_optimizers)
+        made = DistributedOptimizer(
+            _model_of(optimizer, models),
+            optimizer,
+            compression=self._compression,
+            max_grad_norm=self._max_grad_norm,
+            name=f"{self._set_name}-{count}" if count else self._set_name,
+            overlap=self.scaler is None,
+        )
+        if made.handle.step:
+            logger.warning(
+                "this run resumes at step %d: let the script skip the batches that it has trained with, by "
+                "accelerator.skip_first_batches(), and advance its scheduler",
+                made.handle.step,
+            )
+        return made
+
+
+def adopt(accelerator: accelerate.Accelerator, settings: Mapping[str, Any]) -> None:
+    """Turn an accelerator that a framework has made into one of psdist.
+
+    settings: attributes of ``Accelerator``. Raises InvalidArgumentError as its constructor.
+    """
+    check_distributed(accelerator)
+    accelerator.__class__ = Accelerator
+    vars(accelerator).update(settings)
+
+
+def check_distributed(accelerator: accelerate.Accelerator) -> None:
+    """Raise InvalidArgumentError for an accelerator that divides the model, or has 8-bit arithmetic."""
+    if accelerator.distributed_type not in _TYPES or accelerator.parallelism_config is not None:
+        raise InvalidArgumentError(
+            f"distributed type {accelerator.distributed_type.value} divides the model, but psdist keeps it on its "
+            "servers: leave out deepspeed, fsdp, megatron and parallelism_config, also from accelerate's "
+            "configuration file. psdist.torch.offload trains models that do not fit into a worker"
+        )
+    if dist.is_initialized() and accelerator.num_processes != dist.get_world_size():
+        raise InvalidArgumentError(
+            f"Accelerate sees {accelerator.num_processes} process, but the run has {dist.get_world_size()} workers, "
+            "which would all train on the same data: import psdist.hf before TrainingArguments or an accelerator is "
+            "made, and unset ACCELERATE_USE_CPU"
+        )
+    if accelerator.mixed_precision == "fp8":
+        raise InvalidArgumentError("mixed_precision='fp8' is not supported: use 'bf16', 'fp16' or 'no'")
+
+
+def _is_optimizer(found: Any) -> bool:
+    return isinstance(found, torch.optim.Optimizer) and not isinstance(found, AcceleratedOptimizer)
+
+
+def _model_of(optimizer: torch.optim.Optimizer, models: list[nn.Module]) -> nn.Module:
+    wanted = set(map(id, parameters_of(optimizer) or ()))
+    for model in models:
+        if wanted <= set(map(id, model.parameters())):
+            return model
+    raise InvalidArgumentError(
+        f"the parameters of this {type(optimizer).__name__} are in no model that was given to prepare(): prepare the "
+        "model in the same call, or before. For an optimizer over several models make one optimizer for each"
+    )

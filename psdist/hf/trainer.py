@@ -1,0 +1,209 @@
+"""``Trainer``: Transformers' class, whose model the servers train.
+
+The optimizer and the scheduler of the training arguments are made as usual, and given to a ``DistributedOptimizer``.
+Data is divided, metrics are gathered and files are written by Transformers' own code, in the world of
+``psdist.process_group``.
+
+Invariants: ``state.global_step`` is the step of the servers: a run that resumes, and a worker that restarts, skip the
+batches before it. The mean gradient counts each token once, whatever its worker.
+
+Not here: preparation of the model and the optimizer (``accelerator``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import torch
+import transformers
+from torch.optim import lr_scheduler
+
+from psdist.compression import Codec
+from psdist.errors import InvalidArgumentError
+from psdist.hf.accelerator import adopt
+from psdist.process_group import mark_iteration, open_collectives, refuse, save_run
+from psdist.torch import DistributedOptimizer
+
+logger = logging.getLogger("psdist")
+
+
+class Trainer(transformers.Trainer):
+    """Takes the place of ``transformers.Trainer``, with its arguments.
+
+    compression: how gradients are sent, as for ``psdist.torch.DistributedOptimizer``.
+    name: name of the parameter set. Each trainer of a script has its own.
+
+    ``max_grad_norm`` of the training arguments clips the mean gradient, on the servers. Each checkpoint of the trainer
+    comes with a snapshot of the run, which has the optimizer's state: ``resume_from_checkpoint`` needs the run's
+    earlier ``--run-id``. The norm of gradients is not logged.
+
+    Raises InvalidArgumentError for arguments that divide the model, and for what ``DistributedOptimizer`` refuses.
+    """
+
+    def __init__(
+        self, *arguments: Any, compression: Codec | str | None = None, name: str = "model", **keywords: Any
+    ) -> None:
+        self.optimizer: Any
+        self._compression = compression
+        self._set_name = name
+        self._distributed: DistributedOptimizer | None = None
+        #: First step of this start of the script.
+        self._first_step = 0
+        #: True if a checkpoint was written in this step, so that the run is saved before the next.
+        self._saves = False
+        super().__init__(*arguments, **keywords)
+        self.callback_handler.callbacks.insert(0, _FollowRun(self))
+        #: Tokens weight the mean of the workers' gradients, so they need not be counted over all workers before.
+        self._weights_by_tokens = self.args.average_tokens_across_devices
+        self.args.average_tokens_across_devices = False
+
+    # --- what is made ---
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator of the training arguments. Raises InvalidArgumentError."""
+        check_arguments(self.args)
+        super().create_accelerator_and_postprocess()
+        adopt(self.accelerator, {"_compression": self._compression, "_set_name": self._set_name})
+
+    def _init_training_state(self, max_steps: int, *arguments: Any) -> tuple[int, int]:
+        """Wrap the model, and start at the step of the servers. Returns data epoch and batch to begin with."""
+        self._wrap(max_steps)
+        assert self._distributed is not None
+        steps_per_epoch = arguments[0]
+        result: tuple[int, int] = super()._init_training_state(max_steps, *arguments)
+        self._first_step = self._distributed.handle.step
+        if self._first_step < self.state.global_step:
+            raise InvalidArgumentError(
+                f"the checkpoint is of step {self.state.global_step}, but the run is at step {self._first_step}: the "
+                "optimizer's state is in the run's snapshots. Start the run with its earlier --run-id, or train "
+                "without resume_from_checkpoint"
+            )
+        if self._first_step == self.state.global_step:
+            return result
+        logger.warning("the run is at step %d: training continues there", self._first_step)
+        self.state.global_step = self._first_step
+        epoch, steps = divmod(self._first_step, steps_per_epoch)
+        return epoch, 0 if self.args.ignore_data_skip else steps * self.args.gradient_accumulation_steps
+
+    def _wrap(self, max_steps: int) -> None:
+        if self._distributed is not None:
+            raise InvalidArgumentError(
+                "train() was called before, and the servers hold the state of that training: make a new "
+                f"psdist.hf.Trainer with another name=, such as name='{self._set_name}-2'"
+            )
+        if isinstance(self.optimizer, DistributedOptimizer):
+            self._distributed = self.optimizer
+            return
+        open_collectives()
+        if self.accelerator.use_seedable_sampler:
+            # Seeds give the order of the data. A restarted worker would broadcast its generator alone.
+            self.accelerator.rng_types = []
+        self.create_optimizer_and_scheduler(max_steps)
+        self._created_lr_scheduler = False  # Otherwise it would be made again.
+        self._distributed = self.optimizer = DistributedOptimizer(
+            self.model,
+            self.optimizer,
+            self.lr_scheduler if _is_stepped(self.lr_scheduler) else None,
+            compression=self._compression,
+            max_grad_norm=self.args.max_grad_norm or None,
+            name=self._set_name,
+            # A GradScaler may skip the step, which is known only after the backward pass.
+            overlap=not self.args.fp16,
+        )
+
+    # --- a step ---
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
+        """Return the batches of a step and their tokens, which weight this worker's gradient."""
+        self._end_iteration()
+        samples, tokens = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if tokens is None or not self._weights_by_tokens or self._distributed is None:
+            return samples, tokens
+        self._distributed.set_weight(float(tokens))
+        return samples, tokens.clamp(min=1) if isinstance(tokens, torch.Tensor) else max(tokens, 1)
+
+    def _end_iteration(self) -> None:
+        """Save the run after the last step and its evaluation, if a checkpoint was written."""
+        assert self._distributed is not None
+        mark_iteration(self._distributed.context)
+        saves, self._saves = self._saves, False
+        if saves and not save_run(self._distributed.context) and self.is_world_process_zero():
+            logger.warning(
+                "the run has no storage, so checkpoints are without the optimizer's state and cannot be resumed from: "
+                "start the script with 'psdist run', or set save_only_model=True"
+            )
+
+    def _clip_grad_norm(self, model: Any) -> None:
+        """Leave clipping to the servers."""
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> None:
+        """Return no norm: that of the mean gradient is on the servers."""
+
+    # --- checkpoints ---
+
+    def _run_epoch(self, *, resume_from_checkpoint: str | None, **keywords: Any) -> None:
+        # Any text lets a start in the middle of a run skip its batches.
+        is_later = self._first_step > 0 and resume_from_checkpoint is None
+        super()._run_epoch(resume_from_checkpoint="" if is_later else resume_from_checkpoint, **keywords)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        self._saves = not self.args.save_only_model
+
+    def _finalize_training(self, *arguments: Any) -> Any:
+        self._end_iteration()
+        return super()._finalize_training(*arguments)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load nothing: the run has restored the optimizer, and the scheduler was moved to its step."""
+        if not _is_stepped(self.lr_scheduler) and self._first_step == self.state.global_step:
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    # --- refusals ---
+
+    def hyperparameter_search(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse: each trial would continue the training of the one before."""
+        raise InvalidArgumentError(
+            "hyperparameter_search() would train all trials in one run: start one run of psdist for each trial"
+        )
+
+
+class _FollowRun(transformers.TrainerCallback):
+    """Counts the steps of the servers, which are others if this worker was expelled meanwhile, or joins a run."""
+
+    def __init__(self, owner: Trainer) -> None:
+        self._owner = owner
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._owner._distributed is not None:
+            state.global_step = self._owner._distributed.handle.step
+
+
+def check_arguments(arguments: transformers.TrainingArguments) -> None:
+    """Raise InvalidArgumentError for training arguments that psdist cannot carry out as a single process does."""
+    for name in ("fsdp", "deepspeed", "parallelism_config"):
+        refuse(
+            getattr(arguments, name, None),
+            f"{name} divides the model among workers, but psdist keeps it on its servers: leave {name} out. "
+            "psdist.torch.offload trains models that do not fit into a worker",
+        )
+    refuse(
+        arguments.auto_find_batch_size,
+        "auto_find_batch_size starts the training again, but the servers have made steps: set the batch size",
+    )
+    refuse(
+        not arguments.accelerator_config.even_batches,
+        "accelerator_config even_batches=False lets workers make different numbers of steps: leave it out",
+    )
+    refuse(
+        arguments.n_gpu > 1,
+        f"this process sees {arguments.n_gpu} GPUs, and would use torch's DataParallel: start the script with "
+        f"'psdist run --nproc-per-node {arguments.n_gpu}', or let CUDA_VISIBLE_DEVICES name one",
+    )
+
+
+def _is_stepped(scheduler: Any) -> bool:
+    """True if the scheduler is stepped after each step, and can be moved to another."""
+    return isinstance(scheduler, lr_scheduler.LRScheduler) and not isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)

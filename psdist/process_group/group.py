@@ -1,0 +1,220 @@
+"""The process group ``psdist`` of torch.distributed, and its start as the default group.
+
+Frameworks that find a default group use it, and start no other. Collectives of tensors on any device are carried out
+in main memory by ``AllGather``.
+
+A worker that has left the run does not stop the others. The values of the lowest remaining rank take the place of its
+values, on all workers, and a warning says so once.
+
+Gradients do not travel here: ``psdist.torch`` sends them.
+"""
+
+# torch's stubs have overloads for each form of a call; torch calls the one below.
+# mypy: disable-error-code="override"
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore, _create_work_from_future  # type: ignore[attr-defined]
+
+from psdist.client.context import Context, init
+from psdist.errors import InvalidArgumentError
+from psdist.process_group.all_gather import AllGather
+from psdist.torch.values import raw_bytes
+
+logger = logging.getLogger("psdist")
+
+BACKEND: Final = "psdist"
+_NAME: Final = "psdist/collectives"
+_REDUCTIONS: Final[dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    "SUM": torch.add,
+    "AVG": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+
+
+class PsdistGroup(dist.ProcessGroup):
+    """Collectives of all workers of a run. The workers make the same calls in the same order.
+
+    context: returns the script's place in its run; called at the first collective.
+    """
+
+    def __init__(self, rank: int, world_size: int, context: Callable[[], Context]) -> None:
+        super().__init__(rank, world_size)  # type: ignore[call-arg]
+        self._world_size = world_size
+        self._place = rank
+        self._context = context
+        self._exchange: AllGather | None = None
+        self._missing: set[int] = set()
+
+    # torch calls these methods by name.
+
+    def size(self) -> int:
+        """Number of workers."""
+        return self._world_size
+
+    def getBackendName(self) -> str:
+        """Name of the backend."""
+        return BACKEND
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        """Wait for all workers."""
+        self._gather(torch.empty(0))
+        return _done([])
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
+        """Copy the root's tensors to all workers."""
+        for tensor in tensors:
+            tensor.copy_(self._gather(tensor)[opts.rootRank])
+        return _done(tensors)
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        """Combine the tensors of all workers, in rank order."""
+        for tensor in tensors:
+            self._reduce(tensor, dist.ReduceOp.SUM if opts is None else opts.reduceOp)
+        return _done(tensors)
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        """Combine the tensors of all workers, in rank order."""
+        return self.allreduce(tensors, opts)
+
+    def reduce(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
+        """Combine the tensors of all workers. All of them receive the result."""
+        return self.allreduce(tensors, opts)
+
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        """Collect the tensors of all workers."""
+        for places, tensor in zip(outputs, inputs, strict=True):
+            for place, found in zip(places, self._gather(tensor), strict=True):
+                place.copy_(found)
+        return _done(outputs)
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
+        """Collect the tensors of all workers in one."""
+        output.view(-1).copy_(torch.cat([found.reshape(-1) for found in self._gather(tensor)]))
+        return _done([output])
+
+    #: Name of ``all_gather_single`` before torch 2.12.
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+
+    def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> dist.Work:
+        """Collect the tensors of all workers at the root."""
+        for number, tensor in enumerate(inputs):
+            found = self._gather(tensor)
+            if self._place == opts.rootRank:
+                for place, value in zip(outputs[number], found, strict=True):
+                    place.copy_(value)
+        return _done(outputs)
+
+    def _reduce(self, tensor: Tensor, operation: Any) -> None:
+        name = next((name for name in _REDUCTIONS if operation == getattr(dist.ReduceOp, name)), None)
+        if name is None:
+            raise InvalidArgumentError(
+                f"the process group of psdist has no {operation!r:.60}: use one of {', '.join(_REDUCTIONS)}"
+            )
+        result = reduce(_REDUCTIONS[name], self._gather(tensor))
+        tensor.copy_(result / self._world_size if name == "AVG" else result)
+
+    def open(self) -> AllGather:
+        """Create the parameter sets of the collectives, which otherwise happens in the first one."""
+        if self._exchange is None:
+            self._exchange = AllGather(self._context().client, _NAME, self._place, self._world_size)
+        return self._exchange
+
+    def _gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors of all ranks on the CPU."""
+        payloads = self.open().exchange(raw_bytes(tensor).tobytes())
+        if missing := {rank for rank, payload in enumerate(payloads) if payload is None}:
+            self._report(missing)
+        first = next(payload for payload in payloads if payload is not None)
+        return [_tensor(first if payload is None else payload, tensor) for payload in payloads]
+
+    def _report(self, missing: set[int]) -> None:
+        if new := missing - self._missing:
+            self._missing |= new
+            ranks = ", ".join(map(str, sorted(new)))
+            logger.warning(
+                "rank %s has left the run: in what torch.distributed gathers, such as the samples of an evaluation, "
+                "values of the lowest remaining rank take the place of its values",
+                ranks,
+            )
+
+
+def _tensor(payload: bytes, like: Tensor) -> Tensor:
+    expected = like.numel() * like.element_size()
+    if len(payload) != expected:
+        raise InvalidArgumentError(
+            f"a worker gave {len(payload)} bytes to a collective of torch.distributed, and this one gave {expected}: "
+            "all workers must make the same calls, with tensors of the same shape and dtype"
+        )
+    if not payload:
+        return torch.empty(like.shape, dtype=like.dtype)
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(like.dtype).view(like.shape)
+
+
+def _done(result: Any) -> dist.Work:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(list(result))
+    work: dist.Work = _create_work_from_future(future)
+    return work
+
+
+def start(context: Context | None = None) -> bool:
+    """Make the run's workers the default process group of torch.distributed, unless there is one.
+
+    context: this script's place in its run. None reads it from the environment that a launcher of psdist has set, and
+        calls ``psdist.init()`` at the first collective. Without a launcher nothing is started.
+
+    Returns True if the group of psdist is the default one now.
+    """
+    if dist.is_initialized():
+        return dist.get_backend() == BACKEND
+    if context is None and not is_launched():
+        return False
+    place = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if context is None else (
+        context.rank, context.world_size,
+    )  # fmt: skip
+    if BACKEND.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(BACKEND, _make, devices=["cpu", "cuda"])
+    # torch replaces the hook by one of its own.
+    hook = sys.excepthook
+    dist.init_process_group(BACKEND, rank=place[0], world_size=place[1], store=HashStore())
+    sys.excepthook = hook
+    group = dist.group.WORLD
+    if context is not None and isinstance(group, PsdistGroup):
+        group._context = lambda: context
+    return True
+
+
+def open_collectives() -> None:
+    """Create the parameter sets of psdist's process group, if it is the default one.
+
+    Called by all workers before they wrap the model: a worker that restarts later finds them, and makes the others wait
+    for nothing.
+    """
+    if dist.is_initialized() and isinstance(group := dist.group.WORLD, PsdistGroup):
+        group.open()
+
+
+def is_launched() -> bool:
+    """True if a launcher of psdist has started this script."""
+    has_place = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    return has_place and any(name in os.environ for name in ("PSDIST_SCHEDULER", "PSDIST_SCHEDULER_FILE"))
+
+
+def _make(_: Any, rank: int, size: int, timeout: Any) -> PsdistGroup:
+    return PsdistGroup(rank, size, init)
