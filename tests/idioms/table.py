@@ -185,8 +185,8 @@ is the rounding of float32 sums; *same bytes* means none. Rows marked with a sta
 refused script gets an error that names the remedy. Two outcomes, divided by a semicolon, are those of one worker and of
 two. [torch.md](torch.md) introduces both classes.
 
-Two whole scripts are compared in the same way: one in the form of PyTorch's MNIST example, with three changed lines for
-`DistributedOptimizer`, and one in the form of nanoGPT's `train.py`, with one changed line for `DistributedDataParallel`.
+Two whole scripts are compared in the same way: one in the form of PyTorch's MNIST example, with three changed lines
+for `DistributedOptimizer`, and one in the form of nanoGPT, with one changed line for `DistributedDataParallel`.
 """
 
 

@@ -48,7 +48,8 @@ class GPT(nn.Module):
         self.h = nn.TransformerEncoderLayer(n_embd, n_head, 4 * n_embd, 0.0, "gelu", batch_first=True, norm_first=True)
         self.ln_f, self.lm_head = nn.LayerNorm(n_embd), nn.Linear(n_embd, vocab_size, bias=False)
         self.wte.weight = self.lm_head.weight
-        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(block_size), persistent=False)
+        mask = nn.Transformer.generate_square_subsequent_mask(block_size)
+        self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, idx: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         x = self.wte(idx) + self.wpe(torch.arange(idx.shape[1]))
@@ -62,7 +63,8 @@ class GPT(nn.Module):
             {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
         ]
         extra = {"fused": False} if "fused" in inspect.signature(torch.optim.AdamW).parameters else {}
-        return torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2), **extra)
+        # With a small eps, AdamW turns rounding into steps where the gradient is zero, as for the keys' bias.
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2), eps=1e-4, **extra)
 
 
 def get_lr(it: int) -> float:
