@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from psdist.errors import DTypeMismatchError, InvalidArgumentError
 from psdist.torch.guards.fingerprint import Fingerprint
+from psdist.torch.guards.shared_memory import find_aliases, tie
 from psdist.types import MasterDType
 
 logger = logging.getLogger("psdist")
@@ -37,10 +38,12 @@ class ModelTensors:
 
     trained: parameters that the servers train.
     fixed: all other parameters, and the buffers. Each worker keeps its own.
+    aliases: by ``merge_shared``: further tensors that are the memory of one of these, and the name of that one.
     """
 
     trained: dict[str, nn.Parameter]
     fixed: dict[str, Tensor]
+    aliases: dict[str, str] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -90,6 +93,20 @@ def inspect(model: nn.Module, wanted: Iterable[nn.Parameter] | None = None, *, h
         if not isinstance(tensor, nn.parameter.UninitializedParameter | nn.parameter.UninitializedBuffer):
             _check_written(name, tensor, "buffer" if not isinstance(tensor, nn.Parameter) else "parameter")
     return ModelTensors(trained, fixed)
+
+
+def merge_shared(model: nn.Module, tensors: ModelTensors, optimizer: torch.optim.Optimizer | None) -> ModelTensors:
+    """Return ``tensors`` with those that are the same memory only once, and tie the trained ones of them.
+
+    optimizer: as for ``tie``. Raises InvalidArgumentError for tensors that share parts of their memory.
+    """
+    aliases = find_aliases({**tensors.trained, **tensors.fixed})
+    tie(model, tensors.trained, aliases, optimizer)
+    return ModelTensors(
+        {name: one for name, one in tensors.trained.items() if name not in aliases},
+        {name: one for name, one in tensors.fixed.items() if name not in aliases},
+        {name: first for name, first in aliases.items() if name in tensors.fixed},
+    )
 
 
 def _check_known(chosen: set[nn.Parameter], named: Mapping[str, nn.Parameter]) -> None:

@@ -39,10 +39,16 @@ class KeptBuffers:
     trained: names of the model's parameter sets.
     fixed: name of the parameter set of ``fixed_tensors``.
     fixed_tensors: frozen parameters and buffers by name.
+    aliases: tensors that are the memory of others, and are not saved on their own: their names and those of the others.
     """
 
     def __init__(
-        self, model: nn.Module, trained: Iterable[str], fixed: str, fixed_tensors: Mapping[str, Tensor]
+        self,
+        model: nn.Module,
+        trained: Iterable[str],
+        fixed: str,
+        fixed_tensors: Mapping[str, Tensor],
+        aliases: Mapping[str, str],
     ) -> None:
         buffers = {
             f"{prefix}.{key}".replace(COMPILED, "").removeprefix("."): (module, key)
@@ -50,6 +56,7 @@ class KeptBuffers:
             for key, buffer in module._buffers.items()
             if buffer is not None and key not in module._non_persistent_buffers_set
         }
+        buffers = {name: place for name, place in buffers.items() if name not in aliases}
         #: Owning module of each buffer, and the buffer's name in it.
         self._places = {name: (module, key) for name, (module, key) in buffers.items() if module._buffers[key].numel()}
         frozen = {name: tensor for name, tensor in fixed_tensors.items() if isinstance(tensor, nn.Parameter)}
@@ -58,7 +65,7 @@ class KeptBuffers:
         encoded |= {name: module._buffers[key] for name, (module, key) in buffers.items()}
         self._description = ModelDescription(
             tuple(trained), fixed, tuple(plain),
-            {name: _form(tensor) for name, tensor in encoded.items()}, _aliases(model, buffers),
+            {name: _form(tensor) for name, tensor in encoded.items()}, _aliases(model, buffers, aliases),
         )  # fmt: skip
         self._description_bytes = len(self._description.to_bytes())
         self._is_needed = bool(fixed_tensors or self._description.aliases)
@@ -118,14 +125,20 @@ def _form(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
     return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
 
 
-def _aliases(model: nn.Module, buffers: Container[str]) -> dict[str, str]:
-    """Return the other names under which a ``state_dict`` lists tensors. buffers: names of those saved one by one."""
+def _aliases(model: nn.Module, buffers: Container[str], shared: Mapping[str, str]) -> dict[str, str]:
+    """Return the other names under which a ``state_dict`` lists tensors.
+
+    buffers: names of those saved one by one.
+    shared: names of tensors that are the memory of others.
+    """
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         own = {key: one for key, one in module._buffers.items() if key not in module._non_persistent_buffers_set}
         for key, tensor in [*module._parameters.items(), *own.items()]:
             name = f"{prefix}.{key}".replace(COMPILED, "").removeprefix(".")
-            if tensor is not None and first.setdefault(id(tensor), name) != name and name not in buffers:
-                aliases[name] = first[id(tensor)]
+            if tensor is None or name in buffers:
+                continue
+            if (other := shared.get(name) or first.setdefault(id(tensor), name)) != name:
+                aliases[name] = other
     return aliases

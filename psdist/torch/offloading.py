@@ -31,7 +31,8 @@ from psdist.compression import Cast, Codec, resolve
 from psdist.consistency import BSP, Consistency
 from psdist.errors import DTypeMismatchError, InvalidArgumentError
 from psdist.optim import Optimizer, group_of
-from psdist.torch.inspection import ModelParameters, fixed_tensors, inspect
+from psdist.torch.guards.inner_optimizer import InnerOptimizer
+from psdist.torch.inspection import ModelParameters, ModelTensors, fixed_tensors, inspect, merge_shared
 from psdist.torch.kept_buffers import KeptBuffers
 from psdist.torch.offloaded import memory
 from psdist.torch.offloaded.division import divide
@@ -39,7 +40,7 @@ from psdist.torch.offloaded.layer import OffloadedLayer
 from psdist.torch.offloaded.materializer import Init, Materializer
 from psdist.torch.offloaded.passes import Passes
 from psdist.torch.offloaded.turns import take_turns
-from psdist.torch.optimizer import groups_of, parameters_of, refuse_steps, specification_of
+from psdist.torch.optimizer import groups_of, parameters_of, specification_of
 from psdist.torch.rates import LearningRates, check_scheduler
 from psdist.torch.values import initial_values, share_fixed, weight_of
 from psdist.types import NonFinite
@@ -86,7 +87,8 @@ def offload(
     _check_settings(consistency, compression)
     materializer = Materializer(_checked_device(device), init)
     wrapped = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
-    tensors = inspect(model, parameters_of(wrapped), has_values=False)
+    tensors = merge_shared(model, inspect(model, parameters_of(wrapped), has_values=False), wrapped)
+    _check_aliases(tensors)
     spec = specification_of(optimizer, tensors.trained, scheduler)
     _check_model(model, tensors.trained, spec)
     parts, uses = divide(model, tensors.trained, layers)
@@ -107,10 +109,11 @@ def offload(
     give_back_buffers()
     for group in wrapped.param_groups if wrapped is not None else ():
         group["params"] = [materializer.replaced.get(one, one) for one in group["params"]]
-    fixed, fixed_name = fixed_tensors(model, tensors.trained), f"{name}/-/fixed"
+    all_fixed, fixed_name = fixed_tensors(model, tensors.trained), f"{name}/-/fixed"
+    fixed = {key: tensor for key, tensor in all_fixed.items() if key not in tensors.aliases}
     share_fixed(context.client, fixed_name, fixed)
     take_turns(made)
-    buffers = KeptBuffers(model, [one.handle.name for one in made], fixed_name, fixed)
+    buffers = KeptBuffers(model, [one.handle.name for one in made], fixed_name, fixed, tensors.aliases)
     buffers.save_in_snapshots(context.client, made[0].handle)
     passes = Passes(made, uses)
     rates = LearningRates(spec, wrapped, scheduler, made[0].handle)
@@ -147,7 +150,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._align()
         rates.attach(self.param_groups)
         passes.listen(self._check)
-        self._refusal = refuse_steps(wrapped, "optimizer that offload() returned")
+        self._inner = InnerOptimizer(wrapped, self, "optimizer that offload() returned")
         self._is_made = True
 
     @property
@@ -171,6 +174,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 result = closure()
         if not self._passes.has_gradients:
             self._check()
+        self._inner.check_groups()
         self._rates.check_unchanged(self.param_groups)
         self._passes.complete()
         self._align()
@@ -180,6 +184,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _check(self) -> None:
         """Check model and rates before anything of a step is sent."""
+        self._inner.check_groups()
         factor = self._rates.check(self.param_groups)
         for layer in self._layers if factor is not None else ():
             layer.handle.lr_factor = factor
@@ -226,8 +231,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Remove the hooks from the model, whose weights stay on the servers. The context stays open."""
         self._passes.close()
-        if self._refusal is not None:
-            self._refusal.remove()
+        self._inner.release()
 
     # --- what torch's optimizers have ---
 
@@ -317,6 +321,15 @@ def _checked_device(device: torch.device | str) -> torch.device:
             "torch that finds the device"
         )
     return checked
+
+
+def _check_aliases(tensors: ModelTensors) -> None:
+    for name, first in tensors.aliases.items():
+        if first in tensors.trained or tensors.fixed[first].device.type == "meta":
+            raise InvalidArgumentError(
+                f"{name!r} is not trained, but is the memory of {first!r}, which offload() replaces: make it by "
+                "clone(), or use DistributedOptimizer"
+            )
 
 
 def _check_model(model: nn.Module, trained: Mapping[str, nn.Parameter], spec: Optimizer) -> None:

@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
-from torch.utils.hooks import RemovableHandle
 
 from psdist.client.context import Context, init
 from psdist.client.session.drops import OnDrop
@@ -28,8 +27,9 @@ from psdist.optim import Constant, Optimizer, group_of
 from psdist.torch.conversion import convert_settings, end_factors, schedule_or_none
 from psdist.torch.gradient_vector.bucket_plan import bucket_bytes_of
 from psdist.torch.gradients import GradientStream, check_free
+from psdist.torch.guards.inner_optimizer import InnerOptimizer
 from psdist.torch.guards.overlap import Overlap, OverlapChoice, OverlapProbe, check_overlap
-from psdist.torch.inspection import ModelWatch, inspect
+from psdist.torch.inspection import ModelWatch, inspect, merge_shared
 from psdist.torch.kept_buffers import KeptBuffers
 from psdist.torch.loss_scale import LossScale
 from psdist.torch.mean_gradients import MeanGradients
@@ -101,6 +101,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         wrapped = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
         tensors = inspect(model, parameters_of(wrapped))
         check_free({**tensors.trained, **tensors.fixed})
+        tensors = merge_shared(model, tensors, wrapped)
         spec = specification_of(optimizer, tensors.trained, scheduler)
         if max_grad_norm is not None:
             spec = replace(spec, max_grad_norm=max_grad_norm)
@@ -127,7 +128,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._stream = GradientStream(self.handle, tensors.trained, bucket_bytes, self._check)
         self._wrapped = wrapped
         self._pull()
-        KeptBuffers(model, [name], f"{name}/fixed", tensors.fixed).save_in_snapshots(client, self.handle)
+        buffers = KeptBuffers(model, [name], f"{name}/fixed", tensors.fixed, tensors.aliases)
+        buffers.save_in_snapshots(client, self.handle)
         self._loss_scale = LossScale(self.context, f"{name}/overflows", consistency)
         self._join: UnevenInputs | None = None
         self._means: MeanGradients | None = None
@@ -137,7 +139,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.param_groups = wrapped.param_groups  # the same objects that its scheduler writes to
         self.state.default_factory = _RemoteState
         self._rates.attach(self.param_groups)
-        self._refusal = refuse_steps(wrapped, "DistributedOptimizer")
+        self._inner = InnerOptimizer(wrapped, self, "DistributedOptimizer")
         self._overlap = OverlapChoice(
             overlap, not spec.max_grad_norm or isinstance(consistency, BSP), name, self.context.world_size,
             self._stream.listen, self._make_probe,
@@ -169,6 +171,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
+        self._inner.check_groups()
         self._overlap.on_step(is_scaled=hasattr(self, "found_inf"))
         if not self._unscale():
             return result
@@ -235,6 +238,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _check(self) -> None:
         """Check model and rates before anything of a step is sent."""
         self._watch.check()
+        self._inner.check_groups()
         factor = self._rates.check(self.param_groups)
         if factor is not None:
             self.handle.lr_factor = factor
@@ -375,8 +379,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Remove the hooks from the model, which keeps its weights. The context stays open."""
         self._stream.close()
         self._overlap.close()
-        if self._refusal is not None:
-            self._refusal.remove()
+        self._inner.release()
 
     # --- what torch's optimizers have ---
 
@@ -440,24 +443,6 @@ class _RemoteState(dict[str, Any]):
 def parameters_of(optimizer: torch.optim.Optimizer | None) -> list[nn.Parameter] | None:
     """Return the parameters of a torch optimizer, or None if there is no optimizer."""
     return None if optimizer is None else [one for group in optimizer.param_groups for one in group["params"]]
-
-
-def refuse_steps(wrapped: torch.optim.Optimizer | None, taker: str) -> RemovableHandle | None:
-    """Make ``step()`` of a torch optimizer raise InvalidArgumentError until the returned handle is removed.
-
-    A step would change weights that the servers store, and leave the servers waiting for theirs. taker: name of the
-    optimizer that replaces it.
-    """
-    if wrapped is None:
-        return None
-
-    def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> NoReturn:
-        raise InvalidArgumentError(
-            f"psdist owns this torch.optim.{type(optimizer).__name__}, and the servers run its steps. Call step() and "
-            f"zero_grad() of the {taker} instead, or close() it first"
-        )
-
-    return wrapped.register_step_pre_hook(refuse)
 
 
 def specification_of(
