@@ -137,8 +137,9 @@ def _aliases(model: nn.Module, buffers: Container[str], shared: Mapping[str, str
         own = {key: one for key, one in module._buffers.items() if key not in module._non_persistent_buffers_set}
         for key, tensor in [*module._parameters.items(), *own.items()]:
             name = f"{prefix}.{key}".replace(COMPILED, "").removeprefix(".")
-            if tensor is None or name in buffers:
+            if tensor is None:
                 continue
-            if (other := shared.get(name) or first.setdefault(id(tensor), name)) != name:
+            other = shared.get(name) or first.setdefault(id(tensor), name)
+            if other != name and name not in buffers:
                 aliases[name] = other
     return aliases

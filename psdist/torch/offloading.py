@@ -32,6 +32,7 @@ from psdist.consistency import BSP, Consistency
 from psdist.errors import DTypeMismatchError, InvalidArgumentError
 from psdist.optim import Optimizer, group_of
 from psdist.torch.guards.inner_optimizer import InnerOptimizer
+from psdist.torch.guards.wrapped_name import WrappedName
 from psdist.torch.inspection import ModelParameters, ModelTensors, fixed_tensors, inspect, merge_shared
 from psdist.torch.kept_buffers import KeptBuffers
 from psdist.torch.offloaded import memory
@@ -93,6 +94,8 @@ def offload(
     _check_model(model, tensors.trained, spec)
     parts, uses = divide(model, tensors.trained, layers)
     context = init_context() if context is None else context
+    is_late = any(context.client.joins_late(f"{name}/{part.title or '-'}") for part in parts)
+    used = WrappedName(context.client, f"{name}/", tensors.trained, is_late=is_late)
     pages = memory.PagePool() if memory.is_supported() else None
     made: list[OffloadedLayer] = []
     for part in parts:
@@ -105,6 +108,7 @@ def offload(
         )  # fmt: skip
         title = part.title or type(model).__name__
         made.append(OffloadedLayer(title, parameters, handle, lambda: context.client.incarnation, pages))
+    used.record({key: one for layer in made for key, one in layer.parameters.items()})
     materializer.make(model.modules())
     give_back_buffers()
     for group in wrapped.param_groups if wrapped is not None else ():

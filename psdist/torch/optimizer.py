@@ -29,6 +29,7 @@ from psdist.torch.gradient_vector.bucket_plan import bucket_bytes_of
 from psdist.torch.gradients import GradientStream, check_free
 from psdist.torch.guards.inner_optimizer import InnerOptimizer
 from psdist.torch.guards.overlap import Overlap, OverlapChoice, OverlapProbe, check_overlap
+from psdist.torch.guards.wrapped_name import WrappedName
 from psdist.torch.inspection import ModelWatch, inspect, merge_shared
 from psdist.torch.kept_buffers import KeptBuffers
 from psdist.torch.loss_scale import LossScale
@@ -59,7 +60,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     max_grad_norm: clips the mean gradient (with ``reduction="sum"`` the sum) to this global norm, like
         ``clip_grad_norm_`` in a single process. None uses the specification's value. For the norm's value call
         ``clip_grad_norm_`` of this class.
-    name: name of the parameter set. Each model of a script has its own.
+    name: name of the parameter set. Each model of a script has its own, also one that is wrapped after another was
+        closed: in a loop over folds pass ``name=f"fold-{fold}"``. The same model can be wrapped again.
     overlap: push gradients while the backward pass still computes others. False pushes all of them in ``step``, and so
         do SSP and ASP with ``max_grad_norm``. "auto" starts in ``step``, and overlaps from the third step on unless the
         first two showed a reason not to: gradients that change after ``backward``, several passes in a step, or skipped
@@ -108,6 +110,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         #: This script's place in its run.
         self.context = init() if context is None else context
         client = self.context.client
+        self._name = WrappedName(client, name, tensors.trained, is_late=client.joins_late(name))
         #: Parameter set of the model, for its ``step``, ``version`` and ``statistics()``.
         self.handle: Parameters = client.parameters(
             name,
@@ -121,6 +124,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             reset_optimizer=reset_optimizer,
             master_dtype=tensors.master_dtype,
         )
+        self._name.record(tensors.trained)
         share_fixed(client, f"{name}/fixed", tensors.fixed)
         self._trained = tensors.trained
         self._writer = TensorWriter(tensors.trained)
@@ -380,6 +384,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._stream.close()
         self._overlap.close()
         self._inner.release()
+        self._name.release()
 
     # --- what torch's optimizers have ---
 
