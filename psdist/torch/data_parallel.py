@@ -20,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from psdist.client.context import Context, init
 from psdist.client.sync_client import Client
@@ -32,6 +32,7 @@ from psdist.torch.broadcast import LowestRank, TensorBroadcast
 from psdist.torch.gradient_vector.bucket_plan import bucket_bytes_of
 from psdist.torch.gradients import GradientStream, check_free
 from psdist.torch.guards.averaged_gradients import AveragedGradients
+from psdist.torch.guards.ddp_attributes import DDPAttributes, ignored_names
 from psdist.torch.inspection import ModelParameters, ModelTensors, inspect
 from psdist.torch.uneven_inputs import UnevenInputs
 from psdist.torch.values import as_real, write_into
@@ -48,7 +49,6 @@ _AFTER_FAILURE: Final = (
 )
 #: Defaults of torch's arguments that have no meaning here. Other values are refused.
 _UNSUPPORTED: Final[dict[str, Any]] = {
-    "output_device": None,
     "dim": 0,
     "process_group": None,
     "init_sync": True,
@@ -58,14 +58,17 @@ _UNSUPPORTED: Final[dict[str, Any]] = {
     "mixed_precision": None,
     "device_mesh": None,
     "skip_all_reduce_unused_params": False,
+    "bucket_cap_mb_list": None,
+    "batched_grad_copy": False,
+    "forward_sync_buffers": None,
 }
 
 
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(DDPAttributes):
     """Wraps ``module`` so that each backward pass ends with the mean of all workers' gradients, or their sum.
 
     module: as for ``DistributedOptimizer``. All workers start with the values of the lowest rank.
-    device_ids: None, or the one device that the module is on.
+    device_ids, output_device: None, or the one device that the module is on.
     broadcast_buffers: copy the lowest rank's buffers to all workers before each forward pass in training that a push
         will follow. This costs one more step of a parameter set.
     find_unused_parameters: a backward pass may reach only some parameters. Workers that do not reach a parameter count
@@ -94,8 +97,9 @@ class DistributedDataParallel(nn.Module):
         self,
         module: nn.Module,
         device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
         *,
-        broadcast_buffers: bool = True,
+        broadcast_buffers: bool | None = True,
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
         gradient_as_bucket_view: bool = False,
@@ -109,10 +113,17 @@ class DistributedDataParallel(nn.Module):
         super().__init__()
         check_unsupported(others)
         bucket_bytes = bucket_bytes_of(8.0 if bucket_cap_mb is None else bucket_cap_mb)
-        tensors = inspect(module)
-        _check_devices(tensors, device_ids)
+        broadcast_buffers = broadcast_buffers is None or broadcast_buffers
+        ignored, tensors = synchronized_tensors(module)
+        _check_devices(tensors, device_ids, "device_ids")
+        _check_devices(tensors, None if output_device is None else [output_device], "output_device")
         check_free({**tensors.trained, **tensors.fixed})
         self.module = module
+        self.show(
+            device_ids=device_ids, output_device=output_device, broadcast_buffers=broadcast_buffers,
+            find_unused_parameters=find_unused_parameters, gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph, parameters_to_ignore=ignored, device=tensors.device,
+        )  # fmt: skip
         #: This script's place in its run.
         self.context = init() if context is None else context
         client = self.context.client
@@ -145,7 +156,7 @@ class DistributedDataParallel(nn.Module):
         self._lowest_rank.send(initial)
         initial.release_memory()
         self._buffers_in_step = TensorBroadcast(
-            client, f"{name}/buffers", lambda: dict(module.named_buffers()) if broadcast_buffers else {}
+            client, f"{name}/buffers", lambda: self._synchronized_buffers() if broadcast_buffers else {}
         )
         self._parameters_then = ModelParameters(module)
         #: Excluded from the graphs of torch.compile, because it talks to servers.
@@ -161,25 +172,36 @@ class DistributedDataParallel(nn.Module):
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """Run the module and return its result."""
-        if self.training and torch.is_grad_enabled() and not self._stream.is_paused:
+        if torch.is_grad_enabled():
             self._begin_step()
         return self.module(*arguments, **keywords)
 
+    def _synchronized_buffers(self) -> dict[str, Tensor]:
+        return {name: one for name, one in self.module.named_buffers() if name not in self.parameters_to_ignore}
+
     def _begin(self) -> None:
+        """Decide whether the backward pass of this forward pass pushes, as torch does, and copy buffers if so."""
+        self._stream.is_paused = not self.require_backward_grad_sync
+        if self._stream.is_paused or not self.training:
+            return
         if self._join is None:
-            self._lowest_rank.send(self._buffers_in_step)
+            if self.require_forward_param_sync:
+                self._lowest_rank.send(self._buffers_in_step)
         elif not self._join.is_begun:
             active = self._join.begin_step()
             self._buffers_in_step.send(is_source=self.context.rank == min(active))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Return a context in which backward passes only accumulate gradients.
+        """Return a context whose forward passes have backward passes that only accumulate gradients.
 
-        The next pass after it averages the sums.
+        The next pass after it averages the sums. As with torch, the forward pass decides.
         """
-        with self._stream.paused():
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
             yield
+        finally:
+            self.require_backward_grad_sync = before
 
     def set_weight(self, weight: float) -> None:
         """Set the weight of this worker's gradient in the mean of the next step.
@@ -218,6 +240,11 @@ class DistributedDataParallel(nn.Module):
         if not enable:
             yield
             return
+        if not self.require_forward_param_sync:
+            raise InvalidArgumentError(
+                "join() with require_forward_param_sync=False: workers without a batch cannot tell that the others "
+                "copy no buffers. Pass broadcast_buffers=False when you wrap the model"
+            )
         slots = self.context.world_size
         self._join = join = UnevenInputs(
             self.context, f"{self.handle.name}/join", slots,
@@ -317,7 +344,8 @@ def check_in_time(client: Client, name: str) -> None:
         raise LateWorkerError(
             f"this worker started, or restarted, when {name!r} was in use: only the workers of a "
             "DistributedDataParallel hold its weights, so no worker can join them, and the others continue without "
-            "this one. To train with all workers stop the run and start it again from a checkpoint of the script; "
+            "this one. To train with all workers stop the run and start it again from a checkpoint of the script; a "
+            "script that has opened its context again gives the new model another name=. "
             "psdist.torch.DistributedOptimizer keeps its weights on the servers, and takes workers back"
         )
 
@@ -333,16 +361,26 @@ def check_unsupported(given: Mapping[str, Any]) -> None:
             )
 
 
-def _check_devices(tensors: ModelTensors, device_ids: Sequence[int | torch.device] | None) -> None:
-    if not device_ids:
+def synchronized_tensors(module: nn.Module) -> tuple[frozenset[str], ModelTensors]:
+    """Return the names that torch's class would ignore, and the other tensors of ``module``. Raises as ``inspect``."""
+    if not isinstance(module, nn.Module) or not (ignored := ignored_names(module)):
+        return frozenset(), inspect(module)
+    tensors = inspect(module, [one for name, one in module.named_parameters() if name not in ignored])
+    return ignored, ModelTensors(
+        tensors.trained, {name: one for name, one in tensors.fixed.items() if name not in ignored}
+    )
+
+
+def _check_devices(tensors: ModelTensors, given: Sequence[int | torch.device | str] | None, argument: str) -> None:
+    if not given:
         return
-    wanted = [torch.device("cuda", one) if isinstance(one, int) else torch.device(one) for one in device_ids]
+    wanted = [torch.device("cuda", one) if isinstance(one, int) else torch.device(one) for one in given]
     if any(device.type == "cuda" for device in wanted) and not torch.cuda.is_available():
         raise InvalidArgumentError(
-            f"device_ids={list(device_ids)} names a CUDA device, but this process sees none: leave device_ids out, or "
+            f"{argument}={list(given)} names a CUDA device, but this process sees none: leave {argument} out, or "
             "install a torch that finds the device"
         )
     if wanted != [tensors.device]:
         raise InvalidArgumentError(
-            f"device_ids={list(device_ids)}, but the model is on {tensors.device}: move the model, and name its device"
+            f"{argument}={list(given)}, but the model is on {tensors.device}: move the model, and name its device"
         )

@@ -29,7 +29,7 @@ from psdist.client.session.membership import unless_dropped
 from psdist.client.sync_client import Bucket, Parameters
 from psdist.errors import InvalidArgumentError, NonFiniteGradientError, PsdistError
 from psdist.torch.gradient_vector.bucket_plan import BucketPlan
-from psdist.torch.gradient_vector.gradient_memory import gradient_memory
+from psdist.torch.gradient_vector.gradient_memory import gradient_memory, separate_kept
 from psdist.torch.guards.fingerprint import Fingerprint
 from psdist.torch.values import as_real, weight_of
 
@@ -119,7 +119,8 @@ class GradientStream:
         self._overflows = overflows
         self._after_failure = after_failure
         self._step = _Step(values=Fingerprint(is_enabled=is_guarded))
-        self._is_paused = False
+        #: True if backward passes accumulate gradients and push nothing.
+        self.is_paused = False
         #: Autograd's number of the backward pass that produced gradients and has not ended (or failed); -1 for none.
         self._pass = -1
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -159,14 +160,14 @@ class GradientStream:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Return a context in which backward passes accumulate gradients and push nothing."""
-        before, self._is_paused = self._is_paused, True
+        before, self.is_paused = self.is_paused, True
         try:
             yield
         finally:
-            self._is_paused = before
+            self.is_paused = before
 
     def _on_gradient(self, number: int, parameter: Tensor) -> None:
-        if self._is_paused:
+        if self.is_paused:
             self._step.reached.add(number)
             return
         if self._step.is_dropped:
@@ -205,6 +206,8 @@ class GradientStream:
         if gradient is None:
             view.zero_()
         elif gradient is not view:
+            if self._as_views:
+                view = self._views[number] = separate_kept(view, self.buffers[self._names[number]], self.name)
             with torch.no_grad():
                 view.copy_(as_real(gradient.to_dense() if gradient.layout is not torch.strided else gradient))
             if self._as_views and parameter.device == view.device and parameter.dtype == view.dtype:
@@ -244,11 +247,6 @@ class GradientStream:
     def name(self) -> str:
         """Name of the parameter set."""
         return self._handle.name
-
-    @property
-    def is_paused(self) -> bool:
-        """True if backward passes push nothing."""
-        return self._is_paused
 
     @property
     def weight(self) -> float:

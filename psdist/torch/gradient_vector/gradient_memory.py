@@ -8,7 +8,9 @@ to main memory first.
 from __future__ import annotations
 
 import logging
-from typing import Any
+import sys
+from functools import lru_cache
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -19,6 +21,11 @@ from psdist.client.sync_client import Parameters
 from psdist.errors import DeviceUnavailableError, LimitExceededError
 
 logger = logging.getLogger("psdist")
+
+#: References to a view: the caller's list and variable, and the arguments of two functions.
+_REFERENCES: Final = 4
+#: Uses of the memory of a buffer: the buffer, its view, and the object that asks.
+_USES: Final = 3
 
 
 def gradient_memory(handle: Parameters, device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -55,3 +62,26 @@ def _on_device(handle: Parameters, number: int) -> dict[str, Any] | None:
 def as_tensor(array: Any) -> Tensor:
     """Return a tensor that shares the memory of an array of numpy or of a device."""
     return torch.from_numpy(array) if isinstance(array, np.ndarray) else from_dlpack(array)
+
+
+def separate_kept(view: Tensor, buffer: Tensor, name: str) -> Tensor:
+    """Return a view of ``buffer`` to hand out as the gradient of the next step: ``view``, unless the script keeps it.
+
+    A gradient that the script keeps from an earlier step gets memory of its own. A view that the script made of one
+    cannot be moved, and its values change: a warning is logged, once. name: parameter set, for the warning.
+    """
+    if sys.getrefcount(view) > _REFERENCES:
+        view.data = view.clone()
+        view = buffer.data
+    if torch._C._storage_Use_Count(view.untyped_storage()._cdata) > _USES:
+        _warn_of_view(name)
+    return view
+
+
+@lru_cache(maxsize=256)
+def _warn_of_view(name: str) -> None:
+    logger.warning(
+        "the script still holds a view of a gradient of %r from an earlier step, such as gradient.data or "
+        "gradient.view(-1). The next gradient is written to the same memory: clone() what is to be kept",
+        name,
+    )  # fmt: skip

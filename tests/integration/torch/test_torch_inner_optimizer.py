@@ -123,7 +123,8 @@ def test_changes_of_the_groups_are_refused(
 ) -> None:
     model = mlp()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    outer: Any = wrap(model, inner, name=name)
+    options = {"overlap": True} if wrap is DistributedOptimizer else {}
+    outer: Any = wrap(model, inner, name=name, **options)
     change(inner)
     for act in (lambda: loss_of(model, BATCHES(0)).backward(), outer.step):
         with pytest.raises(InvalidArgumentError, match=r"the optimizer has .* parameter groups.*before wrapping"):
