@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from psdist.client.context import Context, init
-from psdist.client.sync_client import Client
+from psdist.client.sync_client import Client, Parameters
 from psdist.compression import Codec
 from psdist.consistency import BSP, Reduction, with_reduction
 from psdist.errors import FencedError, InvalidArgumentError, LateWorkerError
@@ -141,14 +141,7 @@ class DistributedDataParallel(DDPAttributes):
             name, shapes | flags, Mean(), with_reduction(BSP(), reduction), compression=compression,
             master_dtype=tensors.master_dtype,
         )  # fmt: skip
-        if self.handle.restored:
-            logger.warning(
-                "%r resumes from snapshot %s, which contains neither weights nor optimizer of a "
-                "DistributedDataParallel: both start with the script's current values. Load the script's own "
-                "checkpoint before wrapping the model, or use psdist.torch.DistributedOptimizer, whose runs resume "
-                "from snapshots",
-                name, self.handle.restored,
-            )  # fmt: skip
+        _warn_of_resume(self.handle)
         #: Source of the initial values and of the buffers. A resumed run needs it, too: a snapshot holds the values of
         #: the run's start, and the script those of its checkpoint.
         self._lowest_rank = LowestRank(self.context, f"{name}/ranks")
@@ -348,6 +341,16 @@ def check_in_time(client: Client, name: str) -> None:
             "script that has opened its context again gives the new model another name=. "
             "psdist.torch.DistributedOptimizer keeps its weights on the servers, and takes workers back"
         )
+
+
+def _warn_of_resume(handle: Parameters) -> None:
+    if handle.restored:
+        logger.warning(
+            "%r resumes from snapshot %s, which contains neither weights nor optimizer of a DistributedDataParallel: "
+            "both start with the script's current values. Load the script's own checkpoint before wrapping the model, "
+            "or use psdist.torch.DistributedOptimizer, whose runs resume from snapshots",
+            handle.name, handle.restored,
+        )  # fmt: skip
 
 
 def check_unsupported(given: Mapping[str, Any]) -> None:

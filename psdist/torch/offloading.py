@@ -26,7 +26,7 @@ from torch.optim import lr_scheduler
 from psdist.client.context import Context
 from psdist.client.context import init as init_context
 from psdist.client.session.drops import OnDrop
-from psdist.client.sync_client import Parameters
+from psdist.client.sync_client import Client, Parameters
 from psdist.compression import Cast, Codec, resolve
 from psdist.consistency import BSP, Consistency
 from psdist.errors import DTypeMismatchError, InvalidArgumentError
@@ -113,16 +113,22 @@ def offload(
     give_back_buffers()
     for group in wrapped.param_groups if wrapped is not None else ():
         group["params"] = [materializer.replaced.get(one, one) for one in group["params"]]
-    all_fixed, fixed_name = fixed_tensors(model, tensors.trained), f"{name}/-/fixed"
-    fixed = {key: tensor for key, tensor in all_fixed.items() if key not in tensors.aliases}
-    share_fixed(context.client, fixed_name, fixed)
+    _share_others(context.client, model, tensors, name, made)
     take_turns(made)
-    buffers = KeptBuffers(model, [one.handle.name for one in made], fixed_name, fixed, tensors.aliases)
-    buffers.save_in_snapshots(context.client, made[0].handle)
-    passes = Passes(made, uses)
     rates = LearningRates(spec, wrapped, scheduler, made[0].handle)
     then = ModelParameters(model, parameters_of(wrapped))
-    return OffloadedOptimizer(context, made, passes, rates, then, spec, wrapped)
+    return OffloadedOptimizer(context, made, Passes(made, uses), rates, then, spec, wrapped)
+
+
+def _share_others(
+    client: Client, model: nn.Module, tensors: ModelTensors, name: str, layers: Sequence[OffloadedLayer]
+) -> None:
+    """Equalize frozen parameters and buffers over workers, and save the buffers in snapshots."""
+    found, title = fixed_tensors(model, tensors.trained), f"{name}/-/fixed"
+    fixed = {key: tensor for key, tensor in found.items() if key not in tensors.aliases}
+    share_fixed(client, title, fixed)
+    buffers = KeptBuffers(model, [one.handle.name for one in layers], title, fixed, tensors.aliases)
+    buffers.save_in_snapshots(client, layers[0].handle)
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):

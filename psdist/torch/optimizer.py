@@ -30,7 +30,7 @@ from psdist.torch.gradients import GradientStream, check_free
 from psdist.torch.guards.inner_optimizer import InnerOptimizer
 from psdist.torch.guards.overlap import Overlap, OverlapChoice, OverlapProbe, check_overlap
 from psdist.torch.guards.wrapped_name import WrappedName
-from psdist.torch.inspection import ModelWatch, inspect, merge_shared
+from psdist.torch.inspection import ModelTensors, ModelWatch, inspect, merge_shared
 from psdist.torch.kept_buffers import KeptBuffers
 from psdist.torch.loss_scale import LossScale
 from psdist.torch.mean_gradients import MeanGradients
@@ -101,9 +101,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         bucket_bytes = bucket_bytes_of(bucket_cap_mb)
         check_overlap(overlap)
         wrapped = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
-        tensors = inspect(model, parameters_of(wrapped))
-        check_free({**tensors.trained, **tensors.fixed})
-        tensors = merge_shared(model, tensors, wrapped)
+        tensors = _tensors_to_train(model, wrapped)
         spec = specification_of(optimizer, tensors.trained, scheduler)
         if max_grad_norm is not None:
             spec = replace(spec, max_grad_norm=max_grad_norm)
@@ -130,7 +128,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._writer = TensorWriter(tensors.trained)
         self._watch = ModelWatch(model, tensors.trained, parameters_of(wrapped))
         self._stream = GradientStream(self.handle, tensors.trained, bucket_bytes, self._check)
-        self._wrapped = wrapped
         self._pull()
         buffers = KeptBuffers(model, [name], f"{name}/fixed", tensors.fixed, tensors.aliases)
         buffers.save_in_snapshots(client, self.handle)
@@ -443,6 +440,12 @@ class _RemoteState(dict[str, Any]):
             f"the servers hold the state {key!r} of this parameter: read it from a snapshot, by "
             "psdist.torch.load_optimizer_state, or use psdist.torch.DistributedDataParallel, which keeps the optimizer"
         )
+
+
+def _tensors_to_train(model: nn.Module, wrapped: torch.optim.Optimizer | None) -> ModelTensors:
+    tensors = inspect(model, parameters_of(wrapped))
+    check_free({**tensors.trained, **tensors.fixed})
+    return merge_shared(model, tensors, wrapped)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer | None) -> list[nn.Parameter] | None:
