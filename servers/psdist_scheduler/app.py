@@ -27,6 +27,7 @@ from psdist.errors import ConfigurationError, PsdistError, StorageError
 from psdist.settings import exit_codes
 from psdist.settings.config import is_loopback
 from psdist.settings.programs import SchedulerSettings
+from psdist.snapshots.claim import DirectoryClaim
 from psdist.snapshots.opening import open_storage
 from psdist.snapshots.storage import Storage
 from psdist.wire import channels, limits
@@ -76,9 +77,19 @@ async def _serve(settings: SchedulerSettings, store: Store, run_id: str) -> int:
     stored = store.load()
     try:
         opened = await _open_storage(settings, run_id, stored)
+        claim = _claim(opened.storage, run_id)
     except ConfigurationError as error:
         print(f"psdist-scheduler: {error}", file=sys.stderr)
         return exit_codes.USAGE  # The storage belongs to another run, also at the next start.
+    try:
+        return await _serve_run(settings, store, run_id, stored, opened)
+    finally:
+        claim.release()
+
+
+async def _serve_run(
+    settings: SchedulerSettings, store: Store, run_id: str, stored: StoredState | None, opened: _Opened
+) -> int:
     now = asyncio.get_running_loop().time()
     cluster = Cluster(_cluster_settings(settings, run_id, opened), stored, now, opened.history)
     scheduler = Scheduler(cluster, store, opened.storage)
@@ -234,6 +245,31 @@ async def _open_storage(settings: SchedulerSettings, run_id: str, stored: Stored
     if stored is None:
         check_readable(found, storage.url)
     return _Opened(storage, found, unwritable)
+
+
+def _claim(storage: Storage | None, run_id: str) -> DirectoryClaim:
+    """Claim the storage for this run, if it is a directory.
+
+    Another scheduler of the same run is only warned about: this one may replace it, and then it is frozen or cut off.
+    Raises ConfigurationError if another run holds the claim.
+    """
+    directory = storage.url if storage is not None and os.path.isabs(storage.url) else ""
+    claim = DirectoryClaim(directory, run_id)
+    holder = claim.take() if directory else None
+    if holder is None:
+        return claim
+    by = f"process {holder.pid} on {holder.host}"
+    if holder.run_id != run_id:
+        raise ConfigurationError(
+            f"the storage {directory} is in use by the run {holder.run_id!r} ({by}), whose snapshots would be mixed "
+            f"with those of {run_id!r}: pass another --storage-path, or end that run",
+            run_id=holder.run_id,
+        )
+    logger.warning(
+        "another scheduler of this run (%s) uses the storage %s, too: end it if it does not end by itself",
+        by, directory,
+    )  # fmt: skip
+    return claim
 
 
 def _judge(settings: SchedulerSettings, refusal: BaseException | None, *, begins: bool) -> str:
