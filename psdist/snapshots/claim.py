@@ -18,7 +18,7 @@ from typing import Any, Final
 
 IN_USE: Final = "in-use.json"
 _FLAGS: Final = os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-_NAME_BYTES_MAX: Final = 1024
+_READ_BYTES: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class DirectoryClaim:
     def _holder(self) -> Holder:
         try:
             with open(os.path.join(self._path, IN_USE), "rb") as file:
-                found = json.loads(file.read(_NAME_BYTES_MAX))
+                found = json.loads(file.read(_READ_BYTES))
             return Holder(str(found["run_id"]), str(found["host"]), int(found["pid"]))
         except (OSError, ValueError, KeyError, TypeError):
             return Holder()
