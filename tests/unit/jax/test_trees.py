@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psdist.errors import DTypeMismatchError, InvalidArgumentError
+from psdist.jax import trees
 from psdist.jax.names import names_of
 from psdist.jax.trees import TreeForm
 from psdist.types import check_tensor_name
@@ -31,7 +32,7 @@ class Pair(NamedTuple):
 
 
 keys = st.text(max_size=4) | st.sampled_from(["a.b", "a", "b", ".", "%", "%2e", "['a']", "\n", "\ud800", ""])
-trees = st.recursive(
+any_tree = st.recursive(
     st.just(1.0),
     lambda inner: (
         st.lists(inner, min_size=1, max_size=3)
@@ -44,7 +45,7 @@ trees = st.recursive(
 )
 
 
-@given(tree=trees)
+@given(tree=any_tree)
 def test_leaves_of_any_tree_have_names_of_their_own(tree: Any) -> None:
     found = names(tree)
     assert len(set(found)) == len(found) == len(jax.tree.leaves(tree))
@@ -143,6 +144,20 @@ def test_leaves_on_the_cpu_are_not_copied() -> None:
     array = jnp.arange(8.0)
     (view,) = TreeForm([array], "call").arrays([array], "call").values()
     assert view.ctypes.data == array.unsafe_buffer_pointer()
+
+
+def test_arrays_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that JAX's CPU backend takes the copy over, which depends on its alignment."""
+    form, made = TreeForm({"w": jnp.zeros((300, 400)), "b": jnp.zeros(3)}, "call"), []
+    aligned = trees._aligned
+
+    def recorded(*arguments: Any) -> Any:
+        made.append(aligned(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(trees, "_aligned", recorded)
+    tree = form.tree({"w": np.ones((300, 400), np.float32), "b": np.ones(3, np.float32)})
+    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)] == [copy.ctypes.data for copy in made]
 
 
 def test_leaves_return_to_their_device() -> None:
