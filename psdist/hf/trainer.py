@@ -94,8 +94,10 @@ class Trainer(transformers.Trainer):
                 f"psdist.hf.Trainer with another name=, such as name='{self._set_name}-2'"
             )
         if isinstance(self.optimizer, DistributedOptimizer):
-            self._distributed = self.optimizer
-            return
+            raise InvalidArgumentError(
+                "optimizers= has a DistributedOptimizer, but psdist.hf.Trainer wraps the model itself: pass the "
+                "optimizer of torch"
+            )
         open_collectives()
         if self.accelerator.use_seedable_sampler:
             # Seeds give the order of the data. A restarted worker would broadcast its generator alone.

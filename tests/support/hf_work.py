@@ -156,6 +156,7 @@ def messages(directory: str) -> dict[str, str]:
     from accelerate.utils import DistributedType
 
     import psdist.hf
+    import psdist.torch
     from psdist.hf.accelerator import check_distributed
     from psdist.hf.trainer import check_arguments
 
@@ -175,6 +176,14 @@ def messages(directory: str) -> dict[str, str]:
         args=TrainingArguments(directory, max_steps=1, report_to=[], disable_tqdm=True),
     )  # fmt: skip
 
+    def train_wrapped() -> None:
+        wrapped = model_of("bert")
+        inner = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        taken = psdist.torch.DistributedOptimizer(wrapped, inner, name="taken")
+        psdist.hf.Trainer(
+            model=wrapped, args=trainer.args, train_dataset=data_of("bert", 4), optimizers=(taken, None)
+        ).train()
+
     def train_twice() -> None:
         trainer.train()
         trainer.train()
@@ -191,6 +200,7 @@ def messages(directory: str) -> dict[str, str]:
         "n_gpu": lambda: check_arguments(arguments(n_gpu=4)),
         "search": lambda: trainer.hyperparameter_search(),
         "twice": train_twice,
+        "wrapped": train_wrapped,
         "type": lambda: check_distributed(accelerator(distributed_type=DistributedType.FSDP)),
         "fp8": lambda: check_distributed(accelerator(mixed_precision="fp8")),
         "backward": lambda: made.backward(torch.zeros(1)),

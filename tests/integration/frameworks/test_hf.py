@@ -114,6 +114,7 @@ def test_refusals_name_the_remedy(runs: Runs, tmp_path: Path) -> None:
         "n_gpu": "'psdist run --nproc-per-node 4', or let CUDA_VISIBLE_DEVICES name one",
         "search": "start one run of psdist for each trial",
         "twice": "with another name=, such as name='model-2'",
+        "wrapped": "pass the optimizer of torch",
         "type": "leave out deepspeed, fsdp, megatron and parallelism_config",
         "fp8": "use 'bf16', 'fp16' or 'no'",
         "backward": "pass the model and its optimizer to prepare()",
