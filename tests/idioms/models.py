@@ -55,11 +55,12 @@ def tied_weights(script: Script) -> Any:
     return trained(script, Tied())
 
 
-@idiom("weights that share memory: `b.weight.data = a.weight.data`", optimizer=DIFFERENT)
+@idiom("weights that share memory: `b.weight.data = a.weight.data`")
 def shared_memory(script: Script) -> Any:
     model = nn.Sequential(nn.Linear(INPUTS, INPUTS), nn.Tanh(), nn.Linear(INPUTS, INPUTS), nn.Linear(INPUTS, TARGETS))
     model[2].weight.data = model[0].weight.data
-    return trained(script, model)
+    trained(script, model)
+    return list(model.state_dict().values())
 
 
 @idiom("a frozen layer: `requires_grad_(False)` before wrapping")

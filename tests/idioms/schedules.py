@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from tests.idioms.script import Script, loss_of, net
-from tests.idioms.table import DIFFERENT, idiom, refused
+from tests.idioms.table import idiom, refused
 
 STEPS = 6
 NO_COUNTERPART = refused(
@@ -349,7 +349,7 @@ def added_group(script: Script) -> Any:
     return model
 
 
-@idiom("a step hook of the optimizer: `register_step_post_hook`", optimizer=DIFFERENT)
+@idiom("a step hook of the optimizer: `register_step_post_hook`")
 def step_hooks(script: Script) -> Any:
     inner = sgd(model := net())
     model, optimizer = script.wrap(model, inner)
