@@ -258,7 +258,8 @@ class ModelWatch:
     def check(self) -> None:
         """Raise InvalidArgumentError for parameters that changed since ``accept``.
 
-        Detected are parameters that were added, removed, replaced, frozen, unfrozen, moved, cast or written to.
+        Detected are parameters that were added, removed, replaced, frozen, unfrozen, moved or cast; ``written`` finds
+        writes.
         """
         self._parameters.check()
         for name, parameter in self._trained.items():
@@ -267,17 +268,15 @@ class ModelWatch:
                     f"parameter {name!r} was {_difference(known, state)} after the model was wrapped, but the servers "
                     "hold its values: change the model first, then wrap it"
                 )
-        self.check_unwritten()
 
     def check_unwritten(self) -> None:
-        """Raise InvalidArgumentError for parameters that the script wrote to since ``accept``."""
+        """Raise InvalidArgumentError for parameters that the script wrote to since ``accept``, if the gradients of
+        their step are under way."""
         if names := self.written():
             more = f" ({len(names)} parameters were)" if len(names) > 1 else ""
             raise InvalidArgumentError(
-                f"parameter {names[0]!r} was written to after the model was wrapped{more}, but the servers hold its "
-                "values, and the step would overwrite them: change the model first, then wrap it. A script that writes "
-                "to weights in its loop, such as to clip them, needs psdist.torch.DistributedDataParallel, which "
-                "leaves the weights to the script"
+                f"parameter {names[0]!r} was written to after the backward pass{more}, whose gradients are under way, "
+                "and the step would overwrite it: write before the backward pass or after step(), or use overlap=False"
             )
 
 

@@ -37,6 +37,7 @@ from psdist.torch.mean_gradients import MeanGradients
 from psdist.torch.rates import LearningRates, check_scheduler, shown_settings
 from psdist.torch.uneven_inputs import UnevenInputs
 from psdist.torch.values import TensorWriter, initial_values, share_fixed
+from psdist.torch.writes import WeightWrites
 from psdist.types import DType, NonFinite
 
 
@@ -126,7 +127,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         share_fixed(client, f"{name}/fixed", tensors.fixed)
         self._trained = tensors.trained
         self._writer = TensorWriter(tensors.trained)
-        self._watch = ModelWatch(model, tensors.trained, parameters_of(wrapped))
+        watch = ModelWatch(model, tensors.trained, parameters_of(wrapped))
+        self._writes = WeightWrites(self.handle, model, tensors.trained, watch)
         self._stream = GradientStream(self.handle, tensors.trained, bucket_bytes, self._check)
         self._pull()
         buffers = KeptBuffers(model, [name], f"{name}/fixed", tensors.fixed, tensors.aliases)
@@ -183,7 +185,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._check_unwritten()
             self._stream.complete()
             self._collect()
-        self._watch.accept()
+        self._writes.watch.accept()
         self._rates.on_step(self.param_groups)
         if self._join is not None:
             self._join.end_step()
@@ -193,7 +195,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _check_unwritten(self) -> None:
         """Check that the script wrote to no weight since its gradients were pushed: the step would overwrite it."""
         try:
-            self._watch.check_unwritten()
+            self._writes.watch.check_unwritten()
         except InvalidArgumentError:
             self._stream.refuse()
             raise
@@ -230,7 +232,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._overlap.on_clear()
         if self._stream.discard():
             self._collect()
-            self._watch.accept()
+            self._writes.watch.accept()
             self._rates.on_irregular_step(self.param_groups)
             if self._join is not None:
                 self._join.end_step()
@@ -238,8 +240,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _check(self) -> None:
         """Check model and rates before anything of a step is sent."""
-        self._watch.check()
+        self._writes.take_back()
+        self._writes.watch.check()
         self._inner.check_groups()
+        self._writes.send()
         factor = self._rates.check(self.param_groups)
         if factor is not None:
             self.handle.lr_factor = factor
@@ -248,7 +252,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _pull(self) -> None:
         self._writer.write(self.handle.pull(copy=False))
-        self._watch.accept()
+        self._writes.watch.accept()
+
+    def swapped(self, source: nn.Module | Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
+        """Return a context in which the model has the tensors of ``source``, for an evaluation; it writes nothing.
+
+        source: a model with the same parameters, such as ``torch.optim.swa_utils.AveragedModel``, or a dict of tensors
+            by name. Its buffers are used, too.
+
+        Afterwards the model has its own tensors again. Raises InvalidArgumentError for a parameter that ``source``
+        lacks, and for a backward pass in the block that would push.
+        """
+        return self._writes.swapped(source)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backward passes only accumulate gradients. The next pass after it pushes the sum.

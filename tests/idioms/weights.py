@@ -13,7 +13,7 @@ from tests.idioms.script import INPUTS, TARGETS, Script, loss_of, net
 from tests.idioms.table import idiom, refused
 
 STEPS = 4
-WRITTEN = refused("but the servers hold its values", "use `DistributedDataParallel`")
+UNDER_WAY = refused("was written to after the backward pass", "use `overlap=False`")
 REPLACED = refused("change the model first, then wrap it", "replace layers before wrapping")
 
 
@@ -74,7 +74,7 @@ def averaged_model(script: Script) -> Any:
     return [model, average]
 
 
-@idiom("EMA weights swapped in for evaluation, and back", optimizer=WRITTEN)
+@idiom("EMA weights swapped in for evaluation, and back")
 def swapped_weights(script: Script) -> Any:
     model, optimizer, inner = wrapped(script)
     average = copy.deepcopy(inner)
@@ -91,7 +91,7 @@ def swapped_weights(script: Script) -> Any:
     return [model, average]
 
 
-@idiom("the best weights restored: `model.load_state_dict(best)` during training", optimizer=WRITTEN)
+@idiom("the best weights restored: `model.load_state_dict(best)` during training")
 def restored_weights(script: Script) -> Any:
     model, optimizer, inner = wrapped(script)
     best = copy.deepcopy(inner.state_dict())
@@ -112,7 +112,7 @@ def loaded_first(script: Script) -> Any:
     return model
 
 
-@idiom("a layer that is re-initialized: `layer.reset_parameters()`", optimizer=WRITTEN)
+@idiom("a layer that is re-initialized: `layer.reset_parameters()`")
 def reset_layer(script: Script) -> Any:
     model, optimizer, inner = wrapped(script)
     for number, batch in enumerate(script.batches(STEPS)):
@@ -134,7 +134,7 @@ def replaced_layer(script: Script) -> Any:
     return model
 
 
-@idiom("`with torch.no_grad(): p.clamp_(-c, c)` after `step()`", optimizer=WRITTEN)
+@idiom("`with torch.no_grad(): p.clamp_(-c, c)` after `step()`")
 def clamped_weights(script: Script) -> Any:
     model, optimizer, inner = wrapped(script)
     for batch in script.batches(STEPS):
@@ -145,7 +145,7 @@ def clamped_weights(script: Script) -> Any:
     return model
 
 
-@idiom("`p.data.clamp_(-c, c)` after `step()`: weight clipping of Wasserstein GANs", optimizer=WRITTEN)
+@idiom("`p.data.clamp_(-c, c)` after `step()`: weight clipping of Wasserstein GANs")
 def clamped_data(script: Script) -> Any:
     model, optimizer, inner = wrapped(script)
     for batch in script.batches(STEPS):
@@ -155,7 +155,7 @@ def clamped_data(script: Script) -> Any:
     return model
 
 
-@idiom("`vector_to_parameters(vector, model.parameters())`", optimizer=WRITTEN)
+@idiom("`vector_to_parameters(vector, model.parameters())`")
 def vector(script: Script) -> Any:
     model, optimizer, inner = wrapped(script)
     for batch in script.batches(STEPS):
@@ -165,7 +165,7 @@ def vector(script: Script) -> Any:
     return model
 
 
-@idiom("weights that are normalized after each step: `w.div_(w.norm(dim=1, keepdim=True))`", optimizer=WRITTEN)
+@idiom("weights that are normalized after each step: `w.div_(w.norm(dim=1, keepdim=True))`")
 def normalized_weights(script: Script) -> Any:
     model, optimizer, inner = wrapped(script)
     for batch in script.batches(STEPS):
@@ -265,7 +265,7 @@ def inference(script: Script) -> Any:
 
 @idiom(
     "weights noised before the forward pass and restored after it (variational inference, SAM's first half)",
-    optimizer=WRITTEN,
+    optimizer=UNDER_WAY,
 )
 def perturbed_weights(script: Script) -> Any:
     model, optimizer, inner = wrapped(script)
