@@ -247,9 +247,24 @@ def test_the_codemap_has_every_file() -> None:
     assert found == codemap(), "run: python -m tests.codemap"
 
 
+#: Table of the classes in the main loops, by folder and file.
+_CLASSES = "### The classes of these loops\n"
+
+
+def test_the_classes_of_the_main_loops_are_where_the_page_says() -> None:
+    loops, _, rest = PAGE.read_text(encoding="utf-8").partition(_CLASSES)
+    table = {}
+    for folder, files in re.findall(r"^\| `([\w/]+)` \| (.*) \|$", rest.split("\n## ")[0], re.MULTILINE):
+        for names, file in re.findall(r"((?:`\w+`(?: and )?)+) in `([\w/]+\.py)`", files):
+            source = (ROOT / folder / file).read_text(encoding="utf-8")
+            table |= dict.fromkeys(re.findall(r"\w+", names.replace(" and ", " ")), source)
+    assert table and all(re.search(rf"^class {name}\b", source, re.MULTILINE) for name, source in table.items())
+    assert set(re.findall(r"`([A-Z]\w+)\.\w+", loops.split("## The main loops\n")[1])) <= table.keys()
+
+
 def test_the_main_loops_name_what_exists() -> None:
     """Check that each ``Class.method`` or ``module.function`` of that section exists."""
-    text = PAGE.read_text(encoding="utf-8").split("## The main loops\n")[1].split("\n## ")[0]
+    text = PAGE.read_text(encoding="utf-8").split("## The main loops\n")[1].split(_CLASSES)[0]
     named = set(re.findall(r"`(\w+)\.(\w+)(?:\([^`]*\))?`", text))
     known = {(module.rpartition(".")[2], name) for module in PRODUCT for name in defined(module)}
     for _, node in classes():
