@@ -139,7 +139,7 @@ async def test_written_weights_go_beside_compressed_gradients(cluster: EmbeddedC
 async def test_workers_that_write_different_values_are_refused(
     cluster: EmbeddedCluster, transport: TransportName
 ) -> None:
-    """Check that nothing is applied, not even to slices that nobody wrote to, and that the step can be made again."""
+    """Check that nothing is applied, not even to slices that nobody wrote to."""
     workers = Workers(cluster, transport)
     try:
         await workers.open(PLAIN, optimizer=optim.SGD(lr=1.0))
@@ -147,20 +147,11 @@ async def test_workers_that_write_different_values_are_refused(
         await asyncio.gather(*(handle.push(ones) for handle in workers.handles))
         before = joined(await workers.handles[0].pull())
         await workers.handles[0].assign({"b": np.zeros(7, np.float32)})
-        for text in ("rank 0 wrote one thing, rank 1 wrote nothing", "rank 0 wrote one thing, rank 1 wrote another"):
-            pushes = [handle.push(ones) for handle in workers.handles]
-            errors = await asyncio.gather(*pushes, return_exceptions=True)
-            assert [type(error) for error in errors] == [WrittenWeightsError] * WORKERS
-            assert all(text in str(error) for error in errors), errors
-            await workers.handles[1].assign({"b": np.ones(7, np.float32)})
-        reader = AsyncClient(cluster.address, cluster.token)
-        async with reader:
+        errors = await asyncio.gather(*(handle.push(ones) for handle in workers.handles), return_exceptions=True)
+        assert [type(error) for error in errors] == [WrittenWeightsError] * WORKERS
+        assert all("rank 0 wrote one thing, rank 1 wrote nothing" in str(error) for error in errors), errors
+        async with AsyncClient(cluster.address, cluster.token) as reader:
             assert joined(await (await reader.parameters(workers.handles[0].name)).pull()) == before
-        await workers.handles[1].assign({"b": np.zeros(7, np.float32)})
-        await asyncio.gather(*(handle.push(ones) for handle in workers.handles))
-        after = split(np.frombuffer(before, np.float32) - np.float32(1))
-        after["b"] = np.full(7, -1, np.float32)
-        assert joined(await workers.handles[0].pull()) == joined(after)
     finally:
         await workers.close()
 
