@@ -103,9 +103,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         check_overlap(overlap)
         wrapped = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
         tensors = _tensors_to_train(model, wrapped)
-        spec = specification_of(optimizer, tensors.trained, scheduler)
-        if max_grad_norm is not None:
-            spec = replace(spec, max_grad_norm=max_grad_norm)
+        spec = _with_max_norm(specification_of(optimizer, tensors.trained, scheduler), max_grad_norm)
         #: This script's place in its run.
         self.context = init() if context is None else context
         client = self.context.client
@@ -489,6 +487,10 @@ def specification_of(
         f"optimizer is of type {type(optimizer).__qualname__}: give one of torch.optim, or a specification of "
         "psdist.optim, such as psdist.optim.AdamW(lr=1e-3)"
     )
+
+
+def _with_max_norm(spec: Optimizer, max_grad_norm: float | None) -> Optimizer:
+    return spec if max_grad_norm is None else replace(spec, max_grad_norm=max_grad_norm)
 
 
 def groups_of(spec: Optimizer, trained: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
