@@ -306,7 +306,8 @@ class GradientStream:
                 write(answer)
         self._step.buckets.clear()
         if failures:
-            raise failures[0]
+            # A bucket whose slices wait for a failed one only reports that it waits.
+            raise next((error for error in failures if not isinstance(error, InvalidArgumentError)), failures[0])
         was_dropped = self._step.is_dropped
         self._end()
         return not was_dropped

@@ -93,7 +93,7 @@ def would_recur(error: BaseException) -> bool:
         *(errors.InvalidArgumentError, errors.LayoutMismatchError, errors.SettingsMismatchError),
         *(errors.NoStorageError, errors.ProtocolMismatchError, errors.UnauthenticatedError, errors.WrongRunError),
         *(errors.MutualWaitError, errors.NotMemberError, errors.WorkerLeftError, errors.UnevenInputsError),
-        *(errors.ClosedError, errors.DeviceUnavailableError),
+        *(errors.ClosedError, errors.DeviceUnavailableError, errors.WrittenWeightsError),
     )
     # The next gradient may be finite.
     return isinstance(error, settings) and not isinstance(error, errors.NonFiniteGradientError)

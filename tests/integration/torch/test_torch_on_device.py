@@ -22,7 +22,8 @@ from psdist.client.device import arrays as device_arrays
 from psdist.compression import ChunkedTopK, Codec, Int8, RandomK, TopK
 from psdist.device.device import open_device
 from psdist.errors import DeviceUnavailableError, LimitExceededError, NonFiniteGradientError, PsdistError
-from psdist.torch import DistributedDataParallel, DistributedOptimizer, gradient_memory
+from psdist.torch import DistributedDataParallel, DistributedOptimizer
+from psdist.torch.gradient_vector import gradient_memory
 from tests.support.torch_models import MODELS, loss_of
 
 BATCHES = MODELS["mlp"][1]
