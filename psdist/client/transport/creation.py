@@ -96,9 +96,9 @@ class ParametersCreator:
                     raise UnknownParametersError(f"{peer} no longer knows {spec.name!r}: restart the run")
                 # In a thread, to keep heartbeats running. Values that are not uploaded need not be finite.
                 await in_thread(partial(flat_vector.check_initial, layout, values))
-                # If a server with some of the values is gone, the scheduler asks again, and what it asked may be
-                # answered already by then. A server that restarted without its record does not know the parameters;
-                # the session then ends the run.
+                # If a server with some of the values is gone, the scheduler asks again, and an earlier request may be
+                # outdated by then. A server that restarted without its record does not know the parameters; the session
+                # then ends the run.
                 with suppress(_SupersededError):
                     await self._upload(spec.name, values, placed)
                     with suppress(StaleEpochError, UnknownParametersError):

@@ -39,7 +39,7 @@ from psdist_scheduler.snapshots.snapshots import Snapshots
 
 #: Grace period for the remaining SIGTERMs: a launcher signals its workers one after another.
 COLLECT_SECONDS: Final = 1.0
-#: Longest time for which workers that were all asked to stop go on until the start of an iteration is known.
+#: Longest time that a run which is stopping trains on to learn where an iteration starts.
 UNKNOWN_SECONDS: Final = 5.0
 #: Longest time workers wait for the final snapshot.
 SAVE_SECONDS: Final = 10.0
