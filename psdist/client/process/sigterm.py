@@ -52,6 +52,8 @@ class SigtermHandler:
         self.raised = False
         #: SystemExit was raised by a call, so it reached the script. One that a handler raises may be lost.
         self._raised_by_call = False
+        #: The interpreter exits.
+        self._exiting = False
         self._signals = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._clients: Callable[[], Sequence[StoppableClient]] = tuple
@@ -106,11 +108,19 @@ class SigtermHandler:
 
     def _in_fork(self) -> None:
         """Restore the default handling of signals in a forked child."""
+        self.restore_default()
+        self._unblock()
+
+    def begin_exit(self) -> None:
+        """Ignore SIGTERM from now on: an exception in callbacks of the interpreter's exit would only be printed."""
+        self._exiting = True
+
+    def restore_default(self) -> None:
+        """Restore the default handling, so that SIGTERM ends a script whose own callbacks at exit take too long."""
         if self._pipe >= 0:
             signal.set_wakeup_fd(-1)
         if signal.getsignal(signal.SIGTERM) == self.on_signal:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        self._unblock()
 
     def check(self, *, reading: bool = False) -> None:
         """Raise SystemExit in the main thread, and ClosedError in others, once the script must end.
@@ -138,6 +148,8 @@ class SigtermHandler:
 
     def on_signal(self, signum: int, frame: FrameType | None) -> None:
         """Handle the signal."""
+        if self._exiting:
+            return
         self.asked = True
         self._signals += 1
         if self._loop is not None and not self._loop.is_closed():

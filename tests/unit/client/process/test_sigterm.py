@@ -77,6 +77,31 @@ def run(script: str, head: str = HEAD + INSTALL) -> tuple[int, list[str], str]:
     return done.returncode, done.stdout.splitlines(), done.stderr
 
 
+def test_a_signal_while_the_interpreter_exits_is_ignored_until_the_clients_are_closed() -> None:
+    """An exception in a callback of atexit would be printed as ignored, with its traceback."""
+    close = """
+handled = threading.Event()
+handle = module.SigtermHandler.on_signal
+def on_signal(self, *arguments):
+    try:
+        handle(self, *arguments)
+    finally:
+        thread.loop.call_soon_threadsafe(handled.set)
+async def close(self, reason="closed"):
+    loop.release(self)
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+    while not handled.is_set():
+        await asyncio.sleep(0.001)
+    print("leaves:", reason, flush=True)
+module.SigtermHandler.on_signal, Client.close = on_signal, close
+"""
+    status, lines, error = run("", HEAD + close + INSTALL)
+    assert (status, lines, error) == (0, ["leaves: closed"], "")
+    late = "import atexit, os, signal\natexit.register(lambda: os.kill(os.getpid(), signal.SIGTERM))\n"
+    status, lines, error = run("", late + HEAD + INSTALL)
+    assert (status, lines, error) == (-signal.SIGTERM, ["leaves: closed"], "")
+
+
 def test_nothing_is_raised_before_the_end_is_agreed_on() -> None:
     status, lines, error = run("""
 term()
