@@ -34,7 +34,7 @@ from benchmarks.report import table
 from psdist import compression
 from psdist.compression.pulls import check_pull_codec
 from psdist.errors import InvalidArgumentError
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 
 WORKERS, BATCH, LOOKS = 2, 64, 30
 #: Codecs by the text with which a user would make them.

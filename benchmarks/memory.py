@@ -15,7 +15,7 @@ from typing import Any
 
 from psdist import Client
 from psdist.cli.step_bench import BenchSettings, StepBench
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 from psdist.settings.config import TransportName
 
 STEPS = 5

@@ -23,7 +23,7 @@ START, END = "<!-- codemap: python -m tests.codemap -->\n", "<!-- end of codemap
 ORDER: Final = (
     *("psdist/client", "psdist/link", "psdist/wire", "servers/psdist_server", "servers/psdist_scheduler"),
     *("psdist/snapshots", "psdist/compression", "psdist/device", "psdist/torch", "psdist/metrics", "psdist/trackers"),
-    *("psdist/launch", "psdist/settings", "psdist/cli", "psdist", "psdist/chaos", "tests/simulation"),
+    *("psdist/launcher", "psdist/settings", "psdist/cli", "psdist", "psdist/chaos", "tests/simulation"),
 )
 _ROOTS: Final = ("psdist", "servers", "tests/simulation")
 

@@ -33,8 +33,8 @@ PURE_MODULES = (
     *("psdist.compression", "psdist.compression.dtypes", "psdist.compression.specifications"),
     *("psdist.compression.regions", "psdist.compression.pulls", "psdist.compression.automatic"),
     *("psdist.compression.segments.format", "psdist.compression.device.tables"),
-    *("psdist.wire.limits", "psdist.wire.backoff", "psdist.launch.supervisor", "psdist_scheduler.cluster"),
-    *("psdist.launch.events", "psdist.launch.shutdown", "psdist.settings", "psdist.settings.exit_codes"),
+    *("psdist.wire.limits", "psdist.wire.backoff", "psdist.launcher.supervisor", "psdist_scheduler.cluster"),
+    *("psdist.launcher.events", "psdist.launcher.shutdown", "psdist.settings", "psdist.settings.exit_codes"),
     *("psdist.snapshots.format", "psdist.snapshots.policy", "psdist.snapshots.settings"),
     *("psdist.metrics", "psdist.metrics.interval", "psdist.metrics.interval_lines", "psdist.metrics.phases"),
     *("psdist.metrics.progress_line", "psdist.metrics.report"),
@@ -258,7 +258,7 @@ RULES: tuple[Rule, ...] = (arrows, purity, no_waiting, safety, sizes, docstrings
 BAD: dict[Rule, tuple[tuple[str, str], ...]] = {
     arrows: (
         ("psdist.client.core", "import psdist_server.core.shard"),
-        ("psdist.launch.local", "def f():\n    from psdist_scheduler import app"),
+        ("psdist.launcher.local", "def f():\n    from psdist_scheduler import app"),
         ("psdist_server.app", "from psdist_scheduler.sqlite_store import Store"),
         ("psdist_scheduler.app", "import psdist_server"),
     ),
@@ -300,7 +300,7 @@ BAD: dict[Rule, tuple[tuple[str, str], ...]] = {
 
 #: Snippets that every rule must accept.
 GOOD: tuple[tuple[str, str], ...] = (
-    ("psdist.launch.local", '"""Doc."""\nimport sys\ncommand = [sys.executable, "-m", "psdist_server"]'),
+    ("psdist.launcher.local", '"""Doc."""\nimport sys\ncommand = [sys.executable, "-m", "psdist_server"]'),
     ("psdist_server.core.shard", '"""Doc."""\nimport numpy as np\nfrom psdist.types import Slicing\nx = np.zeros(3)'),
     ("psdist_server.core.gates", '"""Doc."""\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import asyncio'),
     ("tests.unit.test_x", '"""Doc."""\nimport asyncio\nasync def f(): await asyncio.sleep(0)'),

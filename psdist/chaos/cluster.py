@@ -26,8 +26,8 @@ from psdist.chaos.faults import WorkerNetwork
 from psdist.chaos.proxy import FaultProxy
 from psdist.chaos.workload import WorkloadSettings
 from psdist.errors import InternalError, SchedulerUnreachableError
-from psdist.launch.plan import SchedulerAddress, ServicesPlan, ServicesSettings
-from psdist.launch.process import ReaperProcess, free_port
+from psdist.launcher.plan import SchedulerAddress, ServicesPlan, ServicesSettings
+from psdist.launcher.process import ReaperProcess, free_port
 from psdist.settings.config import TransportName, parse_address, read_address
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
 from psdist.wire import auth, limits

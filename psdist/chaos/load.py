@@ -8,7 +8,7 @@ import sys
 from types import TracebackType
 from typing import Final, Self
 
-from psdist.launch.process import ReaperProcess
+from psdist.launcher.process import ReaperProcess
 
 _BUSY: Final = (sys.executable, "-I", "-S", "-c", "while True: pass")
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 
 from psdist.cli.commands import show
 from psdist.cli.step_bench import BenchSettings, StepBench
-from psdist.launch.output import stamped
+from psdist.launcher.output import stamped
 from psdist.settings.config import TransportName, find_scheduler, find_token
 from psdist.settings.declarations import flags_of, read
 from psdist.settings.exit_codes import OK
@@ -74,7 +74,7 @@ def _client(given: Namespace, environ: Mapping[str, str], stack: ExitStack) -> C
         )
     require_working_directory()
     check_alone(environ, "pass --scheduler HOST:PORT")
-    from psdist.launch.embedded import EmbeddedCluster
+    from psdist.launcher.embedded import EmbeddedCluster
 
     _compile_kernels()
     cluster = EmbeddedCluster(given.nservers, environ)

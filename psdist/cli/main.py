@@ -12,7 +12,7 @@ from typing import Final, NoReturn
 
 from psdist.cli.commands import Command, Group, Leaf, call
 from psdist.cli.standard_streams import UnwritableError, open_closed_streams, tell_errors_apart
-from psdist.launch.output import discard
+from psdist.launcher.output import discard
 from psdist.settings import exit_codes
 from psdist.settings.flags import CommandLine
 
@@ -87,7 +87,7 @@ def worker() -> NoReturn:
 
 def _become(module: str, arguments: Sequence[str]) -> NoReturn:
     # psdist never imports the programs' packages.
-    from psdist.launch.plan import program
+    from psdist.launcher.plan import program
 
     os.execv(sys.executable, [*program(module), *arguments])
 

@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import suppress
 
-from psdist.launch.local import LocalSettings, run_local
+from psdist.launcher.local import LocalSettings, run_local
 from psdist.settings.declarations import flags_of, read
 from psdist.settings.flags import CommandLine
 

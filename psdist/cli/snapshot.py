@@ -22,7 +22,7 @@ from psdist.cli.commands import Command, Group, Leaf, show
 from psdist.cli.status import snapshot_info
 from psdist.cli.target import ask, find_target, target_flags
 from psdist.errors import ConfigurationError, InternalError, PsdistError, SnapshotCorruptError, UnknownSnapshotError
-from psdist.launch import final_snapshot
+from psdist.launcher import final_snapshot
 from psdist.settings.config import storage_text
 from psdist.settings.exit_codes import FAILURE, OK
 from psdist.settings.flags import CommandLine, Flag, integer, one_of, text

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from psdist.launch.final_snapshot import size
-from psdist.launch.local import plural
+from psdist.launcher.final_snapshot import size
+from psdist.launcher.local import plural
 
 _SHOWN_EVENTS = 8
 _SHOWN_SNAPSHOTS = 4

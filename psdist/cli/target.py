@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from psdist.errors import InvalidArgumentError, SchedulerUnreachableError
-from psdist.launch.run_record import RunRecord, RunRegistry, records_directory
+from psdist.launcher.run_record import RunRecord, RunRegistry, records_directory
 from psdist.settings import exit_codes
 from psdist.settings.config import find_scheduler, find_token, read_address
 from psdist.settings.flags import Flag, seconds

@@ -10,8 +10,8 @@ from typing import Final
 from psdist.cli.run import EPILOG, SCRIPT_USAGE, hint_misplaced
 from psdist.cli.target import choose_run
 from psdist.errors import ConfigurationError
-from psdist.launch.agent import NODE_TITLE, AgentSettings, run_agent
-from psdist.launch.local import LocalSettings, run_local
+from psdist.launcher.agent import NODE_TITLE, AgentSettings, run_agent
+from psdist.launcher.local import LocalSettings, run_local
 from psdist.settings.config import address_text, check_run_id, find_scheduler
 from psdist.settings.declarations import flags_of, read
 from psdist.settings.flags import CommandLine, Flag, grouped, integer, one_of, text, torchrun

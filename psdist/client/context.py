@@ -193,7 +193,7 @@ def _make_reporter(client: Client, rank: int, settings: MetricsSettings) -> Repo
 
 
 def _print_line(line: str, is_last: bool = False) -> None:
-    from psdist.launch.output import stamped
+    from psdist.launcher.output import stamped
 
     print_line(stamped(line))
 
@@ -211,7 +211,7 @@ def _connect(arguments: dict[str, Any]) -> Context:
 
 
 def _world_of_one(arguments: dict[str, Any], metrics: MetricsSettings) -> Context:
-    from psdist.launch.embedded import EmbeddedCluster
+    from psdist.launcher.embedded import EmbeddedCluster
 
     cluster = EmbeddedCluster(servers=1)
     try:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 
 ROUNDS = int(os.environ.get("ROUNDS", "300"))
 SEED = int(os.environ.get("SEED", "0"))

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import torch
 
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 from tests.support.nursery import ROOT, Job, Nursery
 
 

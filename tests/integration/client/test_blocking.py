@@ -19,7 +19,7 @@ import pytest
 
 from benchmarks import blocking
 from psdist import AsyncClient, optim
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 from psdist.settings.programs import server_settings
 from psdist_server import app
 from psdist_server.kernels.memory import WeightsMemory

@@ -19,7 +19,7 @@ import pytest_asyncio
 
 import psdist
 from psdist import errors
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -15,7 +15,7 @@ import pytest_asyncio
 
 import psdist
 from psdist import errors
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 from psdist.wire import limits
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

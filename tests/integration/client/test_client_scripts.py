@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 
 HEAD = """
 import hashlib, numpy as np, os, psdist, sys, threading

@@ -23,7 +23,7 @@ from launched import Run
 import psdist
 from psdist import errors
 from psdist.data import DataPosition, RangeOrder
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 _SCRIPT = """

@@ -14,7 +14,7 @@ import pytest
 from psdist import AsyncClient, AsyncParameters, optim
 from psdist.compression.background_compiler import LARGE_ELEMENTS
 from psdist.consistency import BSP
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 from psdist.optim import Optimizer
 from psdist.settings.config import TransportName
 from psdist_server.kernels.optimizers import Rule, clip_factor

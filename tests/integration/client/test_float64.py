@@ -19,7 +19,7 @@ import psdist
 from psdist import AsyncClient, AsyncParameters, optim
 from psdist.consistency import ASP, BSP
 from psdist.errors import InvalidArgumentError, LayoutMismatchError, NonFiniteGradientError
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 from psdist.settings.config import TransportName
 from psdist.snapshots import optimizer_state
 

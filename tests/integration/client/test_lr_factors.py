@@ -15,7 +15,7 @@ from psdist import AsyncClient, optim
 from psdist.client.core.push_sequence import PushOptions
 from psdist.consistency import ASP, BSP, SSP
 from psdist.errors import InvalidArgumentError
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 from psdist.settings.config import TransportName
 from psdist_server.kernels.optimizers import clip_factor
 from tests.integration.client.test_exact import TOTAL, gradient, initial, joined, split

@@ -10,7 +10,7 @@ import pytest
 
 from psdist import ASP, BSP, SSP, AsyncClient, AsyncParameters, optim
 from psdist.consistency import Consistency
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 
 #: One slot per push: a push adds 1 in its slot, so at the end 0 is lost and 2 is applied twice.
 WORKERS, PUSHES = 2, 30

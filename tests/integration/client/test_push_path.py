@@ -16,7 +16,7 @@ import pytest
 import psdist
 from psdist.client.session.wait_tracker import Wait
 from psdist.client.transport.requests import PushRequest
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 
 #: From the user's call to the coroutine that writes to the connection, including both.
 DEPTH_MAX = 8

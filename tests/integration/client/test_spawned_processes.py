@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 
 #: A data loader's process, as in a script that was only tried with fork.
 _UNGUARDED = """

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from psdist import ASP, BSP, SSP, AsyncClient, AsyncParameters, optim
 from psdist.consistency import Consistency
 from psdist.errors import ClosedError
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 
 STEPS, LIVES, SLICES = 60, 12, 11
 TABLE = (SLICES, STEPS, LIVES)

@@ -17,7 +17,7 @@ from psdist.client.core.encoder import GradientEncoder
 from psdist.compression import BFloat16, Codec, Float32, TopK
 from psdist.consistency import ASP, SSP
 from psdist.errors import InvalidArgumentError
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 from psdist.settings.config import TransportName
 from psdist_server.kernels.optimizers import clip_factor
 from tests.integration.client.test_exact import TOTAL, gradient, initial, joined, split

@@ -15,7 +15,7 @@ from psdist import AsyncClient, AsyncParameters, optim
 from psdist.compression import Codec, Int8, TopK
 from psdist.consistency import ASP, BSP, SSP
 from psdist.errors import InvalidArgumentError, ShapeMismatchError, UnknownTensorError, WrittenWeightsError
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 from psdist.settings.config import TransportName
 from psdist_server.kernels.optimizers import clip_factor
 from tests.integration.client.test_exact import SHAPES, TOTAL, gradient, initial, joined, split

@@ -40,7 +40,7 @@ from psdist.compression import (
 )
 from psdist.compression.background_compiler import LARGE_ELEMENTS
 from psdist.consistency import ASP, BSP, SSP, Consistency
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 from psdist.settings.config import TransportName
 from psdist.types import Slicing
 from psdist.v1 import scheduler_pb2

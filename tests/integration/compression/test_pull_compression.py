@@ -31,7 +31,7 @@ from psdist.compression import (
 from psdist.compression.regions import Region
 from psdist.consistency import ASP, BSP, SSP, Consistency
 from psdist.errors import InvalidArgumentError, SettingsMismatchError, UnknownCodecError
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 from psdist.settings.config import TransportName
 from tests.integration.client.test_exact import SLICE, TOTAL, gradient, initial, joined, split
 from tests.integration.compression.test_compression import (

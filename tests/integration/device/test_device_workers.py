@@ -17,7 +17,7 @@ import psdist
 from psdist import AsyncClient
 from psdist.client.device import arrays as device_arrays
 from psdist.compression import BFloat16, Codec, Int8, TopK
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 from psdist.settings.config import TransportName
 
 pytestmark = needs_compiler

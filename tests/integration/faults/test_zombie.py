@@ -17,7 +17,7 @@ import pytest
 
 from psdist import BSP, AsyncClient, AsyncParameters, optim
 from psdist.errors import PsdistError, ReplicaMismatchError
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 from psdist.types import ClusterMap
 from psdist.v1 import common_pb2 as cpb
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc, server_pb2_grpc

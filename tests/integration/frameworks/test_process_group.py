@@ -17,7 +17,7 @@ from torch import Tensor
 import psdist
 from psdist.client.context import Context
 from psdist.errors import InvalidArgumentError, LimitExceededError
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 from psdist.process_group import all_gather, broadcast_value, is_launched, start
 from psdist.process_group.all_gather import AllGather
 from psdist.process_group.group import PsdistGroup

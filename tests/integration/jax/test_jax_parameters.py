@@ -18,7 +18,7 @@ import psdist
 import psdist.jax
 from psdist.client.context import Context
 from psdist.errors import ClosedError, InvalidArgumentError
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 
 Work = Callable[[Context], Any]
 STEPS = 30

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 
 
 def call(*arguments: str, program: str = "main") -> tuple[int, str, str]:
@@ -163,7 +163,7 @@ def test_launchers_import_nothing_heavy(module: str) -> None:
 def test_status_tells_several_runs_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from psdist.cli import target as commands
     from psdist.errors import InvalidArgumentError, SchedulerUnreachableError
-    from psdist.launch.run_record import RunRegistry, records_directory
+    from psdist.launcher.run_record import RunRegistry, records_directory
 
     environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
     registry = RunRegistry(records_directory(environ))

@@ -105,11 +105,11 @@ def test_a_log_directory_on_a_full_disk_ends_no_run(stage: Stage) -> None:
 #: Raises at the launcher's first message after the start, as a defect would, and prints how the run ended.
 _DEFECT = """
 import asyncio
-from psdist.launch.events import ProcessKey
-from psdist.launch.output import Output, Routing
-from psdist.launch.process import ProcessSpec
-from psdist.launch.runner import ProcessPlan, Runner
-from psdist.launch.shutdown import RunPolicy
+from psdist.launcher.events import ProcessKey
+from psdist.launcher.output import Output, Routing
+from psdist.launcher.process import ProcessSpec
+from psdist.launcher.runner import ProcessPlan, Runner
+from psdist.launcher.shutdown import RunPolicy
 
 class Defect(Output):
     def say(self, message):
@@ -201,7 +201,7 @@ def test_closed_streams_end_no_scheduler(streams: str) -> None:
 #: Prints the lifeline and the standard streams of a cluster's children.
 _EMBEDDED = """
 import os, sys
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 
 cluster = EmbeddedCluster(1)
 with open(sys.argv[1], "w") as report:
@@ -235,7 +235,7 @@ signal.pause()
 #: The client is a process of its own, so that the script has no threads when it forks.
 _FORKS = """
 import gc, os, signal, subprocess, sys, weakref
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 
 closed = EmbeddedCluster(1)
 closed.close()

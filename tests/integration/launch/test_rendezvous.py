@@ -9,8 +9,8 @@ import json
 import pytest
 
 from psdist.errors import SchedulerUnreachableError
-from psdist.launch import rendezvous
-from psdist.launch.process import free_port
+from psdist.launcher import rendezvous
+from psdist.launcher.process import free_port
 
 
 def test_an_absent_scheduler_is_named_while_it_is_waited_for(

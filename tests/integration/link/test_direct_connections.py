@@ -17,7 +17,7 @@ from psdist import AsyncClient, AsyncParameters
 from psdist.client.transport.tcp.stream import TcpStream
 from psdist.consistency import ASP, BSP
 from psdist.errors import TcpUnavailableError, WaitTimeoutError
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 from psdist.link import dialing
 
 SIZE = 1_000_000

@@ -27,7 +27,7 @@ import psdist
 from psdist import AsyncClient, AsyncParameters
 from psdist.client.transport.shm.stream import attach
 from psdist.errors import ClosedError, InvalidArgumentError, ServerLostError, SharingUnavailableError, WaitTimeoutError
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 from psdist.link import fd_passing
 from psdist.types import Slicing
 from psdist.v1 import common_pb2

@@ -18,7 +18,7 @@ from psdist import AsyncClient, AsyncParameters
 from psdist.client.transport.shm import attachment
 from psdist.compression import Codec
 from psdist.errors import InvalidArgumentError
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 from psdist.settings.config import TransportName
 from tests.support.contributions import until_pushed
 

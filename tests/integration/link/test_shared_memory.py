@@ -21,7 +21,7 @@ from psdist.cli import status_table
 from psdist.cli.status import as_json
 from psdist.client.transport.shm import stream
 from psdist.consistency import ASP, BSP, SSP, Consistency
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 from psdist.link import fd_passing
 from psdist.settings.config import TransportName
 from psdist.v1 import scheduler_pb2

@@ -24,7 +24,7 @@ from psdist import AsyncClient, AsyncParameters
 from psdist.client.transport.shm import attachment
 from psdist.client.transport.shm.stream import SharedStream
 from psdist.consistency import Consistency
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 from psdist.settings.config import TransportName
 
 SIZE = 1 << 19

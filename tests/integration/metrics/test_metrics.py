@@ -16,7 +16,7 @@ import pytest
 from event_files import EventFile
 from launched import Run
 
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 
 #: Both workers make 40 steps; rank r reports 10 * (r + 1) samples of loss r for each.
 SCRIPT = """

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from psdist.cli import bench as bench_command
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 
 ROOT = Path(__file__).resolve().parents[3]
 

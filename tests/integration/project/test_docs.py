@@ -18,7 +18,7 @@ from psdist import compression
 from psdist.cli import run
 from psdist.compression import pulls
 from psdist.compression.device.sparse_coders import coder_of
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 from psdist.metrics.report import MEASURED
 from tests.flag_reference import time_limits
 
@@ -248,21 +248,21 @@ def test_the_page_on_time_limits_has_each_argument_with_its_default() -> None:
 
 #: Constants behind the rows of fixed times that begin with a number, in the page's order.
 _FIXED_TIMES = (
-    ("psdist.launch.supervisor:REPEAT_SECONDS",),
-    ("psdist.launch.shutdown:FAILURE_STOP_SECONDS",),
+    ("psdist.launcher.supervisor:REPEAT_SECONDS",),
+    ("psdist.launcher.shutdown:FAILURE_STOP_SECONDS",),
     ("psdist_scheduler.placement.creation:RETURN_GRACE_SECONDS",),
     ("psdist.client.process.sigterm:AGAIN_SECONDS",),
     ("psdist.client.session.stopping:FINISH_SECONDS",),
     ("psdist.client.session.stopping:ALONE_SECONDS",),
     ("psdist.client.session.barriers:WITHDRAW_SECONDS",),
     ("psdist_scheduler.coordination.exit_requests:SERVERS_END_SECONDS",),
-    ("psdist.launch.shutdown:GRACE_SECONDS",),
+    ("psdist.launcher.shutdown:GRACE_SECONDS",),
     ("psdist_server.snapshot_writer:STALL_SECONDS",),
     ("psdist.client.snapshots:_LAST_SNAPSHOT_SECONDS", "psdist.client.snapshots:_FAILED_SECONDS"),
     ("psdist_scheduler.coordination.deferred_losses:PATIENCE_SECONDS",),
-    ("psdist.launch.agent:_GIVE_UP_SECONDS",),
+    ("psdist.launcher.agent:_GIVE_UP_SECONDS",),
     ("psdist_scheduler.app:_FAREWELL_SECONDS",),
-    ("psdist.launch.final_snapshot:_STILL_SECONDS",),
+    ("psdist.launcher.final_snapshot:_STILL_SECONDS",),
 )
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from psdist import AsyncClient, optim
 from psdist.compression.background_compiler import LARGE_ELEMENTS
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 from psdist.settings.config import TransportName
 from psdist.types import choose_slice_elements
 from psdist.wire import limits

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from psdist import ASP, BSP, AsyncClient, AsyncParameters, optim
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import scheduler_pb2_grpc
 from psdist.wire import auth

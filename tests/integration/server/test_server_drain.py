@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from structlog.testing import capture_logs
 
-from psdist.launch.process import free_port
+from psdist.launcher.process import free_port
 from psdist_server.scheduler_session import ServerSession
 
 

@@ -19,7 +19,7 @@ from launched import Run
 from psdist import AsyncClient, AsyncParameters, load_snapshot, optim
 from psdist.consistency import ASP, BSP, Consistency
 from psdist.errors import SettingsMismatchError
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 from psdist.optim import Optimizer
 from psdist_server.kernels.optimizers import Rule, clip_factor
 from tests.integration.client.test_exact import SLICE, TOTAL, gradient, group_ranges, initial, joined, split

@@ -16,7 +16,7 @@ from safetensors.numpy import load
 
 import psdist
 from psdist import errors
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 from psdist.settings.config import TransportName
 from psdist.snapshots import reader
 from psdist.snapshots.format import Manifest

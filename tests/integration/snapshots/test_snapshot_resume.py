@@ -18,7 +18,7 @@ from psdist import AsyncClient, AsyncParameters, optim
 from psdist.client.datasets import AsyncDataset
 from psdist.consistency import ASP, BSP, SSP
 from psdist.errors import SnapshotFailedError
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 from psdist.optim import Optimizer
 from tests.integration.client.test_exact import (
     OPTIMIZERS,

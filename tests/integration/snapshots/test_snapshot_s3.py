@@ -24,7 +24,7 @@ import psdist
 from psdist import AsyncClient, optim
 from psdist.consistency import BSP
 from psdist.errors import SnapshotCorruptError, StorageError, UnknownSnapshotError
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 from psdist.snapshots import bucket, reader
 from psdist.snapshots import format as layouts
 from psdist.snapshots.format import CommitRecord, Manifest, ParametersState, ShardFile

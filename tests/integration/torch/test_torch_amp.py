@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 import psdist
 from psdist.client.context import Context
 from psdist.errors import InvalidArgumentError
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 from psdist.torch import DistributedDataParallel, DistributedOptimizer
 from tests.support.torch_models import MODELS, loss_of, mlp, part
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import psdist
 from psdist.errors import InvalidArgumentError
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 from psdist.torch import LeasedDataLoader
 from tests.support.launched import Run
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import psdist
 from psdist.client.context import Context
 from psdist.errors import InvalidArgumentError
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 from psdist.torch import DistributedDataParallel, DistributedOptimizer
 from tests.support.torch_models import MODELS, loss_of, mlp, part
 

@@ -18,7 +18,7 @@ import psdist
 from psdist import optim
 from psdist.client.context import Context
 from psdist.errors import DTypeMismatchError, InvalidArgumentError
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 from psdist.torch import DistributedDataParallel, DistributedOptimizer, offload
 
 STEPS = 6

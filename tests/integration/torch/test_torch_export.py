@@ -18,7 +18,7 @@ import psdist
 from psdist.cli.snapshot import SNAPSHOT
 from psdist.client.context import Context
 from psdist.errors import DTypeMismatchError
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 from psdist.snapshots.model_description import DESCRIPTION
 from psdist.torch import DistributedOptimizer, offload
 from psdist.torch.kept_buffers import KeptBuffers

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, MultiplicativeL
 import psdist
 from psdist.client.context import Context
 from psdist.errors import InvalidArgumentError, UnevenInputsError
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 from psdist.torch import DistributedDataParallel, DistributedOptimizer
 from tests.support.torch_models import MODELS, Batch, loss_of, mlp
 

@@ -15,7 +15,7 @@ import psdist
 from psdist.cli.snapshot import SNAPSHOT
 from psdist.client.context import Context
 from psdist.errors import InvalidNameError, NonFiniteGradientError
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 from psdist.torch import DistributedOptimizer
 from tests.support.launched import Run
 

@@ -21,7 +21,7 @@ import psdist
 from psdist import optim
 from psdist.client.context import Context
 from psdist.errors import InvalidArgumentError, NonFiniteGradientError
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 from psdist.torch import DistributedOptimizer, offload
 from tests.support.torch_models import MODELS, Attention, loss_of, mlp, part
 

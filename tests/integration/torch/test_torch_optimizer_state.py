@@ -16,7 +16,7 @@ import psdist
 from psdist.client.context import Context
 from psdist.consistency import ASP, BSP, Consistency
 from psdist.errors import InvalidArgumentError, MissingTensorError, SettingsMismatchError, ShapeMismatchError
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 from psdist.torch import DistributedOptimizer, load_optimizer_state, offload
 from tests.integration.torch.test_torch_optimizer import distance
 from tests.support import torch_models

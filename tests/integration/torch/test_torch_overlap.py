@@ -16,7 +16,7 @@ import psdist
 from psdist import optim
 from psdist.client.context import Context
 from psdist.errors import InvalidArgumentError
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 from psdist.torch import DistributedOptimizer
 from tests.support.torch_models import MODELS, loss_of, mlp, part
 

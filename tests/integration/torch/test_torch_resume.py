@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import psdist
 from psdist.client.context import Context
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 from psdist.snapshots.policy import SavePolicy
 from psdist.torch import DistributedDataParallel, DistributedOptimizer, offload
 from tests.support.launched import Run

@@ -26,7 +26,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 import psdist
 from psdist import errors
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 from psdist.v1 import common_pb2 as common
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc, server_pb2, server_pb2_grpc
 from psdist.wire import auth, limits, status

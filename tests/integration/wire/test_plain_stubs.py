@@ -7,7 +7,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from psdist.launch.embedded import EmbeddedCluster
+from psdist.launcher.embedded import EmbeddedCluster
 
 ROOT = Path(__file__).parents[3]
 

@@ -14,7 +14,7 @@ import safetensors.numpy
 from snapshot_files import write
 
 from psdist.cli import snapshot
-from psdist.launch.final_snapshot import SaveProgress, committed_text
+from psdist.launcher.final_snapshot import SaveProgress, committed_text
 from psdist.snapshots.format import CommitRecord
 from psdist.v1 import scheduler_pb2 as pb
 

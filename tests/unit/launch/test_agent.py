@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from psdist.addresses import is_wildcard, parse_address
-from psdist.launch import agent
-from psdist.launch.agent import AgentSettings, WaitReport, why_given_up
-from psdist.launch.events import Finish, ProcessKey
-from psdist.launch.rendezvous import Place
+from psdist.launcher import agent
+from psdist.launcher.agent import AgentSettings, WaitReport, why_given_up
+from psdist.launcher.events import Finish, ProcessKey
+from psdist.launcher.rendezvous import Place
 from psdist.settings import exit_codes
 
 SCHEDULER = "scheduler:29600"

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psdist.errors import ConfigurationError
-from psdist.launch import reaper
-from psdist.launch.events import ProcessKey
-from psdist.launch.output import STDERR, STDOUT, Output, Routing, discard, last_words, parse_streams
-from psdist.launch.plan import SchedulerAddress, ScriptSettings, WorkersPlan
-from psdist.launch.process import LineSplitter
-from psdist.launch.run_record import RunRegistry, records_directory
+from psdist.launcher import reaper
+from psdist.launcher.events import ProcessKey
+from psdist.launcher.output import STDERR, STDOUT, Output, Routing, discard, last_words, parse_streams
+from psdist.launcher.plan import SchedulerAddress, ScriptSettings, WorkersPlan
+from psdist.launcher.process import LineSplitter
+from psdist.launcher.run_record import RunRegistry, records_directory
 from psdist.wire.limits import OUTPUT_LINE_BYTES_MAX
 
 WORKER = ProcessKey("worker", 5)

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from psdist.errors import ConfigurationError
-from psdist.launch.events import ProcessKey
-from psdist.launch.metrics.run_metrics import MetricsOptions, RunMetrics
-from psdist.launch.output import STDOUT, Output, Routing
+from psdist.launcher.events import ProcessKey
+from psdist.launcher.metrics.run_metrics import MetricsOptions, RunMetrics
+from psdist.launcher.output import STDOUT, Output, Routing
 from psdist.metrics.interval import WeightedSum, WorkerInterval
 from psdist.metrics.interval_lines import to_line
 from psdist.metrics.phases import PhaseTimes
@@ -191,7 +191,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
 def test_lines_stand_above_the_progress_line(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", terminal.stream)
     monkeypatch.setattr(sys, "stderr", terminal.stream)
-    monkeypatch.setattr("psdist.launch.output.stamped", lambda message: f"12:00 {message}")
+    monkeypatch.setattr("psdist.launcher.output.stamped", lambda message: f"12:00 {message}")
     output = Output(Routing(), lambda rank: rank)
     assert output.is_terminal
     output.clear_lines(WORKER)

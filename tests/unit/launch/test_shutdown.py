@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import signal
 
-from psdist.launch.events import Exited, Finish, Kill, ProcessKey, ProcessTable, Say, ServersWanted, Start
-from psdist.launch.shutdown import RunPolicy, Shutdown
-from psdist.launch.supervisor import ServerScaling, StoppingProcesses
+from psdist.launcher.events import Exited, Finish, Kill, ProcessKey, ProcessTable, Say, ServersWanted, Start
+from psdist.launcher.shutdown import RunPolicy, Shutdown
+from psdist.launcher.supervisor import ServerScaling, StoppingProcesses
 
 WORKER, SERVER, SCHEDULER = ProcessKey("worker", 0), ProcessKey("server", 0), ProcessKey("scheduler", 0)
 SNAPSHOT = ProcessKey("snapshot", 0)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psdist.launch.events import (
+from psdist.launcher.events import (
     Connected,
     Event,
     Exited,
@@ -25,8 +25,8 @@ from psdist.launch.events import (
     describe,
     status_of,
 )
-from psdist.launch.shutdown import STOP_TIMEOUT_SECONDS, RunPolicy
-from psdist.launch.supervisor import Supervisor
+from psdist.launcher.shutdown import STOP_TIMEOUT_SECONDS, RunPolicy
+from psdist.launcher.supervisor import Supervisor
 from psdist.settings.exit_codes import CERTAIN
 
 W0, W1 = ProcessKey("worker", 0), ProcessKey("worker", 1)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from psdist.launch.process import free_port
+from psdist.launcher.process import free_port
 from psdist_scheduler.events.cluster_events import Event, Probe, Probed
 from psdist_scheduler.probe import Probes, probe
 

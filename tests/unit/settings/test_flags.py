@@ -11,11 +11,11 @@ import pytest
 from psdist.cli import run, worker
 from psdist.cli.commands import call
 from psdist.errors import ConfigurationError, InvalidArgumentError, SchedulerUnreachableError
-from psdist.launch.agent import AgentSettings, nodes_text
-from psdist.launch.local import LocalSettings
-from psdist.launch.plan import SchedulerAddress, ServicesPlan, ServicesSettings
-from psdist.launch.process import ProcessSpec
-from psdist.launch.run_record import RunRegistry, records_directory
+from psdist.launcher.agent import AgentSettings, nodes_text
+from psdist.launcher.local import LocalSettings
+from psdist.launcher.plan import SchedulerAddress, ServicesPlan, ServicesSettings
+from psdist.launcher.process import ProcessSpec
+from psdist.launcher.run_record import RunRegistry, records_directory
 from psdist.settings import config
 from psdist.settings.config import client_settings
 from psdist.settings.declarations import arguments, read

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
 
-from psdist.launch.events import (
+from psdist.launcher.events import (
     Effect,
     Exited,
     Finish,

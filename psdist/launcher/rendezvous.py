@@ -1,6 +1,6 @@
 """Asks the scheduler for this node's ranks, in a separate process, because the agent must not import grpc.
 
-``python -m psdist.launch.rendezvous REQUEST``, where REQUEST is a ``RankRequest`` in JSON; the token comes from the
+``python -m psdist.launcher.rendezvous REQUEST``, where REQUEST is a ``RankRequest`` in JSON; the token comes from the
 environment. It prints one JSON object per line: ``{"waiting_for": ...}`` as often as needed, then the ``Place``, or
 ``{"error": ..., "code": ...}``. If the scheduler does not answer, it retries until the request's time is over. A
 request with ``gave_up`` prints nothing: it tells the scheduler that the agent ends.

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import IO, Final
 
 from psdist.addresses import free_port as free_port
-from psdist.launch import reaper
-from psdist.launch.events import ProcessKey
+from psdist.launcher import reaper
+from psdist.launcher.events import ProcessKey
 from psdist.wire.limits import OUTPUT_LINE_BYTES_MAX
 
 _READ_BYTES: Final = 64 << 10

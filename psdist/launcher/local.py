@@ -21,10 +21,10 @@ from typing import Final
 
 from psdist import addresses, loop_monitor
 from psdist.errors import ConfigurationError
-from psdist.launch.events import Event, ProcessKey, RunFailed, ServersWanted, WorkersWanted
-from psdist.launch.metrics.run_metrics import RunMetrics
-from psdist.launch.output import STDOUT, Output
-from psdist.launch.plan import (
+from psdist.launcher.events import Event, ProcessKey, RunFailed, ServersWanted, WorkersWanted
+from psdist.launcher.metrics.run_metrics import RunMetrics
+from psdist.launcher.output import STDOUT, Output
+from psdist.launcher.plan import (
     SchedulerAddress,
     ScriptKind,
     ScriptSettings,
@@ -34,11 +34,11 @@ from psdist.launch.plan import (
     program,
     server_number,
 )
-from psdist.launch.process import Child, ProcessSpec, free_port
-from psdist.launch.run_record import ADDRESS_FILE, DIRECTORY_PREFIX, RunRegistry, records_directory
-from psdist.launch.runner import ProcessPlan, Runner
-from psdist.launch.scale_watch import ScaleRequest
-from psdist.launch.shutdown import RunPolicy
+from psdist.launcher.process import Child, ProcessSpec, free_port
+from psdist.launcher.run_record import ADDRESS_FILE, DIRECTORY_PREFIX, RunRegistry, records_directory
+from psdist.launcher.runner import ProcessPlan, Runner
+from psdist.launcher.scale_watch import ScaleRequest
+from psdist.launcher.shutdown import RunPolicy
 from psdist.link import fd_passing
 from psdist.settings import exit_codes, preflight
 from psdist.settings.config import find_token, parse_address, read_address
@@ -275,7 +275,7 @@ class _ScaleRequests:
             return
         spec = ProcessSpec(
             ProcessKey("watch", 0),
-            (*program("psdist.launch.scale_watch"), address, self._link.run_id),
+            (*program("psdist.launcher.scale_watch"), address, self._link.run_id),
             self._link.environment(self._environ),
         )
         self._ended.clear()

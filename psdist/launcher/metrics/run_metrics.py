@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final, Protocol, get_args
 
 from psdist.errors import MalformedPayloadError
-from psdist.launch.metrics.receiver import MetricsReceiver
+from psdist.launcher.metrics.receiver import MetricsReceiver
 from psdist.metrics.interval import WorkerInterval, last_step, summarize
 from psdist.metrics.trackers.json_lines import JsonLinesTracker
 from psdist.metrics.trackers.progress import PLAIN_SECONDS, ProgressTracker

@@ -1,6 +1,6 @@
 """Watches how many servers and workers the scheduler wants, in a separate process: the launcher must not import grpc.
 
-``python -m psdist.launch.scale_watch SCHEDULER RUN_ID``; the token comes from the environment. It prints a
+``python -m psdist.launcher.scale_watch SCHEDULER RUN_ID``; the token comes from the environment. It prints a
 ``ScaleRequest`` in JSON, one per line: first the current one, then one after every change. If the scheduler does not
 answer, it retries until this process is killed.
 """

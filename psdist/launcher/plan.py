@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from psdist.errors import ConfigurationError
-from psdist.launch.events import ProcessKey
-from psdist.launch.metrics.run_metrics import MetricsOptions
-from psdist.launch.output import Routing
-from psdist.launch.process import ProcessSpec
-from psdist.launch.shutdown import STOP_TIMEOUT_SECONDS
+from psdist.launcher.events import ProcessKey
+from psdist.launcher.metrics.run_metrics import MetricsOptions
+from psdist.launcher.output import Routing
+from psdist.launcher.process import ProcessSpec
+from psdist.launcher.shutdown import STOP_TIMEOUT_SECONDS
 from psdist.settings import script_errors
 from psdist.settings.config import START_TIMEOUT_SECONDS, devices_text
 from psdist.settings.declarations import arguments, setting, torchrun_setting
@@ -347,7 +347,7 @@ class ServicesPlan:
     def snapshot(self, base: Mapping[str, str]) -> ProcessSpec:
         """Return the process that requests the last snapshot."""
         return ProcessSpec(
-            ProcessKey("snapshot", 0), program("psdist.launch.final_snapshot"), self.link.environment(base)
+            ProcessKey("snapshot", 0), program("psdist.launcher.final_snapshot"), self.link.environment(base)
         )
 
     @property

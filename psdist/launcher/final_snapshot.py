@@ -1,8 +1,9 @@
 """Asks a run's scheduler for a snapshot, and reports its progress.
 
-A launcher runs ``python -m psdist.launch.final_snapshot REASON`` before it stops the servers. It is a separate program,
-because the launcher must not import grpc. Scheduler, run and token come from the environment. Exit status 0 means that
-the whole training state is in a snapshot, or there was nothing to save. 1 means that it is not; the last line says why.
+A launcher runs ``python -m psdist.launcher.final_snapshot REASON`` before it stops the servers. It is a separate
+program, because the launcher must not import grpc. Scheduler, run and token come from the environment. Exit status 0
+means that the whole training state is in a snapshot, or there was nothing to save. 1 means that it is not; the last
+line says why.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from typing import Final
 
 from psdist import addresses
 from psdist.errors import ConfigurationError, SchedulerUnreachableError
-from psdist.launch.plan import SchedulerAddress, ServicesPlan, ServicesSettings
-from psdist.launch.process import ProcessSpec
-from psdist.launch.run_record import DIRECTORY_PREFIX
+from psdist.launcher.plan import SchedulerAddress, ServicesPlan, ServicesSettings
+from psdist.launcher.process import ProcessSpec
+from psdist.launcher.run_record import DIRECTORY_PREFIX
 from psdist.settings import preflight
 from psdist.settings.config import START_TIMEOUT_SECONDS, await_address, check_run_id, storage_text
 from psdist.snapshots.policy import DEFAULT_POLICY, SavePolicy

@@ -27,16 +27,16 @@ from typing import Final
 
 from psdist import addresses, loop_monitor
 from psdist.errors import BY_CODE, ConfigurationError, InternalError
-from psdist.launch.events import Finish
-from psdist.launch.local import announce, open_metrics, open_output, plural
-from psdist.launch.metrics.run_metrics import RunMetrics
-from psdist.launch.output import stamped
-from psdist.launch.plan import SchedulerAddress, ScriptSettings, WorkersPlan, program
-from psdist.launch.process import spawn
-from psdist.launch.rendezvous import Place, RankRequest
-from psdist.launch.run_record import DIRECTORY_PREFIX
-from psdist.launch.runner import ProcessPlan, Runner
-from psdist.launch.shutdown import RunPolicy
+from psdist.launcher.events import Finish
+from psdist.launcher.local import announce, open_metrics, open_output, plural
+from psdist.launcher.metrics.run_metrics import RunMetrics
+from psdist.launcher.output import stamped
+from psdist.launcher.plan import SchedulerAddress, ScriptSettings, WorkersPlan, program
+from psdist.launcher.process import spawn
+from psdist.launcher.rendezvous import Place, RankRequest
+from psdist.launcher.run_record import DIRECTORY_PREFIX
+from psdist.launcher.runner import ProcessPlan, Runner
+from psdist.launcher.shutdown import RunPolicy
 from psdist.settings import exit_codes, preflight
 from psdist.settings.config import await_address, parse_address
 from psdist.settings.declarations import torchrun_setting
@@ -170,7 +170,7 @@ def why_given_up(finish: Finish, has_connected: bool) -> str:
 
 def _tell_scheduler(reason: str, settings: AgentSettings, link: SchedulerAddress, environ: Mapping[str, str]) -> None:
     request = replace(_request(settings, link), gave_up=reason[:_REASON_CHARACTERS], timeout_seconds=_GIVE_UP_SECONDS)
-    process = spawn((*program("psdist.launch.rendezvous"), json.dumps(asdict(request))), link.environment(environ))
+    process = spawn((*program("psdist.launcher.rendezvous"), json.dumps(asdict(request))), link.environment(environ))
     try:
         process.communicate(timeout=2 * _GIVE_UP_SECONDS)
     except subprocess.TimeoutExpired:
@@ -244,7 +244,7 @@ class WaitReport:
 
 def ask_for_place(request: RankRequest, environment: Mapping[str, str]) -> Place:
     """Ask the scheduler in a separate process, and print the reasons of a wait. Raises the scheduler's error."""
-    argv = (*program("psdist.launch.rendezvous"), json.dumps(asdict(request)))
+    argv = (*program("psdist.launcher.rendezvous"), json.dumps(asdict(request)))
     process = spawn(argv, environment, stderr=None)
     assert process.stdout is not None
     report = WaitReport()

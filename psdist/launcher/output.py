@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Final, TextIO
 
 from psdist.errors import ConfigurationError
-from psdist.launch.events import ProcessKey
+from psdist.launcher.events import ProcessKey
 from psdist.settings.declarations import torchrun_setting
 from psdist.settings.programs import OUTPUT_TITLE
 

@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from psdist.launch.connect_notice import ConnectNotice
-from psdist.launch.events import (
+from psdist.launcher.connect_notice import ConnectNotice
+from psdist.launcher.events import (
     Connected,
     Event,
     Exited,
@@ -27,10 +27,10 @@ from psdist.launch.events import (
     Start,
     TimePassed,
 )
-from psdist.launch.output import Output
-from psdist.launch.process import Child, ProcessSpec, ReaperProcess
-from psdist.launch.shutdown import RunPolicy
-from psdist.launch.supervisor import Supervisor
+from psdist.launcher.output import Output
+from psdist.launcher.process import Child, ProcessSpec, ReaperProcess
+from psdist.launcher.shutdown import RunPolicy
+from psdist.launcher.supervisor import Supervisor
 
 
 @dataclass(frozen=True, slots=True)

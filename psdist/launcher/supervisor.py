@@ -31,7 +31,7 @@ import signal
 from collections.abc import Iterable
 from typing import Final
 
-from psdist.launch.events import (
+from psdist.launcher.events import (
     Connected,
     Effect,
     Event,
@@ -52,7 +52,7 @@ from psdist.launch.events import (
     enumerate_keys,
     status_of,
 )
-from psdist.launch.shutdown import STOP_ORDER, RunPolicy, Shutdown
+from psdist.launcher.shutdown import STOP_ORDER, RunPolicy, Shutdown
 from psdist.settings import exit_codes
 
 #: A server or scheduler that exits this many times in a row, each within QUICK_SECONDS of its start, is given up.
