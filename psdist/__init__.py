@@ -30,12 +30,14 @@ if TYPE_CHECKING:
     from psdist.client.context import Context, init
     from psdist.client.datasets import AsyncDataset
     from psdist.client.parameters import AsyncParameters
+    from psdist.client.reporting.run_info import RunInfo
     from psdist.client.snapshots import SnapshotInfo
     from psdist.client.step import AsyncBucket
     from psdist.client.steps import Statistics
     from psdist.client.sync_client import Bucket, Client, Dataset, Parameters
     from psdist.consistency import ASP, BSP, SSP
     from psdist.errors import PsdistError
+    from psdist.launcher.from_python.launch import LaunchResult, launch
     from psdist.snapshots.load import load_snapshot
 
 #: Module of each name, or the module that the name stands for.
@@ -44,20 +46,22 @@ _MODULES: Final = {
     **dict.fromkeys(("ASP", "BSP", "SSP"), "psdist.consistency"),
     **dict.fromkeys(("Bucket", "Client", "Dataset", "Parameters"), "psdist.client.sync_client"),
     **dict.fromkeys(("Context", "init"), "psdist.client.context"),
+    **dict.fromkeys(("LaunchResult", "launch"), "psdist.launcher.from_python.launch"),
     "AsyncBucket": "psdist.client.step",
     "AsyncClient": "psdist.client.async_client",
     "AsyncDataset": "psdist.client.datasets",
     "AsyncParameters": "psdist.client.parameters",
     "PsdistError": "psdist.errors",
+    "RunInfo": "psdist.client.reporting.run_info",
     "SnapshotInfo": "psdist.client.snapshots",
     "Statistics": "psdist.client.steps",
     "load_snapshot": "psdist.snapshots.load",
 }
 
 __all__ = [
-    "ASP", "BSP", "SSP", "AsyncBucket", "AsyncClient", "AsyncDataset", "AsyncParameters", "Bucket", "Client", "Context",
-    "Dataset", "Parameters", "PsdistError", "SnapshotInfo", "Statistics", "__version__", "compression", "consistency",
-    "data", "errors", "init", "load_snapshot", "optim",
+    "ASP", "BSP", "SSP", "AsyncBucket", "AsyncClient", "AsyncDataset", "AsyncParameters", "Bucket", "Client",
+    "Context", "Dataset", "LaunchResult", "Parameters", "PsdistError", "RunInfo", "SnapshotInfo", "Statistics",
+    "__version__", "compression", "consistency", "data", "errors", "init", "launch", "load_snapshot", "optim",
 ]  # fmt: skip
 
 

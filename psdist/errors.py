@@ -257,6 +257,14 @@ class LateWorkerError(PsdistError, code="late_worker", status="FAILED_PRECONDITI
     """Training started without this worker, and no source can give it the current weights."""
 
 
+class LaunchFailedError(PsdistError, code="launch_failed", status="ABORTED"):
+    """A run that ``psdist.launch`` started did not succeed. The message has the traceback of the worker that failed
+    first.
+
+    ``details``: "status" is the exit status of the run, "rank" that of the worker, "traceback" its traceback.
+    """
+
+
 class PushDroppedError(PsdistError, code="push_dropped", status="ABORTED"):
     """Pushes of this worker were dropped because the others had continued without it. It is a member again."""
 

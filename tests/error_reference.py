@@ -93,6 +93,7 @@ REMEDIES: Final = {
     "worker_left": "Let all workers open the same parameter sets before any of them ends.",
     "uneven_inputs": "Give all workers the same number of batches, or call `join` without raising.",
     "late_worker": "Nothing, or restart all workers from a checkpoint.",
+    "launch_failed": "Fix the cause that the traceback shows ([launch.md](launch.md#results-and-errors)).",
     "push_dropped": "Call again. If it repeats, raise `--worker-timeout` "
     "([workers.md](workers.md#busy-frozen-and-dropped)).",
     "closed": "Do not use a client after `close()`.",

@@ -19,6 +19,7 @@ from psdist.client.process import loop, spawned, tracebacks
 from psdist.client.process.default_log import print_line
 from psdist.client.reporting.pipe import MetricsPipe
 from psdist.client.reporting.reporter import Reporter
+from psdist.client.reporting.run_info import RunInfo
 from psdist.client.sync_client import Client
 from psdist.errors import ConfigurationError, DuplicateMemberError
 from psdist.metrics.trackers.progress import PLAIN_SECONDS, ProgressTracker
@@ -82,6 +83,10 @@ class Context:
         then.
         """
         self._reporter.report(loss, accuracy, samples, step, numbers)
+
+    def info(self) -> RunInfo:
+        """Return this worker's place in its run, and the run's members at this moment. Raises ClosedError."""
+        return self.client.info()
 
     def iteration(self) -> AbstractContextManager[None]:
         """Declare one iteration of a script that trains several BSP parameter sets, by ``with context.iteration():``.

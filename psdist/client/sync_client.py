@@ -23,6 +23,7 @@ from psdist.client.process import loop
 from psdist.client.process.blocking import Blocking, on_loop
 from psdist.client.process.sigterm import sigterm
 from psdist.client.reporting.phase_timer import PhaseTimer
+from psdist.client.reporting.run_info import RunInfo
 from psdist.client.session.drops import OnDrop
 from psdist.client.session.worker_state import Restore, Save
 from psdist.client.snapshots import SnapshotInfo
@@ -304,6 +305,22 @@ class Client(Blocking[AsyncClient]):
         """True if the parameter set was in use before this worker registered, so that it would join a training."""
         assert self._async.session is not None
         return name in self._async.session.membership.ready_before
+
+    def info(self) -> RunInfo:
+        """Return this worker's place in its run, and the run's current members. Raises ClosedError."""
+        return loop.shared().call(on_loop(self._info), reading=True)
+
+    def _info(self) -> RunInfo:
+        client, handles = self._async, self._async.handles
+        run = client.run_id, client.worker_id, client.incarnation, client.rank, client.world_size
+        assert client.session is not None
+        cluster = client.session.membership.view.cluster
+        transports: dict[str, dict[str, str]] = {}
+        for connection in () if handles is None else handles.connections():
+            transports.setdefault(connection.parameters, {})[connection.server_id] = connection.transport
+        workers = tuple(worker.worker_id for worker in cluster.workers)
+        servers = tuple(server.server_id for server in cluster.servers)
+        return RunInfo(*run, client.local_rank, workers, servers, transports)
 
     @property
     def phases(self) -> PhaseTimer:

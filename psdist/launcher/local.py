@@ -14,14 +14,15 @@ import shlex
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from psdist import addresses, loop_monitor
 from psdist.errors import ConfigurationError
-from psdist.launcher.events import Event, ProcessKey, RunFailed, ServersWanted, WorkersWanted
+from psdist.launcher.events import Event, Finish, ProcessKey, RunFailed, ServersWanted, WorkersWanted
 from psdist.launcher.metrics.run_metrics import RunMetrics
 from psdist.launcher.output import STDOUT, Output
 from psdist.launcher.plan import (
@@ -42,7 +43,10 @@ from psdist.launcher.shutdown import RunPolicy
 from psdist.link import fd_passing
 from psdist.settings import exit_codes, preflight
 from psdist.settings.config import find_token, parse_address, read_address
-from psdist.settings.programs import storage_path_setting
+from psdist.settings.declarations import setting
+from psdist.settings.flags import integer
+from psdist.settings.programs import OUTPUT_TITLE, storage_path_setting
+from psdist.settings.run_report import RunReport
 from psdist.snapshots import resumable
 
 #: Default location of snapshots, below the working directory; it contains a directory for each run.
@@ -60,6 +64,12 @@ class LocalSettings(ServicesSettings, ScriptSettings):
     """
 
     storage_path: str | None = storage_path_setting(f"./{STORAGE_DIRECTORY}/RUN_ID")
+    lifeline_fd: int | None = setting(
+        "inherited pipe; the run ends when it does, as after SIGTERM", integer(0), None, "N", twin=False
+    )
+    report_file: Path | None = setting(
+        "file to write how the run ended into, as JSON", Path, None, "FILE", twin=False, group=OUTPUT_TITLE
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,6 +84,17 @@ class LocalSettings(ServicesSettings, ScriptSettings):
     def has_storage(self) -> bool:
         """True if there is a storage for snapshots."""
         return self.storage_path != ""
+
+    @property
+    def run_policy(self) -> RunPolicy:
+        """Reactions to the end of processes."""
+        return RunPolicy(
+            restarts_max=self.restarts_max,
+            stop_timeout_seconds=self.stop_timeout_seconds,
+            copies=self.replicas > 1,
+            durable=self.replicas > 1 or self.has_storage,
+            saves=self.has_storage and not self.no_save_at_end,
+        )
 
     def resolved(self, run_id: str) -> LocalSettings:
         """Return these settings with a run id and the location of its snapshots."""
@@ -182,13 +203,7 @@ async def _supervise(
             script_error=workers.script_error,
             servers=settings.servers,
             schedulers=1,
-            policy=RunPolicy(
-                restarts_max=settings.restarts_max,
-                stop_timeout_seconds=settings.stop_timeout_seconds,
-                copies=settings.replicas > 1,
-                durable=settings.replicas > 1 or settings.has_storage,
-                saves=settings.has_storage and not settings.no_save_at_end,
-            ),
+            policy=settings.run_policy,
             lifeline=services.lifeline,
             metrics=metrics.descriptor,
         ),
@@ -209,7 +224,11 @@ async def _supervise(
         output.say(_how_to_join(run_id, settings, RunRegistry(records_directory(environ))))
         announce(output, workers, environ)
         metrics.start(output)
-        status = (await runner.run()).status
+        with _ending_with(settings.lifeline_fd, runner):
+            finish = await runner.run()
+        status = finish.status
+        if settings.report_file is not None:
+            _report(finish, run_id, output).write(settings.report_file)
         metrics.close()
         if resumable.has_commits(storage):
             if status > exit_codes.SIGNAL_BASE:
@@ -220,6 +239,33 @@ async def _supervise(
     finally:
         await requests.close()
         output.close()
+
+
+@contextmanager
+def _ending_with(lifeline: int | None, runner: Runner) -> Iterator[None]:
+    """End the run in order when the other end of ``lifeline`` is closed."""
+    if lifeline is None:
+        yield
+        return
+    loop = asyncio.get_running_loop()
+
+    def closed() -> None:
+        loop.remove_reader(lifeline)
+        runner.interrupt(signal.SIGTERM)
+
+    loop.add_reader(lifeline, closed)
+    try:
+        yield
+    finally:
+        loop.remove_reader(lifeline)
+
+
+def _report(finish: Finish, run_id: str, output: Output) -> RunReport:
+    culprit = finish.culprit
+    if culprit is None:
+        return RunReport(run_id, finish.status, finish.message)
+    rank = culprit.number if culprit.role == "worker" else None
+    return RunReport(run_id, finish.status, finish.message, str(culprit), rank, tuple(output.last_words(culprit)))
 
 
 def _how_to_join(run_id: str, script: ScriptSettings, registry: RunRegistry) -> str:

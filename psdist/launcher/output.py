@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final, TextIO
@@ -186,10 +186,13 @@ class Output:
         its last lines."""
         rank = self._local_rank(key.number) if key.role == "worker" else None
         hidden = frozenset(stream for stream in (STDOUT, STDERR) if not self._routing.to_console(rank, stream))
-        shown = last_words(list(self._tails.get(key, ())), hidden)
-        if shown:
+        if shown := self.last_words(key, hidden):
             self.say(f"last lines of {key}:")
             self._write(STDERR, "".join(f"  | {line}\n" for line in shown))
+
+    def last_words(self, key: ProcessKey, streams: Iterable[int] = (STDOUT, STDERR)) -> list[str]:
+        """Return the lines that show why a process failed, from what it wrote to ``streams``."""
+        return last_words(list(self._tails.get(key, ())), frozenset(streams))
 
     def close(self) -> None:
         """Close the files, and discard lines that the console did not accept."""

@@ -184,13 +184,18 @@ class CommandLine:
             fail(self.program, unknown)
         given = vars(self._parser().parse_args(own))
         words = [given.pop(word) for word in self.words]
-        values: dict[str, Any] = {"command": command, "words": words, "explicit": frozenset(given)}
-        for flag in self.flags:
-            try:
-                values[flag.dest] = _value(flag, given.get(flag.dest), environ)
-            except (ValueError, InvalidArgumentError) as error:
-                fail(self.program, str(error))
-        return argparse.Namespace(**values)
+        try:
+            values = self.values(given, environ)
+        except InvalidArgumentError as error:
+            fail(self.program, str(error))
+        return argparse.Namespace(command=command, words=words, explicit=frozenset(given), **values)
+
+    def values(self, given: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, Any]:
+        """Return the values of all flags by their names as attributes. Raises InvalidArgumentError.
+
+        given: the texts of flags that take precedence over ``environ``.
+        """
+        return {flag.dest: _value(flag, given.get(flag.dest), environ) for flag in self.flags}
 
     def split(self, argv: Sequence[str]) -> tuple[list[str], list[str]]:
         """Split ``argv`` into the program's own flags, and the script with its arguments.

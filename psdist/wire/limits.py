@@ -150,6 +150,10 @@ ADDRESS_FILE_BYTES_MAX: Final = 512
 RUN_RECORD_BYTES_MAX: Final = 16 << 10
 #: Bytes of an unfinished output line of a child process; longer lines are shown in pieces.
 OUTPUT_LINE_BYTES_MAX: Final = 64 << 10
+#: Bytes read from a launcher's report on the end of its run.
+RUN_REPORT_BYTES_MAX: Final = 32 << 20
+#: Bytes of one value that passes between ``psdist.launch`` and a function that it runs.
+LAUNCH_VALUE_BYTES_MAX: Final = 1 << 32
 
 #: Metric names that one worker may report, and the characters of each.
 METRIC_NAMES_MAX: Final = 24

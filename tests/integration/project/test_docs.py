@@ -60,6 +60,15 @@ def test_the_program_of_the_page_on_fast_steps_trains(tmp_path: Path) -> None:
     assert re.fullmatch(r"0\.878 after 20 steps by \w+\n", done.stdout), done.stdout
 
 
+def test_the_program_of_the_page_on_runs_from_python_trains(tmp_path: Path) -> None:
+    script = tmp_path / "work.py"
+    script.write_text(re.findall(r"```python\n(.*?)```", (DOCS / "launch.md").read_text(), re.S)[1])
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[-0.5 -0.5 -0.5 -0.5] ('server-0',)\n"
+
+
 def test_workers_agree_on_a_mean_as_the_page_on_loops_says(tmp_path: Path) -> None:
     script = _program_of("loops.md", tmp_path)
     command = [sys.executable, "-m", "psdist.cli.main", "run", "--nproc-per-node", "2", str(script)]
@@ -138,7 +147,7 @@ def test_the_page_on_metrics_has_each_number() -> None:
 
 
 def test_the_page_on_metrics_has_each_flag() -> None:
-    flags = {flag.name: flag.environment[0] for flag in run.command_line().flags}
+    flags = {flag.name: flag.environment[0] for flag in run.command_line().flags if flag.environment}
     rows = _table("metrics.md", "Destinations")
     assert rows and all(flags[cell.strip("`").split()[0].strip("`")] == twin.strip("`") for cell, twin, _ in rows)
 

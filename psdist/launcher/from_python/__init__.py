@@ -1,0 +1,1 @@
+"""Runs that a Python program starts by ``psdist.launch``, such as a notebook or a test."""

@@ -1,0 +1,178 @@
+"""``psdist.launch``: a run on this machine, started by a Python program.
+
+It is ``psdist run`` in a child process (``run_process``), with the same settings. A function is run as a module that
+imports it by its name (``call``).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from psdist.errors import ConfigurationError, InvalidArgumentError, LaunchFailedError, WaitTimeoutError
+from psdist.launcher.from_python.call import WORKER_MODULE, read_values, write_call
+from psdist.launcher.from_python.run_process import RunProcess
+from psdist.launcher.local import LocalSettings
+from psdist.launcher.plan import program
+from psdist.settings import preflight
+from psdist.settings.declarations import flags_of, read
+from psdist.settings.flags import CommandLine
+from psdist.settings.run_report import RunReport
+
+_DIRECTORY_PREFIX: Final = "psdist-launch-"
+_REPORT: Final = "report.json"
+#: Flags of ``psdist run`` that ``launch`` uses itself.
+_OWN: Final = ("lifeline_fd", "report_file")
+#: Flags that say what a script is, and make no sense for a function.
+_OF_SCRIPTS: Final = ("module", "no_python")
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchResult:
+    """A run that succeeded.
+
+    run_id: name of the run.
+    status: exit status of the run, which is 0.
+    returned: what the function returned, by rank; empty for a script.
+    """
+
+    run_id: str
+    status: int
+    returned: Mapping[int, Any] = field(default_factory=dict)
+
+
+def launch(
+    target: str | os.PathLike[str] | Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    timeout: float | None = None,
+    **settings: Any,
+) -> LaunchResult:
+    """Run a script or a function with its own scheduler, servers and workers on this machine, and return when all have
+    ended.
+
+        psdist.launch("train.py", args=["--epochs", 3], nproc_per_node=4, nservers=2)
+        result = psdist.launch(work.train, args=[0.1], nproc_per_node=4)
+        result.returned[0]
+
+    target: path of a script; or a function that each worker calls, which is defined at the top level of a module and
+        found there by its name in a new process.
+    args: arguments of the script, or positional arguments of the function. Those of a function are None, numbers, text,
+        numpy arrays, and lists, tuples and dicts of them, as are its return values.
+    kwargs: keyword arguments of the function.
+    timeout: seconds after which the run is ended.
+    settings: flags of ``psdist run`` with underscores, such as ``max_restarts=0``; docs/flags.md lists them. Values are
+        numbers, text or paths, True for switches, and lists for flags with commas.
+
+    The output of all processes goes to ``sys.stdout`` and ``sys.stderr``. Ctrl-C ends the run in order, and then raises
+    KeyboardInterrupt. Nothing keeps running after this call, nor if this process dies.
+
+    Raises ConfigurationError for wrong settings and functions that cannot be imported, InvalidArgumentError for
+    arguments that cannot be passed on, before anything is started; LaunchFailedError with the traceback of the worker
+    that failed first; WaitTimeoutError.
+    """
+    _check_outside()
+    preflight.require_working_directory()
+    if timeout is not None and not timeout > 0:
+        raise InvalidArgumentError(f"timeout={timeout!r:.40} is not possible: pass seconds above 0, or None")
+    directory = preflight.make_private_directory(_DIRECTORY_PREFIX)
+    try:
+        flags, command = _command(target, args, kwargs, settings, directory)
+        argv = (*program("psdist"), "run", *flags, f"--report-file={directory / _REPORT}")
+        with RunProcess((*argv, "--", *command), len(argv)) as process:
+            status = process.run_to_end(timeout)
+            report = RunReport.read(directory / _REPORT)
+            if status != 0 or report is None:
+                raise _failure(status, report, process.last_words, timeout)
+        return LaunchResult(report.run_id, status, read_values(directory))
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _check_outside() -> None:
+    # A script that launches itself, or a module that launches when it is imported, would start runs without end.
+    if os.environ.get("PSDIST_CONNECTED_FILE"):
+        raise ConfigurationError(
+            "psdist.launch() is called in a worker of a run, where it would start another: call it only in the program "
+            "that starts the run, under 'if __name__ == \"__main__\":'"
+        )
+
+
+def _command(
+    target: str | os.PathLike[str] | Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    settings: Mapping[str, Any],
+    directory: Path,
+) -> tuple[list[str], tuple[str, ...]]:
+    """Return the flags of ``psdist run``, and the script with its arguments. Writes a function's call."""
+    if isinstance(target, str | os.PathLike):
+        if kwargs:
+            raise InvalidArgumentError(f"kwargs= are for a function, and {os.fspath(target)} is a script: use args=")
+        command = (os.fspath(target), *map(_argument, args))
+    elif callable(target):
+        if given := [name for name in _OF_SCRIPTS if settings.get(name)]:
+            raise InvalidArgumentError(f"{given[0]}= is for scripts, and the target is a function: leave it out")
+        write_call(directory, target, args, kwargs or {})
+        command = (WORKER_MODULE, str(directory))
+        settings = {**settings, "module": True}
+    else:
+        raise InvalidArgumentError(
+            f"the target {target!r:.80} is neither a path nor a function: pass one, such as train.py"
+        )
+    return _flags(settings, command), command
+
+
+def _argument(value: Any) -> str:
+    if isinstance(value, str | os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, int | float):
+        return str(value)
+    raise InvalidArgumentError(
+        f"the argument {value!r:.80} of the script is {type(value).__name__}: pass text, numbers or paths"
+    )
+
+
+def _flags(settings: Mapping[str, Any], command: tuple[str, ...]) -> list[str]:
+    """Return the flags of ``psdist run`` for these settings. Raises ConfigurationError if it would refuse them."""
+    known = {flag.dest: flag for flag in flags_of(LocalSettings) if flag.dest not in _OWN}
+    line = CommandLine("psdist.launch", "", tuple(known.values()))
+    texts = {name: _text(value) for name, value in settings.items() if value is not None and value is not False}
+    if unknown := line.unknown([f"--{name}" for name in texts]):
+        raise ConfigurationError(f"{unknown}, in the arguments of psdist.launch()")
+    values = line.values(texts, os.environ)
+    read(LocalSettings, Namespace(**values), command=command).check()
+    switched = [known[name].name for name in texts if values[name] is True]
+    return switched + [f"{known[name].name}={text}" for name, text in texts.items() if known[name].convert is not None]
+
+
+def _text(value: Any) -> str:
+    """Return a value as it is written on a command line."""
+    if value is True:
+        return "1"
+    if isinstance(value, str | os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Iterable) and not isinstance(value, Mapping):
+        return ",".join(map(_text, value))
+    return str(value)
+
+
+def _failure(
+    status: int | None, report: RunReport | None, last_words: str, timeout: float | None
+) -> LaunchFailedError | WaitTimeoutError:
+    if status is None:
+        return WaitTimeoutError(f"the run did not end within timeout={timeout:g} s, and was ended")
+    if report is None:
+        return LaunchFailedError(f"psdist run ended with exit status {status}:\n{last_words}", status=status)
+    traceback = "\n".join(report.lines)
+    message = "\n".join(filter(None, (report.message or f"the run ended with exit status {status}", traceback)))
+    details: dict[str, object] = {"status": status, "traceback": traceback}
+    if report.rank is not None:
+        details["rank"] = report.rank
+    return LaunchFailedError(message, **details)
