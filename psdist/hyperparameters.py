@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, Final
+from numbers import Integral
+from typing import Any, ClassVar, Final, NamedTuple
 
 from psdist.errors import InvalidArgumentError
 from psdist.schedules import LARGEST, SMALLEST, Constant, Schedule, as_float, check, normalize
@@ -31,6 +32,28 @@ _SWITCHES: Final = ("nesterov", "centered", "amsgrad", "maximize", "decoupled_we
 ADDED: Final = ("amsgrad", "maximize", "decoupled_weight_decay")
 #: Number of the schedule that an override may set for its group.
 END_FACTOR: Final = "end_factor"
+
+
+class Setting(NamedTuple):
+    """Hyperparameter of one group that differs from the specification."""
+
+    group: int
+    name: str
+    value: float
+
+
+#: All such hyperparameters of an update, in order. ``Optimizer.check_settings`` makes them.
+Settings = tuple[Setting, ...]
+
+
+def by_group(settings: Settings) -> dict[int, dict[str, float]]:
+    """Return hyperparameters by group and name. Raises InvalidArgumentError for one that is given twice."""
+    groups: dict[int, dict[str, float]] = {}
+    for group, name, value in settings:
+        if name in groups.setdefault(group, {}):
+            raise InvalidArgumentError(f"settings of group {group}: {name!r:.40} is given twice")
+        groups[group][name] = value
+    return groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +115,10 @@ class Optimizer:
     _state: ClassVar[Mapping[str, str]] = {}
     #: Hyperparameters that take effect only when the state begins.
     initial: ClassVar[tuple[str, ...]] = ()
+    #: Hyperparameters that the state of earlier updates depends on, so that they may not change.
+    fixed: ClassVar[tuple[str, ...]] = ()
+    #: Names that only settings have, each with the hyperparameter whose value it has otherwise.
+    earlier: ClassVar[Mapping[str, str]] = {}
     #: Hyperparameters that must be less than 1.
     _below_one: ClassVar[tuple[str, ...]] = ()
     #: Hyperparameters that must be at least float32's smallest normal number.
@@ -148,6 +175,70 @@ class Optimizer:
         allowed = f"less, as lr={rate:g} times it is beyond float32"
         check(rate * checked <= LARGEST, "lr_factor", factor, allowed)
         return checked
+
+    def setting_defaults(self, group: int) -> dict[str, float]:
+        """Return the value that each possible setting of a group has unless it is set."""
+        values = self.group_values(group)
+        return values | {name: values[of] for name, of in self.earlier.items()}
+
+    def check_settings(self, changes: Mapping[int, Mapping[str, float]]) -> Settings:
+        """Return hyperparameters by group that differ from the specification's, as pushes carry them.
+
+        Raises InvalidArgumentError for a group or name that does not exist, a value out of its range, and a
+        hyperparameter that may not change while training.
+        """
+        found: list[Setting] = []
+        check(isinstance(changes, Mapping), "settings", changes, 'a mapping such as {0: {"momentum": 0.85}}')
+        for group, values in changes.items():
+            if not isinstance(group, Integral) or group not in self.groups:
+                raise InvalidArgumentError(
+                    f"settings of group {group!r:.40}: use 0 for the optimizer's own, or the number of an override, up "
+                    f"to {len(self.overrides)}"
+                )
+            try:
+                checked = self.check_group_settings(group, values)
+            except InvalidArgumentError as error:
+                raise InvalidArgumentError(f"settings of group {group}: {error.message}", **error.details) from None
+            found += [Setting(int(group), name, value) for name, value in checked.items()]
+        return tuple(sorted(found))
+
+    def check_group_settings(self, group: int, changes: Mapping[str, float]) -> dict[str, float]:
+        """Return those of ``changes`` that differ from the group's defaults. Raises as ``check_settings``."""
+        before = self.setting_defaults(group)
+        check(isinstance(changes, Mapping), "settings", changes, 'a mapping such as {"momentum": 0.85}')
+        for name in changes:
+            if name not in before:
+                raise InvalidArgumentError(
+                    f"{type(self).__name__} has no hyperparameter {name!r:.40}; it has {', '.join(before)}"
+                )
+        found: dict[str, float] = {}
+        for name, value in changes.items():
+            checked = as_float(f"{self.kind} {name}", value)
+            if checked != before[name]:
+                self._check_change(name, before[name], checked)
+                found[name] = checked
+        self._check_values(before | found)
+        return found
+
+    def _check_change(self, name: str, before: float, after: float) -> None:
+        """Raise InvalidArgumentError unless a hyperparameter may change while training."""
+        reason = ""
+        if name in _SWITCHES:
+            reason = "it decides how an update is computed"
+        elif name in self.initial and name != "lr":
+            reason = "it takes effect only when the state begins"
+        elif name in self.fixed:
+            reason = "the state of earlier updates depends on it"
+        elif name in self.structural and not (before and after):
+            reason = "it decides which state exists: use a value above 0 in the specification and in each step"
+        if reason:
+            raise InvalidArgumentError(f"{name} cannot change from {before:g} to {after:g} while training, as {reason}")
+
+    def check_rates(self, lr_factor: float, settings: Settings) -> None:
+        """Raise InvalidArgumentError if a learning rate that is set, times a factor, does not fit float32."""
+        for group, name, value in settings:
+            allowed = f"less, as lr={value:g} of group {group} times it is beyond float32"
+            check(name != "lr" or value * lr_factor <= LARGEST, "lr_factor", lr_factor, allowed)
 
     @property
     def groups(self) -> range:

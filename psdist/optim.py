@@ -86,7 +86,8 @@ class ASGD(Optimizer):
     w = w * (1 - lambd * eta) - eta * g
     a = a + (w - a) / max(1, t - 1 - t0)
 
-    The average a is in snapshots, and the weights do not depend on it. State: ax (a).
+    The average a is in snapshots, and the weights do not depend on it. Of hyperparameters that a push sets, torch takes
+    those in eta and max from the step before, and sets ``lambd_before`` to the lambd in eta. State: ax (a).
     """
 
     lr: float = 1e-2
@@ -97,6 +98,7 @@ class ASGD(Optimizer):
     maximize: bool = False
     kind: ClassVar[str] = "asgd"
     delay: ClassVar[int] = 1
+    earlier: ClassVar[Mapping[str, str]] = {"lambd_before": "lambd"}
     _state: ClassVar[Mapping[str, str]] = {"ax": ""}
 
 
@@ -222,6 +224,7 @@ class NAdam(Optimizer):
     decoupled_weight_decay: bool = False
     maximize: bool = False
     kind: ClassVar[str] = "nadam"
+    fixed: ClassVar[tuple[str, ...]] = ("beta1", "momentum_decay")
     _state: ClassVar[Mapping[str, str]] = _MOMENTS
     _below_one: ClassVar[tuple[str, ...]] = ("beta1", "beta2")
     _positive: ClassVar[tuple[str, ...]] = ("eps",)

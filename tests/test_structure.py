@@ -103,8 +103,8 @@ def circles(arrows: Mapping[str, Iterable[str]]) -> list[set[str]]:
 
 
 def widths(node: ast.ClassDef) -> tuple[int, int]:
-    """Count methods and attributes: fields, and names that methods set on self."""
-    methods = sum(isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef) for inner in node.body)
+    """Count methods and attributes: fields, and names that methods set on self. A property and its setter are one."""
+    methods = len({inner.name for inner in node.body if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef)})
     fields = {inner.target.id for inner in node.body if isinstance(inner, ast.AnnAssign) and _is_name(inner.target)}
     stored = {
         inner.attr

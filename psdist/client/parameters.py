@@ -33,6 +33,7 @@ from psdist.client.session.drops import DropCounter, OnDrop
 from psdist.client.session.worker_state import Restore, Save
 from psdist.client.step import AsyncBucket
 from psdist.client.steps import CompressionStatistics, Statistics, Steps, check_member
+from psdist.hyperparameters import by_group
 from psdist.metrics.interval import Measurements
 from psdist.metrics.phases import Phase
 from psdist.types import ITEM_BYTES, Layout, ParametersSpec
@@ -114,8 +115,37 @@ class AsyncParameters(ProcessBound):
 
     @lr_factor.setter
     def lr_factor(self, factor: float | None) -> None:
+        options = self.servers.participation.options
         checked = None if factor is None else self.spec.optimizer.check_lr_factor(factor)
-        self.servers.participation.options = replace(self.servers.participation.options, lr_factor=checked)
+        if checked is not None:
+            self.spec.optimizer.check_rates(checked, options.settings or ())
+        self.servers.participation.options = replace(options, lr_factor=checked)
+
+    @property
+    def settings(self) -> dict[int, dict[str, float]] | None:
+        """Hyperparameters of this worker's later pushes that differ from the specification's, by group. None leaves the
+        choice to the other workers, and is the default.
+
+        Group 0 is the optimizer's own, group i that of override number i. Names are those of ``override``, ``lr``
+        included, which the schedule and ``lr_factor`` multiply: ``{0: {"momentum": 0.85}, 1: {"weight_decay": 0.1}}``.
+        The mapping is complete: numbers that it lacks are as specified, so ``{}`` returns to the specification.
+
+        BSP: as for ``lr_factor``, all workers that set hyperparameters must set the same ones. SSP and ASP: each push
+        has its own. Snapshots do not store them: a script that resumes from one, or is restarted, sets them again.
+
+        Setting it raises InvalidArgumentError for a group or name that does not exist, a value out of its range, and a
+        hyperparameter that cannot change while training: True or False, one that decides which state exists (momentum
+        from or to 0), one that only begins the state, and ``beta1`` and ``momentum_decay`` of NAdam.
+        """
+        settings = self.servers.participation.options.settings
+        return None if settings is None else by_group(settings)
+
+    @settings.setter
+    def settings(self, settings: Mapping[int, Mapping[str, float]] | None) -> None:
+        options = self.servers.participation.options
+        checked = None if settings is None else self.spec.optimizer.check_settings(settings)
+        self.spec.optimizer.check_rates(options.lr_factor or 0.0, checked or ())
+        self.servers.participation.options = replace(options, settings=checked)
 
     def measure(self) -> Measurements:
         """Return the counters of ``Context.report``. Reads only a few numbers."""

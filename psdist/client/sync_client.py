@@ -412,6 +412,28 @@ class Parameters(Blocking[AsyncParameters]):
     def lr_factor(self, factor: float | None) -> None:
         self._async.lr_factor = factor
 
+    @property
+    def settings(self) -> dict[int, dict[str, float]] | None:
+        """Hyperparameters of this worker's later pushes that differ from the specification's, by group. None leaves the
+        choice to the other workers, and is the default.
+
+        Group 0 is the optimizer's own, group i that of override number i. Names are those of ``override``, ``lr``
+        included, which the schedule and ``lr_factor`` multiply: ``{0: {"momentum": 0.85}, 1: {"weight_decay": 0.1}}``.
+        The mapping is complete: numbers that it lacks are as specified, so ``{}`` returns to the specification.
+
+        BSP: as for ``lr_factor``, all workers that set hyperparameters must set the same ones. SSP and ASP: each push
+        has its own. Snapshots do not store them: a script that resumes from one, or is restarted, sets them again.
+
+        Setting it raises InvalidArgumentError for a group or name that does not exist, a value out of its range, and a
+        hyperparameter that cannot change while training: True or False, one that decides which state exists (momentum
+        from or to 0), one that only begins the state, and ``beta1`` and ``momentum_decay`` of NAdam.
+        """
+        return self._async.settings
+
+    @settings.setter
+    def settings(self, settings: Mapping[int, Mapping[str, float]] | None) -> None:
+        self._async.settings = settings
+
     def statistics(self) -> Statistics:
         """Return the counters of this handle."""
         return self._async.statistics()

@@ -22,7 +22,7 @@ class Identity(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., parameters: _Optional[str] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("identity", "step", "codec", "dtype", "pull_dtype", "abstain", "grad_norm", "mark", "held", "weight", "difference", "lr_factor", "written")
+    __slots__ = ("identity", "step", "codec", "dtype", "pull_dtype", "abstain", "grad_norm", "mark", "held", "weight", "difference", "lr_factor", "written", "settings")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +36,7 @@ class PushHeader(_message.Message):
     DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
     LR_FACTOR_FIELD_NUMBER: _ClassVar[int]
     WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
     identity: Identity
     step: int
     codec: _common_pb2.Codec
@@ -49,7 +50,24 @@ class PushHeader(_message.Message):
     difference: GradientDifference
     lr_factor: float
     written: bytes
-    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., step: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., pull_dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., abstain: _Optional[bool] = ..., grad_norm: _Optional[float] = ..., mark: _Optional[int] = ..., held: _Optional[_Union[HeldWeights, _Mapping]] = ..., weight: _Optional[float] = ..., difference: _Optional[_Union[GradientDifference, _Mapping]] = ..., lr_factor: _Optional[float] = ..., written: _Optional[bytes] = ...) -> None: ...
+    settings: GroupSettings
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., step: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., pull_dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., abstain: _Optional[bool] = ..., grad_norm: _Optional[float] = ..., mark: _Optional[int] = ..., held: _Optional[_Union[HeldWeights, _Mapping]] = ..., weight: _Optional[float] = ..., difference: _Optional[_Union[GradientDifference, _Mapping]] = ..., lr_factor: _Optional[float] = ..., written: _Optional[bytes] = ..., settings: _Optional[_Union[GroupSettings, _Mapping]] = ...) -> None: ...
+
+class GroupSettings(_message.Message):
+    __slots__ = ("settings",)
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    settings: _containers.RepeatedCompositeFieldContainer[GroupSetting]
+    def __init__(self, settings: _Optional[_Iterable[_Union[GroupSetting, _Mapping]]] = ...) -> None: ...
+
+class GroupSetting(_message.Message):
+    __slots__ = ("group", "name", "value")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    name: str
+    value: float
+    def __init__(self, group: _Optional[int] = ..., name: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
 
 class Written(_message.Message):
     __slots__ = ("starts", "sizes", "values")
@@ -427,7 +445,7 @@ class ReplicateRequest(_message.Message):
         __slots__ = ()
         def __init__(self) -> None: ...
     class Update(_message.Message):
-        __slots__ = ("lsn", "slice", "version", "dtype", "has_gradient", "lr_scale", "factor", "contributors", "sequence", "square", "assigned")
+        __slots__ = ("lsn", "slice", "version", "dtype", "has_gradient", "lr_scale", "factor", "contributors", "sequence", "square", "assigned", "settings")
         LSN_FIELD_NUMBER: _ClassVar[int]
         SLICE_FIELD_NUMBER: _ClassVar[int]
         VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -439,6 +457,7 @@ class ReplicateRequest(_message.Message):
         SEQUENCE_FIELD_NUMBER: _ClassVar[int]
         SQUARE_FIELD_NUMBER: _ClassVar[int]
         ASSIGNED_FIELD_NUMBER: _ClassVar[int]
+        SETTINGS_FIELD_NUMBER: _ClassVar[int]
         lsn: int
         slice: int
         version: int
@@ -450,7 +469,8 @@ class ReplicateRequest(_message.Message):
         sequence: int
         square: float
         assigned: bool
-        def __init__(self, lsn: _Optional[int] = ..., slice: _Optional[int] = ..., version: _Optional[int] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., has_gradient: _Optional[bool] = ..., lr_scale: _Optional[float] = ..., factor: _Optional[float] = ..., contributors: _Optional[_Iterable[_Union[Life, _Mapping]]] = ..., sequence: _Optional[int] = ..., square: _Optional[float] = ..., assigned: _Optional[bool] = ...) -> None: ...
+        settings: _containers.RepeatedCompositeFieldContainer[GroupSetting]
+        def __init__(self, lsn: _Optional[int] = ..., slice: _Optional[int] = ..., version: _Optional[int] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., has_gradient: _Optional[bool] = ..., lr_scale: _Optional[float] = ..., factor: _Optional[float] = ..., contributors: _Optional[_Iterable[_Union[Life, _Mapping]]] = ..., sequence: _Optional[int] = ..., square: _Optional[float] = ..., assigned: _Optional[bool] = ..., settings: _Optional[_Iterable[_Union[GroupSetting, _Mapping]]] = ...) -> None: ...
     class Assign(_message.Message):
         __slots__ = ("lsn", "slice")
         LSN_FIELD_NUMBER: _ClassVar[int]

@@ -18,6 +18,7 @@ from google.protobuf.message import Message
 from psdist.compression.pulls import pull_codec_from_text
 from psdist.consistency import ASP, BSP, SSP, Consistency, Reduction, ResizeLr, StalenessLr, kind_of
 from psdist.errors import DTypeMismatchError, InvalidArgumentError, LimitExceededError
+from psdist.hyperparameters import Setting, Settings
 from psdist.map_difference import MapDifference
 from psdist.optim import Constant, Optimizer, Override, optimizer_from_values, schedule_from_values
 from psdist.types import (
@@ -180,6 +181,21 @@ def optimizer_from_proto(message: pb.Optimizer) -> Optimizer:
     given = message.schedule
     schedule = schedule_from_values(given.kind, given.values) if message.HasField("schedule") else Constant()
     return optimizer_from_values(message.kind, message.values, schedule, message.max_grad_norm, overrides)
+
+
+def settings_to_proto(settings: Settings) -> list[server_pb2.GroupSetting]:
+    """Return the messages for hyperparameters that an update sets."""
+    return [server_pb2.GroupSetting(group=one.group, name=one.name, value=one.value) for one in settings]
+
+
+def settings_from_proto(messages: Sequence[server_pb2.GroupSetting]) -> Settings:
+    """Return hyperparameters as received, unchecked. Raises LimitExceededError for more than any optimizer has."""
+    if len(messages) > limits.GROUP_SETTINGS_MAX:
+        raise LimitExceededError(
+            f"{len(messages)} settings in one message: send those that differ from the specification, at most "
+            f"{limits.GROUP_SETTINGS_MAX}"
+        )
+    return tuple(Setting(one.group, one.name, one.value) for one in messages)
 
 
 def consistency_to_proto(consistency: Consistency) -> pb.Consistency:

@@ -10,7 +10,7 @@ import re
 from typing import Final
 
 #: Registration requires the same number. Raise it if an older peer could misread a message.
-PROTOCOL_VERSION: Final = 5
+PROTOCOL_VERSION: Final = 6
 
 #: Largest message on the data path: a slice of 4 MiB and its header, with room for float64 slices in the future.
 DATA_MESSAGE_BYTES: Final = 12 << 20
@@ -77,6 +77,8 @@ NONCE_SECONDS: Final = 5.0
 UNIDENTIFIED_MAX: Final = 256
 #: Header of a connection's first frame, sent before any authentication.
 OPENING_BYTES: Final = 64
+#: Hyperparameters that a push sets for its update: more than the most groups of any optimizer have together.
+GROUP_SETTINGS_MAX: Final = 4096
 #: Size of the digest of the weights that a script wrote (xxh3).
 WRITTEN_DIGEST_BYTES: Final = 16
 #: Close a connection if a partial frame stops growing, or the peer stops reading, for this long.

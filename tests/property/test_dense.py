@@ -6,6 +6,7 @@ They do so slice by slice, for any batch, for contributions of all types, and if
 from __future__ import annotations
 
 import dataclasses
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from numpy.typing import NDArray
 
 from psdist import BSP, optim
 from psdist.consistency import Reduction
+from psdist.errors import InvalidArgumentError
+from psdist.hyperparameters import Setting, Settings, by_group
 from psdist.types import GroupRange, ParametersEntry, ParametersSpec, Replica, Shard
 from psdist_server.kernels import kernels
 from psdist_server.kernels.arrays import DenseParameters, Update
@@ -88,6 +91,18 @@ def groups_of(ranges: tuple[GroupRange, ...]) -> NDArray[np.int64]:
     return groups
 
 
+def settings_of(spec: optim.Optimizer) -> Settings:
+    """Return half of each number that may change, the rate of the last group excepted."""
+    found: list[Setting] = []
+    for group in spec.groups:
+        for name, value in spec.setting_defaults(group).items():
+            if name == "lr" and group == len(spec.groups) - 1:
+                continue
+            with suppress(InvalidArgumentError):
+                found += spec.check_settings({group: {name: 0.5 * value}})
+    return tuple(sorted(found))
+
+
 class Reference:
     """The same parameters in plain numpy, with the group of each element."""
 
@@ -100,13 +115,16 @@ class Reference:
     def combine(self, out: NDArray[np.float32], parts: list[NDArray[Any]]) -> None:
         reference.combine(out, parts, 1 if self._sums else len(parts))
 
-    def update(self, start: int, stop: int, step: int, parts: list[NDArray[Any]], lr_scale: float) -> None:
+    def update(
+        self, start: int, stop: int, step: int, parts: list[NDArray[Any]], lr_scale: float, changed: Settings = ()
+    ) -> None:
+        changes = by_group(changed)
         gradient = np.empty(stop - start, np.float32)
         self.combine(gradient, parts)
         for group in range(len(self.spec.overrides) + 1):
             chosen = start + np.flatnonzero(self.groups[start:stop] == group)
             weights, states = self.weights[chosen], [state[chosen] for state in self.states]
-            values = self.spec.group_values(group)
+            values = self.spec.setting_defaults(group) | changes.get(group, {})
             part = gradient[chosen - start]
             reference.update(self.spec, values, weights, states, part, step, lr_scale, self.since)
             self.weights[chosen] = weights
@@ -130,8 +148,9 @@ def test_batches_give_the_bytes_of_the_reference(spec: optim.Optimizer, seed: in
             dtypes = data.draw(st.lists(st.sampled_from(list(kernels.DTYPES)), min_size=1, max_size=5))
             parts = [rng.standard_normal(size).astype(kernels.DTYPES[dtype]) for dtype in dtypes]
             lr_scale = data.draw(st.sampled_from([1.0, 0.5, 1 / 3]))
-            updates.append(Update(index, step, parts, lr_scale))
-            expected.update(*dense.slicing.bounds(index), step, parts, lr_scale)
+            changed = data.draw(st.sampled_from([(), settings_of(spec)]))
+            updates.append(Update(index, step, parts, lr_scale, settings=changed))
+            expected.update(*dense.slicing.bounds(index), step, parts, lr_scale, changed)
         cut = data.draw(st.integers(0, len(updates)))
         assert dense.apply(updates[:cut]) + dense.apply(updates[cut:]) == [()] * len(updates)
         assert dense.weights.array.tobytes() == expected.weights.tobytes()

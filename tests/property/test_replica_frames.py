@@ -100,6 +100,12 @@ async def receive(connection: FrameConnection, wire: Wire, data: bytes) -> None:
 SLICES = st.sampled_from([0, 0, 2, 2, 1, 3, 4, 1 << 31])
 COUNTS = st.sampled_from([0, 1, 2, 3, 4, 1 << 62, (1 << 64) - 1])
 LIVES = st.lists(st.builds(pb.Life, worker_id=st.text(max_size=3), incarnation=COUNTS), max_size=2)
+SETTINGS = st.builds(
+    pb.GroupSetting,
+    group=st.sampled_from([0, 0, 1, 1 << 31]),
+    name=st.sampled_from(["lr", "weight_decay", "momentum", "x"]),
+    value=st.sampled_from([0.5, 0.25, -1.0, float("nan")]),
+)
 KINDS: dict[str, st.SearchStrategy[Any]] = {
     "begin": st.builds(Request.Begin, lsn=COUNTS),
     "end": st.just(Request.End()),
@@ -121,6 +127,7 @@ KINDS: dict[str, st.SearchStrategy[Any]] = {
         lr_scale=st.sampled_from([1.0, 0.5]),
         contributors=LIVES,
         sequence=COUNTS,
+        settings=st.lists(SETTINGS, max_size=2),
     ),
     "digest": st.builds(Request.Digest, slice=SLICES, version=COUNTS, digest=st.binary(max_size=17)),
     "confirm": st.builds(Request.Confirm, number=COUNTS, shards=st.lists(SLICES, max_size=2), terms=st.just([2])),

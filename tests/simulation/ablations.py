@@ -417,6 +417,12 @@ def _bare_rates(put: Put) -> None:
     put(applier, "_replica_update", lambda job, lsn: replace(replica_update(job, lsn), lr_scale=1.0))
 
 
+@_ablation("the hyperparameters that a push sets travel with the update", **_COPIES)
+def _bare_settings(put: Put) -> None:
+    replica_update = applier._replica_update
+    put(applier, "_replica_update", lambda job, lsn: replace(replica_update(job, lsn), settings=()))
+
+
 @_ablation(
     "a push that continues after a rejoin keeps its factor", faults=("freeze worker", "break session of worker"),
     fault_count=5, fault_seconds=1.5, think_seconds=0.1, steps=6,

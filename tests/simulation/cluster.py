@@ -393,7 +393,7 @@ class World:
         others, acked = self.members_beside(life, client.session.membership.view.cluster), self.oracle.acked
         before = handle.statistics()
         push = self.oracle.begins(life, handle.step)
-        handle.lr_factor = self.oracle.lr_factor(push.step)
+        handle.lr_factor, handle.settings = self.oracle.lr_factor(push.step), self.oracle.settings(push.step)
         gradients = {"w": self.oracle.gradient(push.slot)}
         weights = None
         if self.workload.random() < self.options.bare_pushes:

@@ -33,6 +33,10 @@ NOISE = 3
 
 #: Factors on the learning rate, by the push's number.
 LR_FACTORS = (1.0, 0.5, 2.0)
+#: Learning rates that pushes set, by step; those of the specification are 1.
+LR_SETTINGS = (1.0, 4.0)
+#: Momentums that pushes set, by step, if the specification has one.
+MOMENTUMS = (0.5, 0.75, 0.25)
 
 
 @dataclass
@@ -277,9 +281,16 @@ class Oracle:
         """Return the learning rate factor that workers give push or step ``number``."""
         return LR_FACTORS[number % len(LR_FACTORS)]
 
+    def settings(self, number: int) -> dict[int, dict[str, float]]:
+        """Return the hyperparameters that workers give push or step ``number``."""
+        settings = {"lr": LR_SETTINGS[number % len(LR_SETTINGS)]}
+        if self.optimizer.values()["momentum"]:
+            settings["momentum"] = MOMENTUMS[number % len(MOMENTUMS)]
+        return {0: settings}
+
     def worth(self, push: Push) -> float:
         """Return the learning rate with which the push was applied; it is the value of its slot."""
-        return self.lr_factor(push.step)
+        return self.lr_factor(push.step) * self.settings(push.step)[0]["lr"]
 
     def replay(self, index: int, version: int, steps: dict[int, list[Push]]) -> list[Array]:
         """Return the weights and state that numpy computes from pushes, given by step."""
@@ -292,6 +303,6 @@ class Oracle:
             if pushes:
                 parts = [self.gradient(push.slot).reshape(self.slicing.count, -1)[index] for push in pushes]
                 reference.combine(mean, parts, len(parts))
-                names["lr"] = self.worth(pushes[0])
+                names |= self.settings(step)[0] | {"lr": self.worth(pushes[0])}
                 reference.update(self.optimizer, names, weights, states, mean, step)
         return [weights, *states]

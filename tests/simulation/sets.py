@@ -282,7 +282,7 @@ class SetsWorld(OrdinaryWorld):
         push = oracle.begins(part, handle.step)
         life.pushes.append(push)
         self.oracle.made.append(SetPush(name, push, step))
-        handle.lr_factor = oracle.lr_factor(push.step)
+        handle.lr_factor, handle.settings = oracle.lr_factor(push.step), oracle.settings(push.step)
         gradients, weights = {"w": oracle.gradient(push.slot)}, None
         if self.workload.random() < self.options.bare_pushes:
             await handle.push(gradients)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from psdist.hyperparameters import Settings
 from psdist_server.kernels import kernels
 from psdist_server.kernels.optimizers import Rule, Run
 
@@ -22,13 +23,15 @@ def update(
     lr_scale: float = 1.0,
     runs: Sequence[Run] | None = None,
     mean: Floats | None = None,
+    settings: Settings = (),
 ) -> None:
     """Update float32[n] ``weights`` and ``states`` once by one gradient.
 
     runs: as for ``Rule.initialize``; by default the whole in group 0.
     mean: float32[n] that receives the kernel's mean.
+    settings: hyperparameters that differ from the specification's.
     """
-    scalars = rule.scalars(step, lr_scale)
+    scalars = rule.scalars(step, lr_scale, settings)
     addresses = [kernels.address_of(array) for array in (weights, *states)]
     for start, stop, group in runs if runs is not None else [(0, weights.size, 0)]:
         values = scalars[group]

@@ -17,7 +17,7 @@ INITIAL = [0.5, -1.0, 2.0, 3.5, 4.0]
 
 
 def register(scheduler):
-    request = scheduler_pb2.RegisterRequest(protocol_version=5, role=scheduler_pb2.ROLE_WORKER)
+    request = scheduler_pb2.RegisterRequest(protocol_version=6, role=scheduler_pb2.ROLE_WORKER)
     return scheduler.Register(request, metadata=METADATA)
 
 

@@ -84,7 +84,7 @@ def update(
 
     states: arrays in the order of ``spec.state_names``. Those that the hyperparameters do not need stay as they are.
     spec: the optimizer and its schedule.
-    values: its hyperparameters for these elements, from ``spec.group_values``.
+    values: its hyperparameters for these elements, from ``spec.group_values`` or as they were set.
     step: from 0.
     lr_scale: additional factor on the learning rate (FTRL: on the gradient).
     state_since: step at which the state began. The schedule follows the step; the optimizer's own count of updates,
@@ -122,7 +122,7 @@ def _sgd(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: int,
 def _asgd(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: int, rate: float) -> None:
     """https://docs.pytorch.org/docs/2.13/generated/torch.optim.ASGD.html"""
     (average,) = states
-    eta = rate / (1 + h["lambd"] * rate * age) ** h["alpha"]
+    eta = rate / (1 + h.get("lambd_before", h["lambd"]) * rate * age) ** h["alpha"]
     weight = np.float32(1 / max(1, age - h["t0"]))
     g = g + h["weight_decay"] * w
     w[:] = w * (1 - h["lambd"] * eta) - eta * g

@@ -22,6 +22,7 @@ from typing import Final
 from psdist.client.core.written_weights import WrittenWeights
 from psdist.consistency import BSP, Consistency
 from psdist.errors import InternalError
+from psdist.hyperparameters import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +30,12 @@ class PushOptions:
     """The part of a push besides its gradient.
 
     lr_factor: factor on the learning rate of the update; None if other workers set it.
+    settings: hyperparameters of the update that differ from the specification's; None if other workers set them.
     written: weights that the script wrote before this push; None if it wrote none.
     """
 
     lr_factor: float | None = None
+    settings: Settings | None = None
     written: WrittenWeights | None = None
 
 

@@ -10,6 +10,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from psdist.hyperparameters import Settings
+
 G = TypeVar("G")
 #: A worker's sequence of pushes: the worker's id and the incarnation in which the sequence began. A worker that died
 #: and rejoined may have two of them in one step.
@@ -54,6 +56,7 @@ class ReplicaUpdate(Generic[G]):
     version: of the slice before the update.
     contributors, sequence: entries for the duplicate table; ``sequence`` is None in BSP.
     gradient: the gradient to apply; None if nobody contributed.
+    settings: hyperparameters that differ from the specification's.
     square: the slice's sum of squares (clipping).
     assigned: weights that the slice is set to before the update; None if it keeps its own.
     size: bytes of the gradient and of these weights.
@@ -69,3 +72,4 @@ class ReplicaUpdate(Generic[G]):
     square: float = 0.0
     assigned: G | None = None
     size: int = 0
+    settings: Settings = ()

@@ -33,6 +33,7 @@ from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.compression.pulls import pull_codec_from_text
 from psdist.consistency import sums
 from psdist.errors import InternalError, InvalidArgumentError
+from psdist.hyperparameters import Settings
 from psdist.types import GroupRange, ParametersEntry
 from psdist_server.kernels import encoded, kernels
 from psdist_server.kernels.interpreted import BLOCK, CODES
@@ -64,6 +65,7 @@ class Update:
     weights: weight of each part in the mean; empty if all are equal.
     divisor: divides the only part, if that is a sum; 0 if each part is one contribution.
     assigned: float32[n] that the weights are set to first; None if they keep their values.
+    settings: hyperparameters that differ from the specification's.
     """
 
     index: int
@@ -77,6 +79,7 @@ class Update:
     weights: tuple[float, ...] = ()
     divisor: float = 0.0
     assigned: Array | None = None
+    settings: Settings = ()
 
     def scaled(self, lr_scale: float) -> Update:
         """Return this update with another factor on its learning rate, besides its own."""
@@ -344,16 +347,17 @@ class DenseParameters:
 
     def _apply(self, updates: Sequence[Update]) -> list[Bad]:
         sequence = self.weights.sequence
-        by_scalars: dict[tuple[int, float, int], list[SegmentJob]] = {}
+        # By the settings' identity, because hashing the settings of many groups would take longer than a small kernel.
+        by_scalars: dict[tuple[int, float, int, int], list[SegmentJob]] = {}
         for number, update in enumerate(updates):
             if update.parts:
                 sequence[update.index] = 2 * update.step + 1
                 for segment in self._segments[update.index]:
-                    key = (update.step, update.lr_scale, segment.group)
+                    key = (update.step, update.lr_scale, id(update.settings), segment.group)
                     by_scalars.setdefault(key, []).append((number, update, segment))
         bad: list[set[int]] = [set() for _ in updates]
-        for (step, lr_scale, group), jobs in by_scalars.items():
-            scalars = self.rule.scalars(step, lr_scale)[group]
+        for (step, lr_scale, _, group), jobs in by_scalars.items():
+            scalars = self.rule.scalars(step, lr_scale, jobs[0][1].settings)[group]
             if scalars is not None:
                 for row, parts in self._run(jobs, scalars):
                     bad[jobs[row][0]].update(parts)

@@ -87,7 +87,7 @@ class DoubleParameters(DenseParameters):
     def _update(self, update: Update, mean: Doubles) -> None:
         """Update the weights and state of a slice by its mean."""
         every = [array.view(np.float64) for array in self.export(update.index)]
-        scalars = self.rule.scalars(update.step, update.lr_scale)
+        scalars = self.rule.scalars(update.step, update.lr_scale, update.settings)
         with np.errstate(all="ignore"):
             for start, stop, group in self._runs[update.index]:
                 if (mine := scalars[group]) is None:

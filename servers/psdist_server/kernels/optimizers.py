@@ -23,6 +23,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from psdist.hyperparameters import Settings
 from psdist.optim import Optimizer, asgd_average_weight, asgd_step_size, nadam_log_product, nadam_momentum
 from psdist_server.kernels.updates import kernel_of
 
@@ -57,13 +58,13 @@ class Rule:
         self.state_since = state_since
         self.state_names = spec.state_names
         self._scalars = _SCALARS[spec.kind]
-        self._groups = tuple(map(spec.group_values, spec.groups))
+        self._groups = tuple(map(spec.setting_defaults, spec.groups))
         self._schedules = tuple(map(spec.group_schedule, spec.groups))
         self.kernels = tuple(kernel_of(spec.kind, values) for values in self._groups)
         self.arrays = tuple(
             (0, *(1 + self.state_names.index(name) for name in spec.group_state_names(group))) for group in spec.groups
         )
-        self._scalars_kept: tuple[tuple[int, float], Scalars] | None = None
+        self._scalars_kept: tuple[tuple[int, float, Settings], Scalars] | None = None
 
     def initialize(self, weights: Floats, states: Sequence[Floats], runs: Sequence[Run]) -> None:
         """Set the ``states`` of a slice to their values before the first update, for these float32[n] ``weights``.
@@ -84,21 +85,25 @@ class Rule:
                 signs = np.sign(weights.view(self._dtype)[part])
                 states[0].view(self._dtype)[part] = signs * self._dtype(-values["l1"])
 
-    def scalars(self, step: int, lr_scale: float) -> Scalars:
+    def scalars(self, step: int, lr_scale: float, settings: Settings = ()) -> Scalars:
         """Return the kernel's arguments, of ``dtype``, for each group at this step; None if the update is skipped.
+
+        settings: hyperparameters that differ from the specification's, as ``Optimizer.check_settings`` returns them.
 
         The last result is cached, since all slices of a step share it.
         """
         known = self._scalars_kept
-        if known is not None and known[0] == (step, lr_scale):
+        if known is not None and known[0] == (step, lr_scale, settings):
             return known[1]
+        groups = [dict(values) for values in self._groups]
+        for group, name, value in settings:
+            groups[group][name] = value
         with np.errstate(over="ignore"):
-            made = tuple(self._group_scalars(group, step, float(lr_scale)) for group in self.spec.groups)
-        self._scalars_kept = ((step, lr_scale), made)
+            made = tuple(self._group_scalars(*one, step, float(lr_scale)) for one in enumerate(groups))
+        self._scalars_kept = ((step, lr_scale, settings), made)
         return made
 
-    def _group_scalars(self, group: int, step: int, lr_scale: float) -> tuple[np.float32, ...] | None:
-        values = self._groups[group]
+    def _group_scalars(self, group: int, values: Values, step: int, lr_scale: float) -> tuple[np.float32, ...] | None:
         factor = self._schedules[group].factor(max(step - self.spec.delay, self.state_since))
         scalars = self._scalars(values, values["lr"] * factor, lr_scale, step - self.state_since)
         return None if scalars is None else tuple(map(self._dtype, scalars))
@@ -133,7 +138,8 @@ def _sign(values: Values) -> float:
 
 
 def _asgd(values: Values, rate: float, lr_scale: float, age: int) -> tuple[float, ...]:
-    size = asgd_step_size(values, rate * lr_scale, age)
+    # The step size belongs to the step before, as in torch.
+    size = asgd_step_size({**values, "lambd": values["lambd_before"]}, rate * lr_scale, age)
     shrink, take = 1 - values["lambd"] * size, asgd_average_weight(values, age)
     return _sign(values), size, values["weight_decay"], shrink, take
 

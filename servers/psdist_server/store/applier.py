@@ -106,7 +106,7 @@ class Applier:
         """Start carrying out ``effect``."""
         index = effect.index
         values, weights = self._gradients.values(effect.parts), self._gradients.weights(effect.parts)
-        lr_factor = self._gradients.lr_factor(effect.parts)
+        decision = self._gradients.decision(effect.parts)
         is_encoded = self._gradients.are_encoded(values)
         if not is_encoded:
             self._gradients.compare(effect.step, effect.parts, values)
@@ -114,7 +114,8 @@ class Applier:
             index,
             effect.step,
             values,
-            lr_factor,
+            decision.lr_factor,
+            settings=decision.settings,
             is_encoded=is_encoded,
             weights=weights,
             assigned=self._assigned(effect),
@@ -278,6 +279,7 @@ def _replica_update(job: _Job, lsn: int) -> ReplicaUpdate[Gradient]:
         sequence=effect.sequence,
         gradient=gradient,
         lr_scale=job.update.lr_scale,
+        settings=job.update.settings,
         square=job.square,
         assigned=assigned,
         size=sum(array.nbytes for array in (gradient, assigned) if array is not None),

@@ -29,6 +29,7 @@ from psdist.wire import convert, status
 from psdist.wire.frames import Frame
 from psdist_server.core.replication import BackupReplication, stale_term
 from psdist_server.core.slice_records import Producer, ReplicaUpdate, SliceRecord
+from psdist_server.core.stated_settings import SettingsCheck
 from psdist_server.kernels.arrays import Applied, Array, DenseParameters, Gradient, Update, gradient_of
 from psdist_server.kernels.pool import KernelLauncher
 from psdist_server.store.global_norm import NormBoard
@@ -75,6 +76,7 @@ class BackupShards:
         self._asynchronous = not isinstance(spec.consistency, BSP)
         self._clipping = spec.optimizer.max_grad_norm > 0 and not self._asynchronous
         self._fail = fail
+        self._settings_check = SettingsCheck(spec.optimizer)
         self._incoming: dict[int, list[Array]] = {}
         #: Weights that the next update of a slice begins with, and the lsn of that update.
         self._assigned: dict[int, tuple[int, Array]] = {}
@@ -260,7 +262,9 @@ class BackupShards:
             return
         parts = [update.gradient] if update.gradient is not None else []
         factor = message.update.factor if message.update.HasField("factor") else None
-        dense = Update(update.index, update.version, parts, update.lr_scale, factor, assigned=assigned)
+        dense = Update(
+            update.index, update.version, parts, update.lr_scale, factor, assigned=assigned, settings=update.settings
+        )
         self._enqueue(update.index, _QueuedUpdate(number, term, update.lsn, dense, update.square, sender))
 
     def _take_assigned(self, update: pb.ReplicateRequest.Update) -> Array | None:
@@ -297,6 +301,7 @@ class BackupShards:
             gradient=gradient,
             lr_scale=message.lr_scale,
             square=message.square,
+            settings=self._settings_check.check(convert.settings_from_proto(message.settings)),
         )
 
     def _check_slice(self, machine: BackupReplication, index: int) -> None:

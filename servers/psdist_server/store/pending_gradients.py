@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -22,6 +21,7 @@ from psdist.types import ITEM_BYTES, ParametersSpec, Slicing
 from psdist.v1 import server_pb2
 from psdist_server.core.contribution_comparison import ContributionComparison
 from psdist_server.core.gradient_estimates import GradientEstimates
+from psdist_server.core.stated_settings import Decision, SettingsCheck, Stated
 from psdist_server.kernels import kernels
 from psdist_server.kernels.arrays import Bad, Gradient, gradient_of
 from psdist_server.kernels.double import all_finite
@@ -29,9 +29,6 @@ from psdist_server.kernels.encoded import is_encoded
 from psdist_server.kernels.written_slice import WrittenSlice
 from psdist_server.store.rpc_call import Call
 from psdist_server.store.statistics import Counters
-
-#: Factors computed by different libraries differ in the last digits.
-_LR_FACTOR_TOLERANCE: Final = 1e-6
 
 
 @dataclass(slots=True)
@@ -67,8 +64,9 @@ class PendingGradients:
         self._prepare_sums = prepare_sums
         #: A push was encoded or had a weight, so contributions may have to be summed before the update.
         self._has_sums = False
-        #: A push had a factor on the learning rate.
-        self._has_lr_factors = False
+        #: A push stated a learning rate or hyperparameters.
+        self._has_settings = False
+        self._settings_check = SettingsCheck(spec.optimizer)
         self._spec = spec
         self._slicing = slicing
         self._counters = counters
@@ -84,8 +82,8 @@ class PendingGradients:
         """Check the header of a push.
 
         Raises InvalidArgumentError if a required global norm is missing, if the weight is out of range or nothing is
-        averaged, if the factor on the learning rate is out of range, and for written weights that the optimizer cannot
-        take.
+        averaged, if the factor on the learning rate or a hyperparameter is out of range, and for written weights that
+        the optimizer cannot take.
         """
         needed, norm = self._needs_norm and not call.abstain, call.gradient.norm
         if needed and not (math.isfinite(norm) and norm >= 0):
@@ -96,9 +94,7 @@ class PendingGradients:
             raise InvalidArgumentError("weight=0 counts for nothing: abstain instead, or send a weight above 0")
         if call.gradient.written:
             self._spec.check_assignable()
-        if call.gradient.lr_factor is not None:
-            self._spec.optimizer.check_lr_factor(call.gradient.lr_factor)
-            self._has_lr_factors = True
+        self._check_settings(call)
         if self._spec.dtype != "float32" and (call.is_encoded or call.dtype != "float32"):
             raise InvalidArgumentError(
                 f"{self._spec.name!r} is in {self._spec.dtype}: send gradients as DTYPE_FLOAT32, without segments"
@@ -106,6 +102,17 @@ class PendingGradients:
         if (call.is_encoded or call.gradient.weight != 1.0) and not self._has_sums:
             self._has_sums = True
             self._prepare_sums()
+
+    def _check_settings(self, call: Call) -> None:
+        """Check the learning rate and hyperparameters of a push."""
+        factor, settings = call.gradient.lr_factor, call.gradient.settings
+        self._has_settings |= factor is not None or settings is not None
+        if factor is not None:
+            self._spec.optimizer.check_lr_factor(factor)
+        if settings is not None:
+            checked = self._settings_check.check(settings)
+            self._spec.optimizer.check_rates(1.0 if factor is None else factor, checked)
+            call.gradient = replace(call.gradient, settings=checked)
 
     def receive(self, call: Call, index: int, payload: memoryview) -> tuple[Gradient, bool]:
         """Return a payload's contribution, and True if it counts. It does not count if the push abstains, or if it is
@@ -230,30 +237,22 @@ class PendingGradients:
         found = tuple(self._by_token[token].call.gradient.weight for token in tokens)
         return found if any(weight != 1.0 for weight in found) else ()
 
-    def lr_factor(self, tokens: Iterable[int]) -> float:
-        """Return the learning-rate factor of an update by these contributions, which are in rank order."""
-        decides = self._decides(tokens)
-        return 1.0 if decides is None else decides[1]
+    def decision(self, tokens: Iterable[int]) -> Decision:
+        """Return the settings of an update by these contributions, which are in rank order."""
+        return Decision(self._spec.optimizer, map(self._stated, tokens if self._has_settings else ()))
 
-    def _decides(self, tokens: Iterable[int]) -> tuple[PendingGradient, float] | None:
-        """Return the contribution that decides the learning rate, and its factor.
-
-        Of those that have a factor, the worker that has been a member longest decides. A restarted worker may not know
-        the run's current rate.
-        """
-        if not self._has_lr_factors:
-            return None
-        gradients = (self._by_token[token] for token in tokens)
-        stated = ((one, factor) for one in gradients if (factor := one.call.gradient.lr_factor) is not None)
-        return min(stated, key=lambda pair: pair[0].first_step, default=None)
+    def _stated(self, token: int) -> Stated:
+        gradient = self._by_token[token]
+        stated, worker_id = gradient.call.gradient, gradient.call.identity.worker_id
+        return Stated(worker_id, gradient.first_step, stated.lr_factor, stated.settings)
 
     def used(self, index: int, tokens: tuple[int, ...], left_out: Bad) -> None:
         """Discard contributions that an update of slice ``index`` has read.
 
         Those at positions ``left_out`` held NaN or Inf and were skipped; their calls fail if the policy is to reject.
-        Calls whose learning-rate factor differs from the update's fail, too.
+        Calls whose learning rate or hyperparameters differ from the update's fail, too.
         """
-        self._compare_lr_factors(tokens)
+        self._compare_settings(tokens)
         for position in left_out:
             call = self._by_token[tokens[position]].call
             self._counters.of(call.identity.worker_id).non_finite += 1
@@ -262,20 +261,20 @@ class PendingGradients:
         for token in tokens:
             self.discard(token)
 
-    def _compare_lr_factors(self, tokens: tuple[int, ...]) -> None:
-        """Fail the calls whose factor differs from that of the update."""
-        if (decides := self._decides(tokens)) is None:
+    def _compare_settings(self, tokens: tuple[int, ...]) -> None:
+        """Fail the calls whose settings differ from those of the update."""
+        if not self._has_settings:
             return
-        gradient, used = decides
+        decision = self.decision(tokens)
         for token in tokens:
             call = self._by_token[token].call
-            factor = used if call.gradient.lr_factor is None else call.gradient.lr_factor
-            if abs(factor - used) > _LR_FACTOR_TOLERANCE * used:
+            mine, used, decider = decision.difference(self._stated(token))
+            if mine:
                 call.fail(
                     InvalidArgumentError(
-                        f"lr_factor={factor!r} in step {call.step} of {self._spec.name!r}, which was made with "
-                        f"lr_factor={used!r}, set by {gradient.call.identity.worker_id}: a step has one learning rate, "
-                        "so all workers must set the same factor, including those that restarted or joined later"
+                        f"{mine} in step {call.step} of {self._spec.name!r}, which was made with {used}, set by "
+                        f"{decider}: a step has one learning rate and one set of hyperparameters, so all workers must "
+                        "set the same, including those that restarted or joined later"
                     )
                 )
 

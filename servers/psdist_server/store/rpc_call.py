@@ -15,6 +15,7 @@ from enum import Enum
 from typing import Final
 
 from psdist.errors import FencedError, InvalidArgumentError, PsdistError, UnknownCodecError
+from psdist.hyperparameters import Settings
 from psdist.types import GradientDifference, Identity
 from psdist.v1 import common_pb2, server_pb2
 from psdist.wire import convert, limits
@@ -62,6 +63,7 @@ class PushedGradient:
     difference: set if its payloads are differences, None for gradients.
     lr_factor: factor on the learning rate of its update; None if other members decide.
     written: digest of the weights that the script wrote before it; empty if it wrote none.
+    settings: hyperparameters of its update, unchecked until the push begins; None if other members decide.
     """
 
     norm: float = 0.0
@@ -69,11 +71,12 @@ class PushedGradient:
     difference: GradientDifference | None = None
     lr_factor: float | None = None
     written: bytes = b""
+    settings: Settings | None = None
 
     @classmethod
     def from_header(cls, header: server_pb2.PushHeader) -> PushedGradient:
         """Read a header. Raises InvalidArgumentError for a difference that is not encoded, and for a digest of another
-        size."""
+        size; LimitExceededError as ``settings_from_proto``."""
         difference: GradientDifference | None = None
         if header.HasField("difference"):
             if header.codec != common_pb2.CODEC_SEGMENTS:
@@ -85,7 +88,9 @@ class PushedGradient:
             raise InvalidArgumentError(
                 f"the digest of the written weights has {len(header.written)} bytes: send {limits.WRITTEN_DIGEST_BYTES}"
             )
-        return cls(header.grad_norm, weight, difference, lr_factor, header.written)
+        has_settings = header.HasField("settings")
+        settings = convert.settings_from_proto(header.settings.settings) if has_settings else None
+        return cls(header.grad_norm, weight, difference, lr_factor, header.written, settings)
 
 
 @dataclass

@@ -27,7 +27,7 @@ from psdist.link.ending import ending_with
 from psdist.types import Replica
 from psdist.v1 import common_pb2
 from psdist.v1 import server_pb2 as pb
-from psdist.wire import status
+from psdist.wire import convert, status
 from psdist_server.core.replication import PrimaryReplication, ReplicaState
 from psdist_server.core.slice_records import Producer, ReplicaUpdate, SliceRecord
 from psdist_server.kernels.arrays import Gradient
@@ -340,6 +340,7 @@ def update_messages(
         sequence=update.sequence or 0,
         square=update.square,
         assigned=assigned is not None,
+        settings=convert.settings_to_proto(update.settings) if whole else (),
     )
     yield pb.ReplicateRequest(shard=machine.number, term=machine.term, update=message), gradient
 

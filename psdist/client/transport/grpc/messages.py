@@ -63,6 +63,10 @@ def _write_options(header: pb.PushHeader, options: PushOptions) -> None:
         header.ClearField("lr_factor")
     else:
         header.lr_factor = options.lr_factor
+    if options.settings is None:
+        header.ClearField("settings")
+    else:
+        header.settings.CopyFrom(pb.GroupSettings(settings=convert.settings_to_proto(options.settings)))
 
 
 def method_of(request: Request) -> str:

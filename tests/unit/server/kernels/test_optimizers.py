@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from psdist import optim
+from psdist.errors import InvalidArgumentError
+from psdist.hyperparameters import PAIRS
 from psdist_server.kernels import optimizers
 from psdist_server.kernels.optimizers import Rule
 from tests.support.fused_update import update
@@ -120,6 +124,50 @@ def test_agrees_with_torch(kind: str, given: dict[str, Any]) -> None:
     assert np.abs(weights - expected).max() < 1e-6 * np.abs(expected).max()
     for name, state in zip(rule.state_names, states, strict=True):
         assert distance(state, theirs.state[parameter][name].numpy()) < 1e-6, name
+
+
+def changed(spec: optim.Optimizer, step: int) -> dict[str, float]:
+    """Return all hyperparameters that may change, as a script could set them at a step."""
+    found: dict[str, float] = {}
+    for name, value in spec.values().items():
+        wave = 1.0 - math.cos(step / 9)
+        new = value * (1.0 - 0.05 * wave) if value else 0.01 * wave
+        with suppress(InvalidArgumentError):
+            found |= spec.check_group_settings(0, {name: new})
+    return found
+
+
+@against_torch
+def test_settings_that_change_agree_with_torch(kind: str, given: dict[str, Any]) -> None:
+    """Every number that may change does so in each of 200 steps. ASGD's belong to the step before, as in torch.
+
+    The weights are within 1e-6 of their norm; the state is within 2e-6: it is 1.4e-6 for the centered RMSprop, whose
+    variance is a difference.
+    """
+    spec, parameter, theirs = both(kind, given)
+    rule, weights = Rule(spec), start()
+    states = tuple(np.empty(SIZE, np.float32) for _ in rule.state_names)
+    rule.initialize(weights, states, WHOLE)
+    before: dict[str, float] = spec.values()
+    for step in range(200):
+        now = spec.values() | changed(spec, step)
+        for name in theirs.param_groups[0]:
+            if name in now:
+                theirs.param_groups[0][name] = type(getattr(spec, name))(now[name])
+            if name in PAIRS:
+                theirs.param_groups[0][name] = tuple(now[one] for one in PAIRS[name])
+        parameter.grad = torch.from_numpy(gradient(step))
+        theirs.step()
+        sent = dict(now)
+        if kind == "ASGD":
+            sent |= {name: before[name] for name in ("lr", "alpha", "t0")} | {"lambd_before": before["lambd"]}
+        update(rule, weights, states, gradient(step), step, settings=spec.check_settings({0: sent}))
+        before = now
+    expected = parameter.detach().numpy()
+    assert {"lr", "weight_decay"} - changed(spec, 5).keys() <= ({"weight_decay"} if kind == "Rprop" else set())
+    assert distance(weights, expected) < 1e-6
+    for name, state in zip(rule.state_names, states, strict=True):
+        assert distance(state, theirs.state[parameter][name].numpy()) < 2e-6, name
 
 
 @against_torch
