@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 from launched import Run
 
@@ -21,6 +20,8 @@ KILLS = int(os.environ.get("KILLS", "3"))
 SEED = int(os.environ.get("SEED", "0"))
 SCRIPT = (Path(__file__).parent.parent / "integration" / "client" / "in_turn.py").read_text()
 STEPS = 120
+#: Longest time of one push. It takes a tenth of that on a machine that does nothing else.
+PUSH_SECONDS = 0.05
 
 
 @pytest.fixture
@@ -40,9 +41,9 @@ def start(path: Path, runs: list[Run], d_steps: int, *flags: str, steps: int = S
     return run
 
 
-def end(run: Run, path: Path) -> bytes:
-    """Return the last weights of both sets."""
-    status, text = run.end()
+def end(run: Run, path: Path, pushes: int = 0) -> bytes:
+    """Return the last weights of both sets. pushes: number of pushes that are still to be made, if it is large."""
+    status, text = run.end(240 + pushes * PUSH_SECONDS)
     assert status == 0, "".join(run.seen) + text
     return final(path)
 
@@ -55,7 +56,7 @@ def final(path: Path) -> bytes:
 
 def undisturbed(path: Path, runs: list[Run], d_steps: int, steps: int = STEPS) -> bytes:
     """Return the last weights of a run that nobody disturbs."""
-    return end(start(path, runs, d_steps, steps=steps), path)
+    return end(start(path, runs, d_steps, steps=steps), path, steps * (d_steps + 1))
 
 
 @pytest.mark.long  # Each interrupt is another run.
@@ -85,7 +86,7 @@ def test_interrupts_at_arbitrary_moments(tmp_path: Path, runs: list[Run], d_step
 
 
 @pytest.mark.long  # Each kill rolls the run back to a snapshot.
-@pytest.mark.timeout(300 + 60 * KILLS)
+@pytest.mark.timeout(600 + 150 * KILLS)
 @pytest.mark.parametrize("d_steps", [1, 5])
 def test_killed_servers_take_all_sets_back_to_one_iteration(tmp_path: Path, runs: list[Run], d_steps: int) -> None:
     rng, steps = random.Random(f"servers {d_steps} {SEED}"), 400 * (1 + KILLS) // d_steps
@@ -96,13 +97,12 @@ def test_killed_servers_take_all_sets_back_to_one_iteration(tmp_path: Path, runs
         while len(list(path.glob("runs/commits/*"))) < kill + 1:
             run.until(r"rank 0 is at")
         run.until(r"rank 0 is at", rng.randrange(1, 20))
-        servers = [one for one in run.family.children(recursive=True) if is_server(one)]
+        while not (servers := run.children("psdist_server")):
+            run.until(r"rank 0 is at")
         rng.choice(servers).kill()
-        run.until("rolls back to snapshot")
+        # Not "rolls back": a server that a busy machine starts late finds the run continued, and holds nothing.
+        run.until(r"server \d+ died")
         run.until(r"rank 0 is at")
-    assert end(run, path) == expected, f"seed {SEED}"
-
-
-def is_server(process: psutil.Process) -> bool:
-    """True for a server of the run."""
-    return any("psdist_server" in word for word in process.cmdline())
+    weights = end(run, path, steps * (d_steps + 1))
+    assert weights == expected, f"seed {SEED}:\n{''.join(run.seen)}"
+    assert any("rolls back to snapshot" in line for line in run.seen)

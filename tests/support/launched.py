@@ -51,9 +51,13 @@ class Run:
         return found
 
     def child(self, *words: str) -> psutil.Process:
-        """Return the descendant with all these words in its command line."""
+        """Return the first descendant with all these words in its command line."""
+        return self.children(*words)[0]
+
+    def children(self, *words: str) -> list[psutil.Process]:
+        """Return the descendants with all these words in their command lines."""
         family = self.family.children(recursive=True)
-        return next(child for child in family if all(word in _words(child) for word in words))
+        return [child for child in family if set(words) <= set(_words(child))]
 
     def end(self, timeout: float = 240) -> tuple[int, str]:
         """Return the exit status and the remaining output."""
