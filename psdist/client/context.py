@@ -17,6 +17,7 @@ from typing import Any, Final, Protocol, Self, SupportsFloat
 
 from psdist.client.process import loop, spawned, tracebacks
 from psdist.client.process.default_log import print_line
+from psdist.client.process.sigterm import sigterm
 from psdist.client.reporting.pipe import MetricsPipe
 from psdist.client.reporting.reporter import Reporter
 from psdist.client.reporting.run_info import RunInfo
@@ -128,7 +129,8 @@ class Context:
 
     def _close_at_exit(self) -> None:
         if os.getpid() == self._pid:  # A process that the script forked is no worker, and owns no cluster.
-            self.close()
+            with sigterm.ignored():
+                self.close()
 
 
 _lock = threading.Lock()

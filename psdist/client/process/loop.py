@@ -286,6 +286,6 @@ def shared() -> LoopThread:
 
 def _stop_at_exit() -> None:
     if _thread is not None and _thread.pid == os.getpid():
-        sigterm.begin_exit()
-        _thread.stop()
+        with sigterm.ignored():
+            _thread.stop()
         sigterm.restore_default()

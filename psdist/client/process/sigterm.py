@@ -17,10 +17,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Final, NoReturn, Protocol
+from typing import Final, Protocol
 
 from psdist.errors import ClosedError
 
@@ -52,7 +52,7 @@ class SigtermHandler:
         self.raised = False
         #: SystemExit was raised by a call, so it reached the script. One that a handler raises may be lost.
         self._raised_by_call = False
-        #: The interpreter exits.
+        #: psdist's own work at the interpreter's exit is under way.
         self._exiting = False
         self._signals = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -111,9 +111,23 @@ class SigtermHandler:
         self.restore_default()
         self._unblock()
 
-    def begin_exit(self) -> None:
-        """Ignore SIGTERM from now on: an exception in callbacks of the interpreter's exit would only be printed."""
+    @contextmanager
+    def ignored(self) -> Iterator[None]:
+        """Ignore SIGTERM and Ctrl-C during psdist's own work at the interpreter's exit, which takes seconds.
+
+        Python would only print an exception that is raised there, and the work would be left undone.
+        """
+        interrupt = signal.getsignal(signal.SIGINT)
+        in_main_thread = threading.current_thread() is threading.main_thread()
         self._exiting = True
+        if in_main_thread and interrupt is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            yield
+        finally:
+            self._exiting = False
+            if in_main_thread and interrupt is signal.default_int_handler:
+                signal.signal(signal.SIGINT, interrupt)
 
     def restore_default(self) -> None:
         """Restore the default handling, so that SIGTERM ends a script whose own callbacks at exit take too long."""
@@ -157,7 +171,12 @@ class SigtermHandler:
         if self._signals > 1 or not self._clients():
             self._exit()
 
-    def _exit(self) -> NoReturn:
+    def _exit(self) -> None:
+        """End the script: by SystemExit, or, if it has ended and other code runs at the interpreter's exit, by the
+        signal's default. Python would only print an exception there."""
+        if not threading.main_thread().is_alive():
+            self.restore_default()
+            signal.raise_signal(signal.SIGTERM)
         self.raised = True
         raise SystemExit(EXIT_STATUS)
 

@@ -64,6 +64,29 @@ print(context.client, [child.poll() for child in context._cluster.processes])
     assert (done.returncode, done.stdout) == (0, "<Client closed> []\n"), done.stderr
 
 
+def test_signals_while_the_interpreter_exits_leave_no_cluster_behind(tmp_path: Path) -> None:
+    done = run(
+        """
+import signal
+from psdist.launcher import embedded
+stop = embedded._stop
+
+def interrupted(children):
+    signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGINT)
+    stop(children)
+
+embedded._stop = interrupted
+psdist.init()
+""",
+        TMPDIR=str(tmp_path),
+        XDG_RUNTIME_DIR=str(tmp_path),
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert NOTE in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_forked_child_that_exits_leaves_the_context_alone() -> None:
     done = run("""
 class Log:

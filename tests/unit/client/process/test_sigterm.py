@@ -89,9 +89,9 @@ def on_signal(self, *arguments):
         thread.loop.call_soon_threadsafe(handled.set)
 async def close(self, reason="closed"):
     loop.release(self)
-    signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
-    while not handled.is_set():
-        await asyncio.sleep(0.001)
+    while not handled.is_set():  # A signal that arrives just before a wait does not end it.
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+        await asyncio.sleep(0.01)
     print("leaves:", reason, flush=True)
 module.SigtermHandler.on_signal, Client.close = on_signal, close
 """
@@ -100,6 +100,45 @@ module.SigtermHandler.on_signal, Client.close = on_signal, close
     late = "import atexit, os, signal\natexit.register(lambda: os.kill(os.getpid(), signal.SIGTERM))\n"
     status, lines, error = run("", late + HEAD + INSTALL)
     assert (status, lines, error) == (-signal.SIGTERM, ["leaves: closed"], "")
+
+
+@pytest.mark.parametrize("ends", ["", "thread.call(client.close(), ending=True)\n"])
+@pytest.mark.parametrize("place", ["callback", "thread"])
+def test_a_script_that_has_ended_is_ended_by_the_signals_default(place: str, ends: str) -> None:
+    """Python would print an exception in a callback at exit, or while it waits for threads, and go on."""
+    callback = """
+import atexit
+def finish():
+    term()
+    term()
+    print("not reached")
+atexit.register(finish)
+"""
+    waiting = """
+def work():
+    main = threading.main_thread()
+    main.join()
+    while True:  # A signal that arrives just before a wait does not end it.
+        signal.pthread_kill(main.ident, signal.SIGTERM)
+        threading.Event().wait(0.01)
+threading.Thread(target=work).start()
+"""
+    status, lines, error = run(ends + {"callback": callback, "thread": waiting}[place])
+    assert (status, lines, error) == (-signal.SIGTERM, ["leaves: closed"] * bool(ends), "")
+
+
+def test_ctrl_c_while_the_interpreter_exits_does_not_keep_clients_from_leaving() -> None:
+    close = """
+async def close(self, reason="closed"):
+    loop.release(self)
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+    await asyncio.sleep(0.05)
+    print("leaves:", reason, flush=True)
+Client.close = close
+"""
+    restored = "import atexit, signal\natexit.register(lambda: print(signal.getsignal(signal.SIGINT).__name__))\n"
+    status, lines, error = run("", restored + HEAD + close + INSTALL)
+    assert (status, lines, error) == (0, ["leaves: closed", "default_int_handler"], "")
 
 
 def test_nothing_is_raised_before_the_end_is_agreed_on() -> None:
