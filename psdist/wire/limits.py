@@ -131,6 +131,9 @@ DATASETS_MAX: Final = 64
 REPORTS_MAX: Final = 1 << 16
 #: Ranges of one data set leased to one worker at a time.
 LEASES_MAX: Final = 64
+#: Samples that a DynamicBatcher holds, and elements of one batch, after padding.
+BATCH_SAMPLES_MAX: Final = 1 << 20
+BATCH_TOKENS_MAX: Final = 1 << 31
 #: Spans in a data set's position, which every snapshot stores.
 SPANS_MAX: Final = 1 << 16
 

@@ -27,6 +27,7 @@ from psdist.client.core.push_sequence import PushSequence
 from psdist.client.session.membership import WorkerMembership, drop_when_fenced, run_in_incarnation
 from psdist.client.session.scheduler_calls import SchedulerCalls
 from psdist.client.session.wait_tracker import WaitTracker
+from psdist.data.batch_position import BATCHES
 from psdist.errors import (
     InternalError,
     InvalidArgumentError,
@@ -70,7 +71,7 @@ _PART_BYTES: Final = 1 << 20
 
 #: Prefix of the names of psdist's own state.
 OWN: Final = "psdist."
-_RESERVED: Final = (OWN, BUFFERS)
+_RESERVED: Final = (OWN, BUFFERS, BATCHES)
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from safetensors.numpy import load
 
 import psdist
 from psdist import errors
+from psdist.data import DynamicBatcher
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.settings.config import TransportName
 from psdist.snapshots import reader
@@ -166,6 +167,29 @@ async def test_a_snapshot_cuts_between_pushes(start: Start, tmp_path: Path, tran
                     await check(tmp_path / "run", rank, step + 1)
 
     await asyncio.gather(*(train(rank) for rank in range(RANKS)))
+
+
+def test_a_batcher_continues_at_the_batch_that_the_snapshot_does_not_contain(start: Start) -> None:
+    texts = [np.full(length, length, np.float32) for length in np.random.default_rng(0).integers(1, 40, 60)]
+    expected = [batch.indices.tolist() for batch in DynamicBatcher(4).batches(texts)]
+
+    def train(cluster: EmbeddedCluster, snapshot_before: int) -> list[list[int]]:
+        found = []
+        with psdist.Client(cluster.address, cluster.token, rank=0) as client:
+            weights = client.parameters("p", {"w": np.zeros(4, np.float32)}, psdist.optim.SGD(1.0))
+            batcher = DynamicBatcher(4)
+            batcher.keep_in(weights)
+            for batch in batcher.batches(texts):
+                if len(found) == snapshot_before:
+                    client.snapshot()
+                    return found
+                weights.push_pull({"w": np.full(4, batch.values.sum())}, weight=batch.tokens)
+                found.append(batch.indices.tolist())
+        return found
+
+    first = train(start(1), snapshot_before=5)
+    assert first == expected[:5]
+    assert train(start(1), snapshot_before=-1) == expected[5:]
 
 
 _SCRIPT = """

@@ -1,7 +1,5 @@
 """Assignment of samples to workers: in advance by ``DistributedSampler``, or by leases of ``client.dataset``.
 
-This module only computes indices. It needs neither torch, nor the network, nor psdist's client.
-
 ``DistributedSampler`` divides the indices of a data set among the ranks of a world of fixed size, with the semantics
 of torch.utils.data.DistributedSampler.
 
@@ -31,9 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psdist.errors import InvalidArgumentError, check_integer
-from psdist.types import DataPosition, DatasetSpec
-
-__all__ = ["DataPosition", "DatasetSpec", "DistributedSampler", "RangeOrder"]
+from psdist.types import DatasetSpec
 
 _SEED_MAX: Final = (1 << 63) - 1
 

@@ -1,0 +1,146 @@
+"""Samples by index, and passes over samples that can be continued from any place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from psdist.data.batch_position import Position
+from psdist.data.padding import arrays_of, length_of
+from psdist.errors import InvalidArgumentError, SettingsMismatchError, ShapeMismatchError
+
+Lengths = Sequence[int] | NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSample:
+    """A sample that was read. number: its place in the pass. arrays: None if it is loaded later, by its index."""
+
+    number: int
+    index: int
+    length: int
+    arrays: Mapping[str, NDArray[Any]] | None
+
+
+class IndexedSamples:
+    """Samples by index, such as a list or a data set of torch.
+
+    lengths: lengths by index. With them a sample is loaded when its batch is made, else when it is read.
+    """
+
+    def __init__(self, samples: Any, lengths: Lengths | None) -> None:
+        self._samples = samples
+        self._lengths = lengths
+        if lengths is not None and len(lengths) != len(samples):
+            raise InvalidArgumentError(f"lengths= has {len(lengths)} entries for {len(samples)} samples: pass one each")
+
+    def read(self, number: int, index: int) -> ReadSample:
+        """Return the sample at ``index``."""
+        if self._lengths is not None:
+            return ReadSample(number, index, int(self._lengths[index]), None)
+        arrays = arrays_of(self._samples[index])
+        return ReadSample(number, index, length_of(arrays), arrays)
+
+    def load(self, read: ReadSample) -> Mapping[str, NDArray[Any]]:
+        """Return the arrays of a sample. Raises ShapeMismatchError if its length is not that in ``lengths``."""
+        if read.arrays is not None:
+            return read.arrays
+        arrays = arrays_of(self._samples[read.index])
+        if length_of(arrays) != read.length:
+            raise ShapeMismatchError(
+                f"sample {read.index} has the length {length_of(arrays)}, and lengths= has {read.length}: correct it"
+            )
+        return arrays
+
+
+class Source:
+    """The samples of one pass, which can be read again from any place.
+
+    samples: a sequence of samples, or an iterable of them.
+    order: indices of a sequence in the order of the pass; None for ascending.
+
+    Raises InvalidArgumentError for an order or lengths of samples that have no indices.
+    """
+
+    def __init__(self, samples: Any, order: Iterable[int] | None, lengths: Lengths | None) -> None:
+        self._entries: Iterable[Any] = samples
+        self._indexed: IndexedSamples | None = None
+        if is_indexed(samples):
+            self._indexed = IndexedSamples(samples, lengths)
+            self._entries = range(len(samples)) if order is None else order
+        elif order is not None or lengths is not None:
+            raise InvalidArgumentError(
+                f"samples of type {type(samples).__name__} have no indices, so order= and lengths= do not apply: pass "
+                "a sequence, or leave them out"
+            )
+        self._has_read = False
+        #: Number of samples that were read, and the digest of their order.
+        self.taken, self._hash = 0, xxhash.xxh3_64()
+
+    @property
+    def digest(self) -> int:
+        """Digest of the samples that were read: of their indices, or of their lengths."""
+        return self._hash.intdigest()
+
+    def read(self, start: Position) -> Iterator[ReadSample]:
+        """Yield the pending samples of a place, and then all later ones.
+
+        Raises InvalidArgumentError if the data can be read only once, SettingsMismatchError if it is not the data of
+        ``start``.
+        """
+        entries = iter(self._entries)
+        if entries is self._entries and self._has_read:
+            raise InvalidArgumentError(
+                f"the run went back to a snapshot, and a {type(entries).__name__} can be read only once: pass a list, "
+                "a sampler, or another iterable that starts again with each loop"
+            )
+        self._has_read, self.taken, self._hash = True, 0, xxhash.xxh3_64()
+        pending = set(start.pending)
+        for number, entry in enumerate(entries):
+            arrays = self._count(entry)
+            if self.taken == start.taken:
+                self._check_same(start)
+            if number >= start.taken or number in pending:
+                yield self._sample(number, entry, arrays)
+        if self.taken < start.taken:
+            self._check_same(start)
+
+    def load(self, read: ReadSample) -> Mapping[str, NDArray[Any]]:
+        """Return the arrays of a sample."""
+        if self._indexed is not None:
+            return self._indexed.load(read)
+        assert read.arrays is not None
+        return read.arrays
+
+    def _count(self, entry: Any) -> Mapping[str, NDArray[Any]] | None:
+        """Count a sample as read. Returns its arrays, unless it has an index."""
+        self.taken += 1
+        if self._indexed is not None:
+            self._hash.update(int(entry).to_bytes(8, "little", signed=True))
+            return None
+        arrays = arrays_of(entry)
+        self._hash.update(length_of(arrays).to_bytes(8, "little"))
+        return arrays
+
+    def _sample(self, number: int, entry: Any, arrays: Mapping[str, NDArray[Any]] | None) -> ReadSample:
+        if self._indexed is not None:
+            return self._indexed.read(number, int(entry))
+        assert arrays is not None
+        return ReadSample(number, number, length_of(arrays), arrays)
+
+    def _check_same(self, start: Position) -> None:
+        if (self.taken, self.digest) != (start.taken, start.digest):
+            raise SettingsMismatchError(
+                f"the first {start.taken} samples are not those, in their order, that the batches of the snapshot came "
+                "from: resume with the same data, seed and number of workers, or start a new run"
+            )
+
+
+def is_indexed(samples: Any) -> bool:
+    """Return True if samples have indices: a sequence, an array, or a data set of torch with a length."""
+    return hasattr(samples, "__getitem__") and hasattr(samples, "__len__") and not isinstance(samples, Mapping)
