@@ -174,6 +174,19 @@ class ServerUnreachableError(PsdistError, ConnectionError, code="server_unreacha
     """A server does not answer. Unacknowledged pushes may or may not have been applied."""
 
 
+class PeerUnreachableError(PsdistError, ConnectionError, code="peer_unreachable", status="UNAVAILABLE"):
+    """Another worker does not answer, or has no connection for collectives."""
+
+
+class WorkerLostError(PsdistError, ConnectionError, code="worker_lost", status="UNAVAILABLE"):
+    """A worker of a group of collectives is gone. The message names its rank. The group can make no more calls."""
+
+
+class CollectiveMismatchError(PsdistError, code="collective_mismatch", status="FAILED_PRECONDITION"):
+    """The workers of a group made different calls: in another order, or with another operation, dtype, shape or root.
+    The message has both calls. The group can make no more calls."""
+
+
 class SharingUnavailableError(PsdistError, code="sharing_unavailable", status="FAILED_PRECONDITION"):
     """A worker and a server cannot share memory; the message says why. The data is intact."""
 

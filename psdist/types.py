@@ -454,6 +454,8 @@ class WorkerEntry:
     worker_id: str
     incarnation: int
     rank: int
+    #: host:port of its connections from other workers; empty if it accepts none.
+    address: str = ""
 
 
 @dataclass(frozen=True)

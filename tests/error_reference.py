@@ -96,6 +96,10 @@ REMEDIES: Final = {
     "launch_failed": "Fix the cause that the traceback shows ([launch.md](launch.md#results-and-errors)).",
     "push_dropped": "Call again. If it repeats, raise `--worker-timeout` "
     "([workers.md](workers.md#busy-frozen-and-dropped)).",
+    "peer_unreachable": "Let workers connect to any port of workers "
+    "([collectives.md](collectives.md#links-and-limits)).",
+    "worker_lost": "Make another group, with `context.new_group()`, once the worker was restarted, or without it.",
+    "collective_mismatch": "Make the same calls in the same order on all ranks, then make another group.",
     "closed": "Do not use a client after `close()`.",
     "internal": "Report it with the traceback and the logs.",
 }  # fmt: skip

@@ -146,6 +146,11 @@ SOURCES: Final = {
             return RunInfo(*run, client.local_rank, workers, servers, transports)
 
         @property
+        def session(self) -> WorkerSession:
+            """Membership of this worker, for collectives. Raises ClosedError."""
+            return self._async._opened()
+
+        @property
         def phases(self) -> PhaseTimer:
             """Clock that divides this worker's time into computing, pushing, waiting and pulling."""
             return self._phases

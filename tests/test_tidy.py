@@ -24,7 +24,7 @@ FILE_LINES_MAX = 600
 PURE_FOLDERS = (
     *("psdist.client.core", "psdist_server.core", "psdist_scheduler.events", "psdist_scheduler.members"),
     *("psdist_scheduler.placement", "psdist_scheduler.datasets", "psdist_scheduler.snapshots"),
-    "psdist_scheduler.coordination",
+    *("psdist_scheduler.coordination", "psdist.collectives.core"),
 )
 #: Pure modules elsewhere.
 PURE_MODULES = (

@@ -10,6 +10,7 @@ import atexit
 import inspect
 import os
 import threading
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -22,6 +23,7 @@ from psdist.client.reporting.pipe import MetricsPipe
 from psdist.client.reporting.reporter import Reporter
 from psdist.client.reporting.run_info import RunInfo
 from psdist.client.sync_client import Client
+from psdist.collectives.sync_group import Collectives, WorkerGroup
 from psdist.errors import ConfigurationError, DuplicateMemberError
 from psdist.metrics.trackers.progress import PLAIN_SECONDS, ProgressTracker
 from psdist.metrics.trackers.tracker import Tracker
@@ -53,10 +55,12 @@ class Context:
     _cluster: _Cluster | None = field(default=None, repr=False)
     _metrics: MetricsSettings = field(default_factory=MetricsSettings, repr=False)
     _reporter: Reporter = field(init=False, repr=False)
+    _groups: Collectives = field(init=False, repr=False)
     _pid: int = field(default_factory=os.getpid, init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_reporter", _make_reporter(self.client, self.rank, self._metrics))
+        object.__setattr__(self, "_groups", Collectives(self.client))
 
     def report(
         self,
@@ -99,6 +103,23 @@ class Context:
         has declared an iteration, only declared ones count.
         """
         return self.client.iteration()
+
+    @property
+    def collectives(self) -> WorkerGroup:
+        """The group of all workers of the run. Once it has ended by an error, this makes another one."""
+        if self._groups.world is None or self._groups.world.has_ended:
+            self._groups.world = self.new_group()
+        return self._groups.world
+
+    def new_group(self, ranks: Iterable[int] | None = None) -> WorkerGroup:
+        """Return a group of the workers with these ranks, for collectives; None means all.
+
+        Its members make it in the same order as other groups of the same workers. It waits for those that have not
+        joined the run. Numbers of ranks in the calls of the group are positions in ``ranks``, which are sorted.
+
+        Raises InvalidArgumentError unless this worker is among them, LimitExceededError, ClosedError, and FencedError.
+        """
+        return self._groups.new_group(ranks)
 
     def add_tracker(self, tracker: Tracker) -> None:
         """Also pass this worker's later reports to ``tracker``, about once a second, and call its ``start``.

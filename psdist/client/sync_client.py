@@ -25,6 +25,7 @@ from psdist.client.process.sigterm import sigterm
 from psdist.client.reporting.phase_timer import PhaseTimer
 from psdist.client.reporting.run_info import RunInfo
 from psdist.client.session.drops import OnDrop
+from psdist.client.session.scheduler_session import WorkerSession
 from psdist.client.session.worker_state import Restore, Save
 from psdist.client.snapshots import SnapshotInfo
 from psdist.client.step import AsyncBucket
@@ -321,6 +322,11 @@ class Client(Blocking[AsyncClient]):
         workers = tuple(worker.worker_id for worker in cluster.workers)
         servers = tuple(server.server_id for server in cluster.servers)
         return RunInfo(*run, client.local_rank, workers, servers, transports)
+
+    @property
+    def session(self) -> WorkerSession:
+        """Membership of this worker, for collectives. Raises ClosedError."""
+        return self._async._opened()
 
     @property
     def phases(self) -> PhaseTimer:

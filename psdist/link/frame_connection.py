@@ -39,9 +39,9 @@ PREFIX: Final = struct.Struct("<II")
 _LENGTH_BYTES: Final = 4
 #: Read-ahead bytes are copied, so keep this just large enough for headers.
 _READ_AHEAD_BYTES: Final = 16 << 10
-#: Write-queue size at which ``drain`` starts to wait. Under uvloop the queue references payloads instead of copying
-#: them.
-_QUEUED_BYTES: Final = 2 << 20
+#: Default write-queue size at which ``drain`` starts to wait. Under uvloop the queue references payloads instead of
+#: copying them.
+QUEUED_BYTES: Final = 2 << 20
 #: Bytes received before the event loop runs its other callbacks. Without this limit uvloop reads a connection up to 32
 #: times per iteration, and a fast sender refills the socket each time: 100 MiB and more.
 _TURN_BYTES: Final = 4 << 20
@@ -211,6 +211,7 @@ class FrameConnection(asyncio.BufferedProtocol):
     waits_for_reader: stop receiving while the peer does not read, so that it cannot make this process queue more and
         more answers. Set it at one end only; with both ends waiting, the connection deadlocks.
     ends_stalls: end the connection if a frame stops halfway, or the peer does not read, for ``limits.STALL_SECONDS``.
+    queued_bytes: size of the write queue at which ``drain`` starts to wait. With 0 it waits until the queue is empty.
     """
 
     def __init__(
@@ -221,7 +222,9 @@ class FrameConnection(asyncio.BufferedProtocol):
         has_payloads: bool = True,
         waits_for_reader: bool = False,
         ends_stalls: bool = False,
+        queued_bytes: int = QUEUED_BYTES,
     ) -> None:
+        self._queued_bytes = queued_bytes
         self._reader = FrameReader(receiver, header_bytes, has_payloads=has_payloads)
         self._waits_for_reader = waits_for_reader
         self._ends_stalls = ends_stalls
@@ -349,7 +352,7 @@ class FrameConnection(asyncio.BufferedProtocol):
             return
         self._transport = cast(asyncio.Transport, transport)
         if self._reader.prefix_bytes == PREFIX.size:
-            self._transport.set_write_buffer_limits(_QUEUED_BYTES)
+            self._transport.set_write_buffer_limits(self._queued_bytes)
         if self._ends_stalls:
             self._check_stall(-1, -1)
         connected = transport.get_extra_info("socket")

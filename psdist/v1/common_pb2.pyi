@@ -261,14 +261,16 @@ class ServerEntry(_message.Message):
     def __init__(self, server_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
 class WorkerEntry(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "rank")
+    __slots__ = ("worker_id", "incarnation", "rank", "address")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
     rank: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., rank: _Optional[int] = ...) -> None: ...
+    address: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., rank: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
 class ClusterMap(_message.Message):
     __slots__ = ("run_id", "epoch", "servers", "parameters", "workers", "paused", "scheduler_id")

@@ -167,6 +167,20 @@ METRIC_NAME_CHARACTERS_MAX: Final = 64
 #: atomically.
 METRIC_LINE_BYTES_MAX: Final = 4096
 
+#: Header of a link's first frame from another worker, which carries the token.
+PEER_OPENING_BYTES: Final = 4 * TOKEN_CHARACTERS_MAX + (4 << 10)
+#: Bytes that a collective sends to a peer together with the call. They may wait there until the peer makes the call.
+EAGER_BYTES: Final = 32 << 10
+#: Bytes of one part of a larger array.
+PART_BYTES: Final = 1 << 20
+#: Calls of collectives that one peer may make before this worker has made them, over all groups and tags.
+EARLY_CALLS_MAX: Final = 1024
+#: Groups of workers, closed ones included, and lanes (tags and directions) of one group.
+GROUPS_MAX: Final = 4096
+LANES_MAX: Final = 4096
+#: Calls of one lane that wait for their turn.
+QUEUED_CALLS_MAX: Final = 4096
+
 #: Workers of a collective of torch.distributed: each has a place in one slice. Bytes that each gives to it.
 COLLECTIVE_WORKERS_MAX: Final = 512
 COLLECTIVE_BYTES_MAX: Final = 1 << 30

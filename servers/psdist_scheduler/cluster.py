@@ -75,7 +75,7 @@ class Cluster:
             run_id=self.settings.run_id,
             epoch=self.epoch,
             servers=tuple(ServerEntry(m.member_id, m.incarnation, m.address) for m in self.members.servers),
-            workers=tuple(WorkerEntry(m.member_id, m.incarnation, m.rank) for m in self.members.workers),
+            workers=tuple(WorkerEntry(m.member_id, m.incarnation, m.rank, m.address) for m in self.members.workers),
             parameters=self.registry.entries,
             paused=self.paused,
             scheduler_id=self.lineage.scheduler_id,

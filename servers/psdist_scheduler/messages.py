@@ -138,7 +138,7 @@ def register_event(call: int, request: pb.RegisterRequest) -> ev.Register:
     if role is None:
         raise InvalidArgumentError(f"role {request.role} is unknown: use ROLE_SERVER or ROLE_WORKER")
     _check_texts(request, "run_id", "host", "address")
-    if role == "server":
+    if role == "server" or request.address:
         parse_address(request.address)
     return make_event(ev.Register, call, request, role=role)
 

@@ -28,6 +28,7 @@ import psdist_scheduler.service  # noqa: F401
 import psdist_server.scheduler_session
 import psdist_server.service  # noqa: F401
 from psdist.client.session.followed_map import FollowedMap
+from psdist.link.peers import PeerListener
 from psdist.wire import channels, convert, malloc_options, status
 from psdist.wire.shm import WeightsArena
 from psdist_scheduler import probe
@@ -347,6 +348,10 @@ def _again(effects: Sequence[Any]) -> bool:
     return bool(effects) and isinstance(effects[0], Forget)
 
 
+async def _no_port(listener: PeerListener, scheduler: str, *, spans_hosts: bool) -> None:
+    """Workers of a simulation accept no links of each other: the machine of collectives has a network of its own."""
+
+
 def install() -> None:
     """Replace, permanently, everything that production code gets from outside."""
     put = setattr
@@ -364,6 +369,7 @@ def install() -> None:
             if id(value) in stands and module.__name__ not in _REAL:
                 put(module, name, stands[id(value)])
     put(WeightsArena, "create", _no_arena)
+    put(PeerListener, "open_towards", _no_port)
     put(malloc_options, "keep_buffers", lambda **_: False)
     put(convert, "map_from_proto", _MapReader(convert.map_from_proto))
     for machine in (BspShard, AsyncShard):

@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from psdist.client.session.wait_tracker import WaitTracker
 from psdist.errors import ClosedError, DuplicateMemberError, ServerUnreachableError
+from psdist.link.peers import PeerListener
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire.backoff import Backoff
 from psdist.wire.member_connection import MemberConnection
@@ -70,6 +72,8 @@ class Registrar:
         self._version = version
         self._connection = connection
         self._waits = waits
+        #: Port for links of other workers.
+        self.listener = PeerListener(target.token)
 
     async def register(self, timeout: float) -> pb.RegisterResponse:
         """Register for the first time.
@@ -79,11 +83,27 @@ class Registrar:
         target = self._target
         reason = f"for {self._connection.peer} (from {target.source}) to answer"
         with self._waits.open(reason) as wait:
+            await self._listen(timeout)
             request = self._request(target.worker_id, target.rank)
             return await self._connection.register(
                 request, timeout, (ServerUnreachableError,),
                 lambda error: wait.update_reason(f"{reason}; last: {error.message}"),
             )  # fmt: skip
+
+    async def _listen(self, timeout: float) -> None:
+        """Open the port for links of other workers, once the scheduler's name resolves. Registering reports a name that
+        never does."""
+        here = int(os.environ.get("LOCAL_WORLD_SIZE") or self._target.world_size)
+        backoff = Backoff(self._connection.rng)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while True:
+                    with suppress(OSError):
+                        await self.listener.open_towards(
+                            self._target.address, spans_hosts=here < self._target.world_size
+                        )
+                        return
+                    await asyncio.sleep(backoff.next_seconds())
 
     def _request(self, worker_id: str, rank: int | None) -> pb.RegisterRequest:
         return pb.RegisterRequest(
@@ -93,6 +113,7 @@ class Registrar:
             member_id=worker_id,
             rank=rank,
             world_size=self._target.world_size,
+            address=self.listener.address,
         )
 
     async def register_again(self, mine: Registration) -> pb.RegisterResponse:

@@ -84,7 +84,7 @@ class WorkerSession:
         iterations = Iterations(self._report_progress, lambda: self.is_heard)
         self.stopping = Stopping(lambda: self.snapshots.marks, self._report_stop, lambda: self.is_heard, iterations)
         self.activities = Activities(lambda: self.snapshots.marks, self.membership.view)
-        self._registrar = Registrar(target, version, self.calls, self.waits)
+        self.registrar = Registrar(target, version, self.calls, self.waits)
         self._connections = connections
         self._requests = SessionRequests()
         self._task: asyncio.Task[None] | None = None
@@ -109,7 +109,7 @@ class WorkerSession:
         WrongRunError, DuplicateMemberError, UnauthenticatedError, LimitExceededError.
         """
         until = asyncio.get_running_loop().time() + timeout
-        self._start_incarnation(await self._registrar.register(timeout))
+        self._start_incarnation(await self.registrar.register(timeout))
         self._task = asyncio.create_task(self._keep_session(), name="psdist session")
         self._task.add_done_callback(self._session_ended)
         with self.waits.open(f"for {self.calls.peer} to accept the session"):
@@ -135,7 +135,7 @@ class WorkerSession:
         longest = max(self._silence, asyncio.get_running_loop().time() - self._beaten)
         self.membership.on_expelled(fenced, f"this process sent no sign of life for up to {longest:.1f} s")
         try:
-            response = await self._registrar.register_again(mine)
+            response = await self.registrar.register_again(mine)
         except PsdistError as error:
             return error
         self._start_incarnation(response)
@@ -297,6 +297,7 @@ class WorkerSession:
 
     async def close(self, reason: str = "closed") -> None:
         """Leave, if the scheduler answers within a second, and close the channel."""
+        self.registrar.listener.close()
         await self.snapshots.close()
         await self.activities.reachability.close()
         if self._task is not None:

@@ -44,8 +44,10 @@ class MemberLosses:
         """Replace the server registered at this address (a restart, or a retried registration).
 
         An address belongs to one process. Otherwise shards could be placed on the old incarnation, and their calls
-        would reach the new one.
+        would reach the new one. The address of a worker replaces nobody: nothing is placed on workers.
         """
+        if member.role == "worker":
+            return []
         before = [m.member_id for m in self._members.servers if m.address == member.address and m is not member]
         return self._lose([(member_id, f"{member} registered at its address") for member_id in before], now)
 
@@ -56,10 +58,10 @@ class MemberLosses:
         if member is None:
             return []
         steady = self._members.sessions.was_steady(member.member_id, now) and not self._was_suspended(now)
-        if steady and not member.address:
+        if steady and member.role == "worker":
             return self._lose([(member.member_id, event.reason)], now)
         self._members.sessions.detach(event.call, now, by_member=steady)
-        if member.address:
+        if member.role == "server":
             return self.silent.probe(member)
         return [ev.LogEvent(f"the session of {member} ended after a silence; waiting for it to return")]
 

@@ -88,7 +88,8 @@ class ClusterSettings:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One id and its newest incarnation. Servers have rank and world_size 0, workers an empty address."""
+    """One id and its newest incarnation. Servers have rank and world_size 0. A worker without an
+    address accepts no connections."""
 
     member_id: str
     role: Role

@@ -1,0 +1,319 @@
+"""The calls of one group of workers at one rank.
+
+Calls of a lane are carried out one after another. A lane is either that of the collectives, in which all ranks take
+part, or one direction of messages between two ranks under a tag. A rank announces each call to its peers, which compare
+it with their own. Data that does not travel with the announcement is sent once the peer has made the call, so that it
+is received in its place.
+
+Invariants: A peer is at most one call of a lane ahead, because no call ends before all of its ranks have announced it.
+Every call ends: with its result, or with an error that all ranks of the call learn. A call that needs nothing more from
+a lost rank ends with its result. After a failure the group makes no more calls.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
+
+from psdist.collectives.core.header import Header, mismatch
+from psdist.collectives.core.plan import Bytes, Outgoing, Plan
+from psdist.errors import InvalidArgumentError, LimitExceededError, PsdistError, WaitTimeoutError, WorkerLostError
+from psdist.wire.limits import LANES_MAX, QUEUED_CALLS_MAX
+
+
+@dataclass(frozen=True, slots=True)
+class CallLane:
+    """Name of a lane: source and target rank and tag of messages, or ``COLLECTIVES``."""
+
+    source: int
+    target: int
+    tag: int = 0
+
+
+COLLECTIVES: Final = CallLane(-1, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class SendCall:
+    """Announce a call to a peer. data: travels with it. ``on_sent`` follows with the call's id."""
+
+    call_id: int
+    peer: int
+    lane: CallLane
+    number: int
+    header: Header
+    data: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SendPart:
+    """Send a part. ``on_sent`` follows with the call's id."""
+
+    call_id: int
+    lane: CallLane
+    number: int
+    outgoing: Outgoing
+
+
+@dataclass(frozen=True, slots=True)
+class SendFailure:
+    """Tell a peer that the group has failed here."""
+
+    peer: int
+    error: PsdistError
+
+
+@dataclass(frozen=True, slots=True)
+class CallDone:
+    """End a call. error: None if it has its result."""
+
+    call_id: int
+    error: PsdistError | None = None
+
+
+Effect: TypeAlias = SendCall | SendPart | SendFailure | CallDone
+
+
+@dataclass(slots=True)
+class GroupCall:
+    """Call of a lane, under way or waiting for its turn."""
+
+    call_id: int
+    plan: Plan
+    #: Peers that have made the call too.
+    called: set[int] = field(default_factory=set)
+    #: Announcements and parts that are being sent, by peer.
+    unsent: dict[int, int] = field(default_factory=dict)
+
+    def needs(self, peer: int) -> bool:
+        return peer in self.plan.peers and (
+            peer not in self.called or bool(self.plan.missing[peer]) or bool(self.unsent.get(peer))
+        )
+
+
+@dataclass(slots=True)
+class _Calls:
+    """Calls of one lane. number: that of the first call in ``queue``, which is under way."""
+
+    number: int = 0
+    queue: deque[GroupCall] = field(default_factory=deque)
+    #: Announcements of the next call here, by peer.
+    early: dict[int, tuple[Header, Bytes]] = field(default_factory=dict)
+
+
+class GroupMachine:
+    """Calls of one rank in its group. size: number of ranks."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        #: Error that ended the group.
+        self.broken: PsdistError | None = None
+        self._lanes: dict[CallLane, _Calls] = {}
+        self._lost: dict[int, PsdistError] = {}
+        self._ids = 0
+        self._effects: list[Effect] = []
+
+    def validate(self) -> None:
+        """Check the invariants."""
+        for calls in self._lanes.values():
+            assert len(calls.early) < self.size, "a peer announced two calls ahead"
+            assert not self.broken or not calls.queue, "a failed group has calls"
+            assert all(not call.called for call in list(calls.queue)[1:]), "a call began before its turn"
+
+    @property
+    def peers(self) -> list[int]:
+        """The other ranks."""
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def start(self, lane: CallLane, plan: Plan) -> tuple[int, list[Effect]]:
+        """Make a call. Returns its id, and the effects.
+
+        Raises the error that ended the group, WorkerLostError if a rank of the call is gone, and LimitExceededError.
+        """
+        if self.broken is not None:
+            raise self.broken
+        for peer in plan.peers:
+            if peer in self._lost:
+                raise self._lost[peer]
+        calls = self._calls_of(lane)
+        if len(calls.queue) >= QUEUED_CALLS_MAX:
+            raise LimitExceededError(f"{len(calls.queue)} calls wait for their turn, which is the limit: wait for some")
+        self._ids += 1
+        call_id = self._ids
+        calls.queue.append(GroupCall(call_id, plan))
+        if len(calls.queue) == 1:
+            self._begin(lane, calls)
+        return call_id, self._taken()
+
+    def _calls_of(self, lane: CallLane) -> _Calls:
+        if lane not in self._lanes and len(self._lanes) >= LANES_MAX:
+            raise LimitExceededError(f"{LANES_MAX} tags and directions of messages are in use, which is the limit")
+        return self._lanes.setdefault(lane, _Calls())
+
+    def _begin(self, lane: CallLane, calls: _Calls) -> None:
+        """Announce the first call of the queue, and process what peers have announced before."""
+        call = calls.queue[0]
+        call.plan.start()
+        for peer in call.plan.peers:
+            call.unsent[peer] = 1
+            header, data = call.plan.header(peer), call.plan.eager(peer)
+            self._effects.append(SendCall(call.call_id, peer, lane, calls.number, header, data))
+        early, calls.early = calls.early, {}
+        for peer, (header, data) in early.items():
+            if not self._match(lane, calls, peer, header, data):
+                return
+        self._end_if_complete(lane, calls)
+
+    def _match(self, lane: CallLane, calls: _Calls, peer: int, header: Header, data: Bytes) -> bool:
+        """Compare a peer's call with this one, and begin to exchange data. Returns False if they differ."""
+        call = calls.queue[0]
+        if peer not in call.plan.peers or peer in call.called:
+            raise InvalidArgumentError(f"rank {peer} announces call {calls.number} of {lane} in vain")
+        error = mismatch(call.plan.header(peer), header, self.rank, peer)
+        if error is not None:
+            self._fail(error)
+            return False
+        call.called.add(peer)
+        if data.nbytes:
+            call.plan.check(peer, 0, data.nbytes)
+            call.plan.place(peer, 0)[:] = data
+            self._send(lane, calls, call.plan.received(peer, 0))
+        self._send(lane, calls, call.plan.initial(peer))
+        return True
+
+    def _send(self, lane: CallLane, calls: _Calls, parts: Iterable[Outgoing]) -> None:
+        call = calls.queue[0]
+        for outgoing in parts:
+            call.unsent[outgoing.peer] = call.unsent.get(outgoing.peer, 0) + 1
+            self._effects.append(SendPart(call.call_id, lane, calls.number, outgoing))
+
+    def _end_if_complete(self, lane: CallLane, calls: _Calls) -> None:
+        call = calls.queue[0]
+        if any(map(call.needs, call.plan.peers)):
+            return
+        calls.queue.popleft()
+        calls.number += 1
+        self._effects.append(CallDone(call.call_id))
+        if calls.queue:
+            self._begin(lane, calls)
+
+    # --- peers --------------------------------------------------------------------------------------------------------
+
+    def on_call(self, peer: int, lane: CallLane, number: int, header: Header, data: Bytes) -> list[Effect]:
+        """Process a peer's announcement. Raises InvalidArgumentError if it makes no sense."""
+        if self.broken is not None:
+            return []
+        calls = self._calls_of(lane)
+        if calls.queue and number == calls.number:
+            if self._match(lane, calls, peer, header, data):
+                self._end_if_complete(lane, calls)
+        elif number == calls.number + bool(calls.queue) and peer not in calls.early:
+            calls.early[peer] = header, data
+        else:
+            raise InvalidArgumentError(f"rank {peer} announces call {number} of {lane}, and {calls.number} is next")
+        return self._taken()
+
+    def place(self, peer: int, lane: CallLane, number: int, part: int, size: int) -> Bytes | None:
+        """Return the memory for a part, or None if the call is over here. Raises InvalidArgumentError."""
+        calls = self._lanes.get(lane)
+        if self.broken is not None or calls is None or not calls.queue or number != calls.number:
+            return None
+        plan = calls.queue[0].plan
+        if peer not in plan.peers:
+            raise InvalidArgumentError(f"rank {peer} sends data of {lane}, in which it has no part")
+        plan.check(peer, part, size)
+        return plan.place(peer, part)
+
+    def on_part(self, peer: int, lane: CallLane, number: int, part: int) -> list[Effect]:
+        """Process a part, which is in its place."""
+        calls = self._lanes[lane]
+        if self.broken is None and calls.queue and calls.number == number:
+            self._send(lane, calls, calls.queue[0].plan.received(peer, part))
+            self._end_if_complete(lane, calls)
+        return self._taken()
+
+    def on_sent(self, peer: int, lane: CallLane, call_id: int) -> list[Effect]:
+        """Record that an announcement or a part was sent, and its memory is free."""
+        calls = self._lanes[lane]
+        if calls.queue and calls.queue[0].call_id == call_id:
+            calls.queue[0].unsent[peer] -= 1
+            self._end_if_complete(lane, calls)
+        return self._taken()
+
+    # --- failures -----------------------------------------------------------------------------------------------------
+
+    def on_lost(self, peer: int, reason: str) -> list[Effect]:
+        """Process the loss of a rank. Calls that need nothing more from it continue."""
+        if self.broken is not None or peer in self._lost:
+            return []
+        error = WorkerLostError(f"rank {peer} is gone: {reason}", rank=peer)
+        self._lost[peer] = error
+        for calls in self._lanes.values():
+            if any(call.needs(peer) for call in calls.queue):
+                self._fail(error)
+                break
+        return self._taken()
+
+    def on_failure(self, error: PsdistError) -> list[Effect]:
+        """End the group after its failure at a peer, or the end of all links. Peers are not informed."""
+        if self.broken is None:
+            self._end(error)
+        return self._taken()
+
+    def expire(self, call_id: int, seconds: float) -> list[Effect]:
+        """End a call after its time limit, and with it the group."""
+        for calls in self._lanes.values():
+            for call in calls.queue:
+                if call.call_id == call_id:
+                    self._fail(WaitTimeoutError(f"rank {self.rank} waited {seconds:g} s {self.waiting_for(call_id)}"))
+                    return self._taken()
+        return []
+
+    def waiting_for(self, call_id: int) -> str:
+        """Return for whom a call waits: "for rank 2 to call all_reduce(...)"."""
+        for calls in self._lanes.values():
+            for call in calls.queue:
+                if call.call_id == call_id:
+                    return _reason(call, calls.queue[0])
+        return "for nothing"
+
+    def close(self, error: PsdistError) -> list[Effect]:
+        """End the group, and all of its calls with ``error``."""
+        if self.broken is None:
+            self._fail(error)
+        return self._taken()
+
+    def _fail(self, error: PsdistError) -> None:
+        self._end(error)
+        self._effects += [SendFailure(peer, error) for peer in self.peers if peer not in self._lost]
+
+    def _end(self, error: PsdistError) -> None:
+        self.broken = error
+        for calls in self._lanes.values():
+            self._effects += [CallDone(call.call_id, error) for call in calls.queue]
+            calls.queue.clear()
+            calls.early.clear()
+
+    def _taken(self) -> list[Effect]:
+        effects, self._effects = self._effects, []
+        return effects
+
+
+def _reason(call: GroupCall, first: GroupCall) -> str:
+    if call is not first:
+        return f"for {first.plan.call} to end, before {call.plan.call}"
+    absent = [peer for peer in call.plan.peers if peer not in call.called]
+    if absent:
+        return f"for {_ranks(absent)} to call {call.plan.call}"
+    late = [peer for peer in call.plan.peers if call.needs(peer)]
+    return f"for {_ranks(late)} to exchange the data of {call.plan.call}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    named = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} others" if len(ranks) > 8 else "")
+    return f"rank {named}" if len(ranks) == 1 else f"ranks {named}"

@@ -1,0 +1,204 @@
+"""Frames of one group: carries out the decisions of the group's machine, over the links of ``mesh``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+from psdist.client.session.wait_tracker import WaitTracker
+from psdist.collectives import messages
+from psdist.collectives.core.machine import CallDone, CallLane, Effect, GroupMachine, SendCall, SendFailure, SendPart
+from psdist.collectives.core.plan import Bytes, Plan
+from psdist.collectives.mesh import Mesh, Sender
+from psdist.errors import ClosedError, InvalidArgumentError, PsdistError, WaitTimeoutError, copy_error
+from psdist.types import WorkerEntry
+from psdist.v1 import worker_pb2 as pb
+from psdist.wire import limits, status
+
+
+class Exchange:
+    """Frames of one group: carries out the decisions of its machine.
+
+    ranks: the workers of the group by their ranks in the run.
+    rank: this worker's number in the group.
+    """
+
+    def __init__(self, mesh: Mesh, waits: WaitTracker, ranks: Sequence[int], rank: int) -> None:
+        self.ranks = tuple(ranks)
+        self._mesh = mesh
+        self._waits = waits
+        self._machine = GroupMachine(rank, len(ranks))
+        self._digest = b""
+        self._members: list[WorkerEntry] = []
+        self._by_worker: dict[Sender, int] = {}
+        self._results: dict[int, asyncio.Future[None]] = {}
+        #: Effects to carry out, in order, and those that need a link while the group is not open.
+        self._todo: deque[Effect] = deque()
+        self._unopened: deque[Effect] = deque()
+        self._is_busy = False
+        mesh.add(self)
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the group can make no more calls."""
+        return self._machine.broken is not None
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def start(self, lane: CallLane, plan: Plan) -> int:
+        """Make a call. Returns its id. Raises the error that ended the group."""
+        try:
+            call_id, effects = self._machine.start(lane, plan)
+        except PsdistError as error:
+            raise copy_error(error) from None
+        self._results[call_id] = asyncio.get_running_loop().create_future()
+        self._carry_out(effects)
+        return call_id
+
+    async def result(self, call_id: int, call: str, timeout: float | None) -> None:
+        """Wait for a call. Raises the error that ended it; WaitTimeoutError after ``timeout`` seconds."""
+        loop = asyncio.get_running_loop()
+        future, until = self._results[call_id], None if timeout is None else loop.time() + timeout
+        with self._waits.open(f"for the other ranks in {call}") as wait:
+            timer: asyncio.TimerHandle
+
+            def check() -> None:
+                nonlocal timer
+                if until is not None and timeout is not None and loop.time() >= until:
+                    self._expire(call_id, timeout)
+                else:
+                    wait.update_reason(self._reason(call_id))
+                    timer = loop.call_later(self._pause(until), check)
+
+            timer = loop.call_later(self._pause(until), check)
+            try:
+                await future
+            except asyncio.CancelledError:
+                self.end(ClosedError(f"rank {self._machine.rank} gave up {call}, so that the group has ended"))
+                raise
+            finally:
+                timer.cancel()
+                del self._results[call_id]
+
+    @staticmethod
+    def _pause(until: float | None) -> float:
+        """Return the time in seconds until a wait is looked at again."""
+        if until is None:
+            return limits.WAIT_REASON_SECONDS
+        return max(0.0, min(limits.WAIT_REASON_SECONDS, until - asyncio.get_running_loop().time()))
+
+    def _reason(self, call_id: int) -> str:
+        if not self._digest and (absent := self._mesh.absent(self)):
+            return f"for rank {', '.join(map(str, absent[:8]))} to join the run"
+        return self._machine.waiting_for(call_id)
+
+    def _expire(self, call_id: int, timeout: float) -> None:
+        if not self._digest:
+            self.end(WaitTimeoutError(f"waited {timeout:g} s {self._reason(call_id)}"))
+        else:
+            self._carry_out(self._machine.expire(call_id, timeout))
+
+    def abandon(self, error: PsdistError) -> None:
+        """See ``GroupFrames``."""
+        self._carry_out(self._machine.on_failure(error))
+
+    def end(self, error: PsdistError) -> None:
+        """End the group at all ranks, and all of its calls with ``error``."""
+        self._carry_out(self._machine.close(error))
+
+    # --- effects ------------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, effects: Iterable[Effect]) -> None:
+        """Carry out effects in order, after those of a call of this method that is under way."""
+        self._todo.extend(effects)
+        if self._is_busy:
+            return
+        self._is_busy = True
+        try:
+            while self._todo:
+                effect = self._todo.popleft()
+                if isinstance(effect, CallDone):
+                    self._finish(effect)
+                elif self._digest:
+                    self._send(effect)
+                else:
+                    self._unopened.append(effect)
+        finally:
+            self._is_busy = False
+
+    def _release_memory(self) -> None:
+        """Stop to use the arrays of calls, which have failed."""
+        for queue in (self._todo, self._unopened):
+            failures = [effect for effect in queue if isinstance(effect, CallDone | SendFailure)]
+            queue.clear()
+            queue.extend(failures)
+        self._mesh.drop(self)
+
+    def _finish(self, done: CallDone) -> None:
+        if done.error is not None:
+            self._release_memory()
+        future = self._results.get(done.call_id)
+        if future is None or future.done():
+            return
+        if done.error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(copy_error(done.error))
+            future.exception()  # Marks it as retrieved: the call may have been cancelled.
+
+    def _send(self, effect: SendCall | SendPart | SendFailure) -> None:
+        header = messages.encode(self._digest, effect)
+        match effect:
+            case SendCall(call_id, peer, lane, _, _, data):
+                sent = partial(self._sent, peer, lane, call_id)
+                self._mesh.link(self._members[peer]).send(header, data.data, sent, self)
+            case SendPart(call_id, lane, _, outgoing):
+                sent = partial(self._sent, outgoing.peer, lane, call_id)
+                self._mesh.link(self._members[outgoing.peer]).send(header, outgoing.data.data, sent, self)
+            case SendFailure(peer):
+                self._mesh.link(self._members[peer]).send(header)
+
+    def _sent(self, peer: int, lane: CallLane, call_id: int) -> None:
+        self._carry_out(self._machine.on_sent(peer, lane, call_id))
+
+    # --- frames -------------------------------------------------------------------------------------------------------
+
+    def open(self, digest: bytes, members: list[WorkerEntry]) -> None:
+        """See ``GroupFrames``."""
+        self._digest, self._members = digest, members
+        self._by_worker = {(worker.worker_id, worker.incarnation): rank for rank, worker in enumerate(members)}
+        unopened, self._unopened = self._unopened, deque()
+        self._carry_out(unopened)
+
+    def place(self, sender: Sender, part: pb.CollectivePart, size: int) -> Bytes | None:
+        """See ``GroupFrames``."""
+        peer = self._rank_of(sender)
+        lane = messages.lane_of(part.lane, peer, self._machine.rank)
+        return self._machine.place(peer, lane, part.lane.number, part.part, size)
+
+    def on_frame(self, sender: Sender, frame: pb.PeerFrame, data: Bytes) -> None:
+        """See ``GroupFrames``."""
+        peer, rank = self._rank_of(sender), self._machine.rank
+        match frame.WhichOneof("kind"):
+            case "call":
+                call = frame.call
+                lane, number = messages.lane_of(call.lane, peer, rank), call.lane.number
+                self._carry_out(self._machine.on_call(peer, lane, number, messages.header_of(call), data))
+            case "part":
+                part = frame.part
+                lane = messages.lane_of(part.lane, peer, rank)
+                self._carry_out(self._machine.on_part(peer, lane, part.lane.number, part.part))
+            case "failure":
+                self._carry_out(self._machine.on_failure(status.from_detail(frame.failure.error)))
+
+    def on_lost(self, worker: Sender, reason: str) -> None:
+        """See ``GroupFrames``."""
+        if (rank := self._by_worker.get(worker)) is not None:
+            self._carry_out(self._machine.on_lost(rank, reason))
+
+    def _rank_of(self, sender: Sender) -> int:
+        if sender not in self._by_worker:
+            raise InvalidArgumentError(f"{sender[0]!r:.80} is not in a group that it sends frames of")
+        return self._by_worker[sender]

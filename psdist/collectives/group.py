@@ -1,0 +1,243 @@
+"""``AsyncWorkerGroup``: collectives of some workers of a run, for numpy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from psdist.client.session.wait_tracker import WaitTracker
+from psdist.collectives import calls
+from psdist.collectives.core.machine import COLLECTIVES, CallLane
+from psdist.collectives.core.plan import Array, Plan
+from psdist.collectives.core.reductions import check_dtype, check_op
+from psdist.collectives.exchange import Exchange
+from psdist.collectives.mesh import Mesh
+from psdist.errors import ClosedError, DTypeMismatchError, InvalidArgumentError, ShapeMismatchError
+
+
+class AsyncWorkerGroup:
+    """Workers that make the same calls in the same order. Made by ``new_group``.
+
+    A call ends when all ranks have made it. It ends with WorkerLostError if a rank is gone that it needs,
+    CollectiveMismatchError if the ranks made different calls, and WaitTimeoutError after ``timeout`` seconds (None:
+    never). Then all ranks raise the error, and the group has ended: make another one.
+
+    Arrays are numpy's, of booleans, integers, floats (bfloat16 of ``ml_dtypes`` too) or complex numbers. ``out``
+    receives the result; it may be ``array`` itself. Reductions are in rank order, so that all ranks get the same bytes,
+    whatever arrives first: see docs/collectives.md.
+    """
+
+    def __init__(self, mesh: Mesh, waits: WaitTracker, ranks: Sequence[int], rank: int) -> None:
+        self.ranks = tuple(ranks)
+        self.rank = rank
+        self.size = len(self.ranks)
+        self._mesh = mesh
+        self._exchange = Exchange(mesh, waits, ranks, rank)
+
+    async def all_reduce(
+        self, array: ArrayLike, op: str = "sum", *, out: Array | None = None, timeout: float | None = None
+    ) -> Array:
+        """Return the reduction of all ranks' arrays.
+
+        op: "sum", "avg", "product", "min", "max", "band", "bor" or "bxor".
+        """
+        given = _checked(array)
+        check_op(op, given.dtype)
+        result = _Result(given, given.shape, out)
+        await self._call(calls.all_reduce(self.rank, self.size, result.apart(given), result.memory, op), timeout)
+        return result.finish()
+
+    async def all_gather(self, array: ArrayLike, *, out: Array | None = None, timeout: float | None = None) -> Array:
+        """Return all ranks' arrays, which have one shape, one after another along a new first axis."""
+        given = _checked(array)
+        result = _Result(given, (self.size, *given.shape), out)
+        await self._call(calls.all_gather(self.rank, self.size, result.apart(given), result.memory), timeout)
+        return result.finish()
+
+    async def broadcast(
+        self, array: ArrayLike, src: int = 0, *, out: Array | None = None, timeout: float | None = None
+    ) -> Array:
+        """Return the array of rank ``src``. The other ranks give one of the same shape and dtype, which is not read."""
+        given = _checked(array)
+        self._check_rank(src)
+        result = _Result(given, given.shape, out)
+        if self.rank == src:
+            result.memory[...] = given
+        await self._call(calls.broadcast(self.rank, self.size, result.memory, src), timeout)
+        return result.finish()
+
+    async def reduce(
+        self, array: ArrayLike, dst: int = 0, op: str = "sum", *, out: Array | None = None, timeout: float | None = None
+    ) -> Array | None:
+        """Return the reduction of all ranks' arrays at rank ``dst``, and None at the others. op: as ``all_reduce``."""
+        given = _checked(array)
+        check_op(op, given.dtype)
+        self._check_rank(dst)
+        if self.rank != dst:
+            await self._call(calls.reduce(self.rank, self.size, given, given, op, dst), timeout)
+            return None
+        result = _Result(given, given.shape, out)
+        plan = calls.reduce(self.rank, self.size, result.apart(given), result.memory, op, dst)
+        await self._call(plan, timeout)
+        return result.finish()
+
+    async def reduce_scatter(
+        self, array: ArrayLike, op: str = "sum", *, out: Array | None = None, timeout: float | None = None
+    ) -> Array:
+        """Return this rank's row of the reduction. array: one row for each rank. op: as ``all_reduce``."""
+        given = self._rows(array)
+        check_op(op, given.dtype)
+        result = _Result(given, given.shape[1:], out)
+        plan = calls.reduce_scatter(self.rank, self.size, result.apart(given), result.memory, op)
+        await self._call(plan, timeout)
+        return result.finish()
+
+    async def gather(
+        self, array: ArrayLike, dst: int = 0, *, out: Array | None = None, timeout: float | None = None
+    ) -> Array | None:
+        """Return all ranks' arrays along a new first axis at rank ``dst``, and None at the others."""
+        given = _checked(array)
+        self._check_rank(dst)
+        if self.rank != dst:
+            await self._call(calls.gather(self.rank, self.size, given, None, dst), timeout)
+            return None
+        result = _Result(given, (self.size, *given.shape), out)
+        await self._call(calls.gather(self.rank, self.size, result.apart(given), result.memory, dst), timeout)
+        return result.finish()
+
+    async def scatter(
+        self, array: ArrayLike | None, src: int = 0, *, out: Array | None = None, timeout: float | None = None
+    ) -> Array:
+        """Return this rank's row of the array of rank ``src``. The other ranks give None, and ``out`` for their row."""
+        self._check_rank(src)
+        if self.rank == src and array is not None:
+            given = self._rows(array)
+            result = _Result(given, given.shape[1:], out)
+            plan = calls.scatter(self.rank, self.size, result.apart(given), result.memory, src)
+        elif self.rank != src and out is not None:
+            check_dtype(out.dtype)
+            result = _Result(out, out.shape, out)
+            plan = calls.scatter(self.rank, self.size, None, result.memory, src)
+        else:
+            raise InvalidArgumentError("scatter: rank src gives the array, and the other ranks give out")
+        await self._call(plan, timeout)
+        return result.finish()
+
+    async def all_to_all(self, array: ArrayLike, *, out: Array | None = None, timeout: float | None = None) -> Array:
+        """Return the rows that the ranks have for this one. array: one row for each rank."""
+        given = self._rows(array)
+        result = _Result(given, given.shape, out)
+        sent = given.copy() if np.may_share_memory(given, result.memory) else given
+        await self._call(calls.all_to_all(self.rank, list(sent), list(result.memory)), timeout)
+        return result.finish()
+
+    async def all_to_all_uneven(
+        self, arrays: Sequence[ArrayLike], out: Sequence[Array], *, timeout: float | None = None
+    ) -> None:
+        """Send ``arrays[r]`` to each rank r, and receive its array in ``out[r]``. Sizes may differ."""
+        given = [_checked(array) for array in arrays]
+        results = [_Result(array, array.shape, array) for array in out]
+        if not len(given) == len(results) == self.size:
+            raise InvalidArgumentError(
+                f"{len(given)} arrays and {len(results)} in out: give one for each of {self.size}"
+            )
+        if len({array.dtype for array in (*given, *out)}) > 1:
+            raise DTypeMismatchError("all_to_all_uneven: give arrays of one dtype")
+        own = given[self.rank], results[self.rank].memory
+        if own[0].size != own[1].size:
+            raise ShapeMismatchError(f"this rank has {own[0].size} elements for itself, and out has {own[1].size}")
+        plan = calls.all_to_all(
+            self.rank, [array.reshape(-1) for array in given], [r.memory.reshape(-1) for r in results]
+        )
+        await self._call(plan, timeout)
+        for result in results:
+            result.finish()
+
+    async def send(self, array: ArrayLike, dst: int, tag: int = 0, *, timeout: float | None = None) -> None:
+        """Send an array to rank ``dst``, which receives it. Returns when it has been sent, which needs the receiver.
+
+        tag: messages of a tag are in order, those of different tags are independent.
+        """
+        self._check_partner(dst)
+        await self._call(calls.send(_checked(array), dst), timeout, CallLane(self.rank, dst, tag))
+
+    async def recv(self, out: Array, src: int, tag: int = 0, *, timeout: float | None = None) -> Array:
+        """Receive the next array that rank ``src`` sends with this tag into ``out``, and return it."""
+        self._check_partner(src)
+        check_dtype(out.dtype)
+        result = _Result(out, out.shape, out)
+        await self._call(calls.receive(result.memory, src), timeout, CallLane(src, self.rank, tag))
+        return result.finish()
+
+    async def barrier(self, *, timeout: float | None = None) -> None:
+        """Return when all ranks have called it."""
+        await self._call(calls.barrier(self.rank, self.size), timeout)
+
+    @property
+    def has_ended(self) -> bool:
+        """True if an error has ended the group, or ``close``."""
+        return self._exchange.has_ended
+
+    async def close(self) -> None:
+        """End the group. Calls of other ranks that need this one fail. Closing again does nothing."""
+        self._exchange.end(ClosedError(f"rank {self.rank} closed the group"))
+        self._mesh.remove(self._exchange)
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.size:
+            raise InvalidArgumentError(f"rank {rank} is not in this group of {self.size}: ranks count from 0")
+
+    def _check_partner(self, rank: int) -> None:
+        self._check_rank(rank)
+        if rank == self.rank:
+            raise InvalidArgumentError(f"rank {rank} is this rank: copy the array")
+
+    def _rows(self, array: ArrayLike) -> Array:
+        given = _checked(array)
+        if given.ndim == 0 or len(given) != self.size:
+            raise ShapeMismatchError(f"an array of shape {given.shape} has no row for each of {self.size} ranks")
+        return given
+
+    async def _call(self, plan: Plan, timeout: float | None, lane: CallLane = COLLECTIVES) -> None:
+        if timeout is not None and not timeout > 0:
+            raise InvalidArgumentError(f"timeout={timeout!r:.60} is out of range: use seconds above 0, or None")
+        call_id = self._exchange.start(lane, plan)
+        await self._exchange.result(call_id, str(plan.call), timeout)
+
+
+class _Result:
+    """Memory for a result: ``out`` if it is contiguous, else memory that is copied to it.
+
+    Raises ShapeMismatchError and DTypeMismatchError unless ``out`` fits.
+    """
+
+    def __init__(self, given: Array, shape: tuple[int, ...], out: Array | None) -> None:
+        self._out = out
+        if out is not None and (out.shape != shape or out.dtype != given.dtype or not out.flags.writeable):
+            raise ShapeMismatchError(
+                f"out has shape {out.shape} and dtype {out.dtype.name}: give a writable array of shape {shape} and "
+                f"dtype {given.dtype.name}"
+            )
+        usable = out is not None and out.flags.c_contiguous and out.flags.aligned
+        self.memory = out if usable and out is not None else np.empty(shape, given.dtype)
+
+    def apart(self, given: Array) -> Array:
+        """Return ``given``, copied if it overlaps the memory without being the same."""
+        same = given.ctypes.data == self.memory.ctypes.data and given.shape == self.memory.shape
+        return given if same or not np.may_share_memory(given, self.memory) else given.copy()
+
+    def finish(self) -> Array:
+        """Return the result, in ``out`` if it was given."""
+        if self._out is not None and self._out is not self.memory:
+            self._out[...] = self.memory
+            return self._out
+        return self.memory
+
+
+def _checked(array: ArrayLike) -> Array:
+    """Return a contiguous array of a supported dtype. Raises DTypeMismatchError."""
+    given = np.asarray(array)
+    check_dtype(given.dtype)
+    return given if given.flags.c_contiguous and given.flags.aligned else given.copy()

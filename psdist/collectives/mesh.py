@@ -1,0 +1,276 @@
+"""Links of one worker to the others of its run, and the groups that use them.
+
+The scheduler introduces the workers: the cluster map has the address of each. Links are dialed when they are first
+needed. A frame names its group. Calls of a group that this worker has not opened yet are kept, up to a limit.
+
+A worker counts as lost when its link ends, and a second after the map has another incarnation of it, or none: frames
+that it sent before may still arrive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections import Counter
+from typing import Final, Protocol
+
+import numpy as np
+
+from psdist.client.session.cluster_view import ClusterView
+from psdist.client.session.membership import WorkerMembership
+from psdist.collectives.core.plan import Bytes
+from psdist.errors import InvalidArgumentError, LimitExceededError, PeerUnreachableError, PsdistError, copy_error
+from psdist.link.frame_connection import FrameConnection, MessageReceiver
+from psdist.link.peers import PeerLink, PeerListener, check_hello
+from psdist.types import WorkerEntry
+from psdist.v1 import common_pb2
+from psdist.v1 import worker_pb2 as pb
+from psdist.wire import limits
+
+#: Time for frames of a worker that the map lacks to arrive.
+_GRACE_SECONDS: Final = 1.0
+_NOTHING: Final = memoryview(b"")
+
+Sender = tuple[str, int]
+
+
+class GroupFrames(Protocol):
+    """A group that receives frames."""
+
+    ranks: tuple[int, ...]
+
+    def open(self, digest: bytes, members: list[WorkerEntry]) -> None:
+        """Start to exchange frames with the members, by rank in the group."""
+
+    def abandon(self, error: PsdistError) -> None:
+        """End the group here. The other ranks learn of it by the end of their links."""
+
+    def place(self, sender: Sender, part: pb.CollectivePart, size: int) -> Bytes | None:
+        """Return the memory for a part, or None if it is not needed any more."""
+
+    def on_frame(self, sender: Sender, frame: pb.PeerFrame, data: Bytes) -> None:
+        """Process a frame."""
+
+    def on_lost(self, worker: Sender, reason: str) -> None:
+        """Process the loss of a worker, of this group or not."""
+
+
+class Mesh:
+    """Links and groups of one worker. Groups are opened in the order of their creation."""
+
+    def __init__(self, membership: WorkerMembership, listener: PeerListener, token: str) -> None:
+        self._membership = membership
+        self._token = token
+        self._mine = membership.registration
+        self._outgoing: dict[Sender, PeerLink] = {}
+        self._incoming: dict[Sender, IncomingLink] = {}
+        self._waiting: list[GroupFrames] = []
+        #: Open groups by digest; None for closed ones, whose late frames are dropped.
+        self._groups: dict[bytes, GroupFrames | None] = {}
+        #: Groups opened so far with the same members.
+        self._opened: Counter[str] = Counter()
+        #: Calls and failures of groups that are not open here.
+        self._early: list[tuple[Sender, bytes, pb.PeerFrame, Bytes]] = []
+        self._ends: set[asyncio.TimerHandle] = set()
+        self._watcher = asyncio.create_task(self._watch(), name="psdist collectives")
+        listener.serve(self)
+
+    @property
+    def _view(self) -> ClusterView:
+        return self._membership.view
+
+    # --- groups -------------------------------------------------------------------------------------------------------
+
+    def add(self, group: GroupFrames) -> None:
+        """Open a group once all of its ranks are in the map. Raises LimitExceededError."""
+        if len(self._groups) + len(self._waiting) >= limits.GROUPS_MAX:
+            raise LimitExceededError(f"{limits.GROUPS_MAX} groups of workers were made, which is the limit")
+        self._waiting.append(group)
+        self._open_groups()
+
+    def remove(self, group: GroupFrames) -> None:
+        """Forget a group that was closed."""
+        if group in self._waiting:
+            self._waiting.remove(group)
+        for digest, other in self._groups.items():
+            if other is group:
+                self._groups[digest] = None
+
+    def absent(self, group: GroupFrames) -> list[int]:
+        """Return the ranks of a group that the map lacks."""
+        known = {worker.rank for worker in self._view.cluster.workers}
+        return [rank for rank in group.ranks if rank not in known]
+
+    def _open_groups(self) -> None:
+        workers = {worker.rank: worker for worker in self._view.cluster.workers}
+        for group in list(self._waiting):
+            if not all(rank in workers for rank in group.ranks):
+                continue
+            self._waiting.remove(group)
+            members = [workers[rank] for rank in group.ranks]
+            if silent := [worker for worker in members if not worker.address and worker.rank != self._mine.rank]:
+                group.abandon(PeerUnreachableError(f"{silent[0].worker_id} (rank {silent[0].rank}) accepts no links"))
+                continue
+            names = json.dumps([[worker.worker_id, worker.incarnation] for worker in members])
+            digest = hashlib.blake2b(f"{self._opened[names]} {names}".encode(), digest_size=16).digest()
+            self._opened[names] += 1
+            self._groups[digest] = group
+            group.open(digest, members)
+            self._deliver_early(digest, group)
+
+    def _deliver_early(self, digest: bytes, group: GroupFrames) -> None:
+        mine = [entry for entry in self._early if entry[1] == digest]
+        self._early = [entry for entry in self._early if entry[1] != digest]
+        for sender, _, frame, data in mine:
+            group.on_frame(sender, frame, data)
+
+    def _all_groups(self) -> list[GroupFrames]:
+        return [*self._waiting, *(group for group in self._groups.values() if group is not None)]
+
+    # --- links --------------------------------------------------------------------------------------------------------
+
+    def link(self, worker: WorkerEntry) -> PeerLink:
+        """Return the link to a worker, and dial it if there is none."""
+        key = worker.worker_id, worker.incarnation
+        if key not in self._outgoing:
+            mine = common_pb2.WorkerEntry(worker_id=self._mine.worker_id, incarnation=self._mine.incarnation)
+            hello = pb.PeerHello(
+                token=self._token, run_id=self._mine.run_id, sender=mine,
+                receiver=common_pb2.WorkerEntry(
+                    worker_id=worker.worker_id, incarnation=worker.incarnation, address=worker.address
+                ),
+            )  # fmt: skip
+            self._outgoing[key] = PeerLink(hello, lambda error: self._lose_later(key, error.message))
+        return self._outgoing[key]
+
+    def drop(self, group: GroupFrames) -> None:
+        """Stop reading and writing the memory of a group's calls, which belongs to the caller again."""
+        for outgoing in list(self._outgoing.values()):
+            outgoing.drop(group)
+        for incoming in self._incoming.values():
+            if incoming.receiving is group:
+                incoming.receiving = None
+                incoming.connection.discard_payload()
+
+    def accepted(self, hello: pb.PeerHello, connection: FrameConnection) -> None:
+        """Take over a link of another worker. Raises PsdistError to refuse it."""
+        check_hello(hello, self._mine.run_id, self._mine.worker_id, self._mine.incarnation)
+        sender = hello.sender.worker_id, hello.sender.incarnation
+        if sender in self._incoming or len(self._incoming) >= limits.MEMBERS_MAX:
+            raise InvalidArgumentError(f"{sender[0]!r:.80} has a link already, or {limits.MEMBERS_MAX} others do")
+        self._incoming[sender] = IncomingLink(self, sender, connection)
+
+    def is_open(self, digest: bytes) -> GroupFrames | None:
+        """Return the open group with this digest."""
+        return self._groups.get(digest)
+
+    def on_frame(self, sender: Sender, frame: pb.PeerFrame, data: Bytes) -> None:
+        """Process a frame, whose payload is complete. Raises PsdistError for one that makes no sense."""
+        digest = digest_of(frame)
+        if (group := self._groups.get(digest)) is not None:
+            group.on_frame(sender, frame, data)
+        elif digest not in self._groups:
+            if len(self._early) >= limits.EARLY_CALLS_MAX:
+                raise LimitExceededError(
+                    f"{len(self._early)} calls of collectives arrived before this worker made them, which is the limit"
+                )
+            self._early.append((sender, digest, frame, data))
+
+    def link_ended(self, sender: Sender, reason: str) -> None:
+        """Process the end of an accepted link, which ends the worker for all groups."""
+        self._incoming.pop(sender, None)
+        self._early = [entry for entry in self._early if entry[0] != sender]
+        self._lose(sender, reason)
+
+    def _lose_later(self, worker: Sender, reason: str) -> None:
+        loop = asyncio.get_running_loop()
+
+        def lose() -> None:
+            self._ends.discard(timer)
+            self._lose(worker, reason)
+
+        timer = loop.call_later(_GRACE_SECONDS, lose)
+        self._ends.add(timer)
+
+    def _lose(self, worker: Sender, reason: str) -> None:
+        for group in self._all_groups():
+            group.on_lost(worker, reason)
+
+    # --- the map ------------------------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        before: set[Sender] = set()
+        while True:
+            if error := self._view.fatal or self._view.fenced:
+                self.close(error)
+                return
+            self._open_groups()
+            now = {(worker.worker_id, worker.incarnation) for worker in self._view.cluster.workers}
+            for worker in before - now:
+                self._lose_later(worker, f"{worker[0]} left the run, or was lost")
+            before = now
+            await self._view.changed()
+
+    def close(self, error: PsdistError) -> None:
+        """End all groups with ``error``, and all links."""
+        for group in self._all_groups():
+            group.abandon(copy_error(error))
+        for outgoing in self._outgoing.values():
+            outgoing.close()
+        for incoming in self._incoming.values():
+            incoming.connection.abort()
+        for timer in self._ends:
+            timer.cancel()
+        self._watcher.cancel()
+
+
+def digest_of(frame: pb.PeerFrame) -> bytes:
+    """Return the digest of the group that a frame names. Raises InvalidArgumentError."""
+    match frame.WhichOneof("kind"):
+        case "call":
+            return frame.call.lane.group
+        case "part":
+            return frame.part.lane.group
+        case "failure":
+            return frame.failure.group
+    raise InvalidArgumentError("a link carries calls, parts and failures after its first frame")
+
+
+class IncomingLink(MessageReceiver[pb.PeerFrame]):
+    """Accepted link of one worker."""
+
+    message_type = pb.PeerFrame
+
+    def __init__(self, mesh: Mesh, sender: Sender, connection: FrameConnection) -> None:
+        self.connection = connection
+        self._mesh = mesh
+        self._sender = sender
+        self._data: Bytes = np.empty(0, np.uint8)
+        #: WorkerGroup whose memory is being written to.
+        self.receiving: GroupFrames | None = None
+        connection.set_receiver(self)
+
+    def payload_buffer(self, message: pb.PeerFrame, size: int) -> memoryview:
+        self.receiving = None
+        if message.WhichOneof("kind") != "part":
+            if size > limits.EAGER_BYTES:
+                raise LimitExceededError(f"{size} bytes came with a call, over {limits.EAGER_BYTES}")
+            self._data = np.empty(size, np.uint8)
+            return self._data.data
+        group = self._mesh.is_open(digest_of(message))
+        data = group.place(self._sender, message.part, size) if group is not None else None
+        if data is None:  # Sent before the sender knew that the call had ended.
+            if size > limits.PART_BYTES:
+                raise LimitExceededError(f"a part has {size} bytes, over {limits.PART_BYTES}")
+            return memoryview(bytearray(size))
+        self.receiving, self._data = group, data
+        return data.data
+
+    def on_message(self, message: pb.PeerFrame) -> None:
+        data, self._data, self.receiving = self._data, np.empty(0, np.uint8), None
+        self._mesh.on_frame(self._sender, message, data)
+
+    def connection_ended(self, error: PsdistError | None) -> None:
+        name = self._sender[0]
+        self._mesh.link_ended(self._sender, f"{name} closed its link" if error is None else f"{name}: {error.message}")

@@ -1,0 +1,210 @@
+"""Synchronous collectives, which run on psdist's loop thread."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+from numpy.typing import ArrayLike
+
+from psdist.client.process import loop
+from psdist.client.process.blocking import on_loop
+from psdist.client.process.process_bound import ProcessBound
+from psdist.client.session.scheduler_session import WorkerSession
+from psdist.collectives.core.plan import Array
+from psdist.collectives.group import AsyncWorkerGroup
+from psdist.collectives.workers import AsyncCollectives
+
+T = TypeVar("T")
+
+
+class Handle(Generic[T]):
+    """Call under way, of ``async_op=True``. Its arrays belong to psdist until ``wait`` returns."""
+
+    def __init__(self, started: loop.StartedCall[T]) -> None:
+        self._started: loop.StartedCall[T] | None = started
+        self._result: T | None = None
+
+    def wait(self) -> T:
+        """Wait for the call, and return its result or raise its error."""
+        if self._started is not None:
+            started, self._started = self._started, None
+            self._result = started.result()
+        return self._result  # type: ignore[return-value]
+
+
+class WorkerGroup(ProcessBound):
+    """Workers that make the same calls in the same order. Made by ``Context.new_group``.
+
+    A call ends when all ranks have made it. It ends with WorkerLostError if a rank is gone that it needs,
+    CollectiveMismatchError if the ranks made different calls, and WaitTimeoutError after ``timeout`` seconds (None:
+    never). Then all ranks raise the error, and the group has ended: make another one.
+
+    Arrays are numpy's, of booleans, integers, floats (bfloat16 of ``ml_dtypes`` too) or complex numbers. ``out``
+    receives the result; it may be ``array`` itself. Reductions are in rank order, so that all ranks get the same bytes,
+    whatever arrives first: see docs/collectives.md.
+
+    With ``async_op=True`` a call returns a ``Handle`` immediately. Calls of a group are carried out one after another.
+    """
+
+    def __init__(self, wrapped: AsyncWorkerGroup) -> None:
+        self._async = wrapped
+        self.ranks = wrapped.ranks
+        self.rank = wrapped.rank
+        self.size = wrapped.size
+
+    @property
+    def has_ended(self) -> bool:
+        """True if an error has ended the group, or ``close``."""
+        return self._async.has_ended
+
+    def __repr__(self) -> str:
+        return f"<Group of ranks {self.ranks}>"
+
+    def all_reduce(
+        self,
+        array: ArrayLike,
+        op: str = "sum",
+        *,
+        out: Array | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Return the reduction of all ranks' arrays.
+
+        op: "sum", "avg", "product", "min", "max", "band", "bor" or "bxor".
+        """
+        return _run(self._async.all_reduce(array, op, out=out, timeout=timeout), async_op)
+
+    def all_gather(
+        self, array: ArrayLike, *, out: Array | None = None, timeout: float | None = None, async_op: bool = False
+    ) -> Any:
+        """Return all ranks' arrays, which have one shape, one after another along a new first axis."""
+        return _run(self._async.all_gather(array, out=out, timeout=timeout), async_op)
+
+    def broadcast(
+        self,
+        array: ArrayLike,
+        src: int = 0,
+        *,
+        out: Array | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Return the array of rank ``src``. The other ranks give one of the same shape and dtype, which is not read."""
+        return _run(self._async.broadcast(array, src, out=out, timeout=timeout), async_op)
+
+    def reduce(
+        self,
+        array: ArrayLike,
+        dst: int = 0,
+        op: str = "sum",
+        *,
+        out: Array | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Return the reduction of all ranks' arrays at rank ``dst``, and None at the others. op: as ``all_reduce``."""
+        return _run(self._async.reduce(array, dst, op, out=out, timeout=timeout), async_op)
+
+    def reduce_scatter(
+        self,
+        array: ArrayLike,
+        op: str = "sum",
+        *,
+        out: Array | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Return this rank's row of the reduction. array: one row for each rank. op: as ``all_reduce``."""
+        return _run(self._async.reduce_scatter(array, op, out=out, timeout=timeout), async_op)
+
+    def gather(
+        self,
+        array: ArrayLike,
+        dst: int = 0,
+        *,
+        out: Array | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Return all ranks' arrays along a new first axis at rank ``dst``, and None at the others."""
+        return _run(self._async.gather(array, dst, out=out, timeout=timeout), async_op)
+
+    def scatter(
+        self,
+        array: ArrayLike | None,
+        src: int = 0,
+        *,
+        out: Array | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Return this rank's row of the array of rank ``src``. The other ranks give None, and ``out`` for their row."""
+        return _run(self._async.scatter(array, src, out=out, timeout=timeout), async_op)
+
+    def all_to_all(
+        self, array: ArrayLike, *, out: Array | None = None, timeout: float | None = None, async_op: bool = False
+    ) -> Any:
+        """Return the rows that the ranks have for this one. array: one row for each rank."""
+        return _run(self._async.all_to_all(array, out=out, timeout=timeout), async_op)
+
+    def all_to_all_uneven(
+        self, arrays: Sequence[ArrayLike], out: Sequence[Array], *, timeout: float | None = None, async_op: bool = False
+    ) -> Any:
+        """Send ``arrays[r]`` to each rank r, and receive its array in ``out[r]``. Sizes may differ."""
+        return _run(self._async.all_to_all_uneven(arrays, out, timeout=timeout), async_op)
+
+    def send(
+        self, array: ArrayLike, dst: int, tag: int = 0, *, timeout: float | None = None, async_op: bool = False
+    ) -> Any:
+        """Send an array to rank ``dst``, which receives it. Returns when it has been sent, which needs the receiver.
+
+        tag: messages of a tag are in order, those of different tags are independent.
+        """
+        return _run(self._async.send(array, dst, tag, timeout=timeout), async_op)
+
+    def recv(self, out: Array, src: int, tag: int = 0, *, timeout: float | None = None, async_op: bool = False) -> Any:
+        """Receive the next array that rank ``src`` sends with this tag into ``out``, and return it."""
+        return _run(self._async.recv(out, src, tag, timeout=timeout), async_op)
+
+    def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Any:
+        """Return when all ranks have called it."""
+        return _run(self._async.barrier(timeout=timeout), async_op)
+
+    def close(self) -> None:
+        """End the group. Calls of other ranks that need this one fail. Closing again does nothing."""
+        loop.shared().call(self._async.close(), ending=True)
+
+
+class BlockingClient(Protocol):
+    """The part of ``Client`` that groups need."""
+
+    @property
+    def session(self) -> WorkerSession:
+        """Membership of this worker. Raises ClosedError."""
+
+
+class Collectives:
+    """Groups of the workers of a run, made on first use. client: connected."""
+
+    def __init__(self, client: BlockingClient) -> None:
+        self._client = client
+        self._async: AsyncCollectives | None = None
+        #: Group of all workers.
+        self.world: WorkerGroup | None = None
+
+    def new_group(self, ranks: Iterable[int] | None = None) -> WorkerGroup:
+        """See ``Context.new_group``."""
+        return loop.shared().call(on_loop(lambda: self._new_group(ranks)))
+
+    def _new_group(self, ranks: Iterable[int] | None) -> WorkerGroup:
+        if self._async is None:
+            self._async = AsyncCollectives(self._client.session)
+        return WorkerGroup(self._async.new_group(ranks))
+
+
+def _run(coroutine: Coroutine[Any, Any, T], async_op: bool) -> T | Handle[T]:
+    if async_op:
+        return Handle(loop.shared().start(coroutine))
+    return loop.shared().call(coroutine)

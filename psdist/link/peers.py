@@ -1,0 +1,292 @@
+"""Links between workers: the port on which a worker accepts them, and the dialing end.
+
+A worker dials each worker that it sends to. A link carries frames of the dialing worker alone, so that one that leaves
+after its last frame loses none of them. The first frame carries the run's token, and the answer is ``welcome``.
+
+Invariants: Nothing but the first frame is read before its token was compared in constant time. A link that was accepted
+before this worker uses it is not read, and waits. Payloads are sent from the caller's memory, which is borrowed until
+``sent`` is called or the link ends.
+
+``psdist.collectives`` uses the links.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from psdist import addresses
+from psdist.errors import (
+    ClosedError,
+    LimitExceededError,
+    PeerUnreachableError,
+    PsdistError,
+    UnauthenticatedError,
+    WrongRunError,
+)
+from psdist.link.dialing import CONNECT_SECONDS
+from psdist.link.frame_connection import FrameConnection, MessageReceiver
+from psdist.link.listening import Listener
+from psdist.v1 import worker_pb2 as pb
+from psdist.wire import limits
+
+logger = logging.getLogger("psdist")
+
+_NOTHING: Final = memoryview(b"")
+
+
+class PeerFrames(Protocol):
+    """Consumer of accepted links."""
+
+    def accepted(self, hello: pb.PeerHello, connection: FrameConnection) -> None:
+        """Take over a link. Raises PsdistError to refuse it."""
+
+    def close(self, error: PsdistError) -> None:
+        """End all links, because of ``error``."""
+
+
+class PeerListener(Listener[pb.PeerFrame]):
+    """Port of a worker for links of other workers. token: the run's; empty accepts all (loopback only)."""
+
+    message_type = pb.PeerFrame
+    opening_bytes = limits.PEER_OPENING_BYTES
+
+    def __init__(self, token: str) -> None:
+        super().__init__()
+        #: host:port for other workers; empty if there is none.
+        self.address = ""
+        self.token = token
+        self._consumer: PeerFrames | None = None
+        #: Links that nobody uses yet, by worker.
+        self._waiting: dict[str, tuple[pb.PeerHello, FrameConnection]] = {}
+
+    async def open_towards(self, scheduler: str, *, spans_hosts: bool) -> None:
+        """Listen at the address by which this host reaches ``scheduler`` (host:port).
+
+        spans_hosts: True if other hosts have workers, which cannot reach a loopback address.
+
+        Raises OSError if the scheduler's name does not resolve now.
+        """
+        peer = (await addresses.look_up(addresses.parse_address(scheduler)[0]))[0]
+        host = addresses.route_source(peer) or addresses.loopback()
+        if spans_hosts and addresses.is_loopback(host):
+            host = addresses.own_address()
+        if not self.token and not addresses.is_loopback(host):
+            self.log_unavailable(host, "beyond loopback the run needs a token")
+            return
+        await self.open(host)
+        self.address = addresses.format_address(host, self.port) if self.port else ""
+
+    def serve(self, consumer: PeerFrames) -> None:
+        """Hand accepted links, including those that wait, to ``consumer``."""
+        self._consumer = consumer
+        waiting, self._waiting = self._waiting, {}
+        for hello, connection in waiting.values():
+            connection.set_receiver(_Refused())
+            self._hand_over(hello, connection)
+            connection.release()
+
+    def close(self) -> None:
+        """Stop accepting links, and close all."""
+        super().close()
+        if self._consumer is not None:
+            self._consumer.close(ClosedError("the client is closed"))
+        for _, connection in self._waiting.values():
+            connection.abort()
+        self._waiting.clear()
+
+    def identify(self, opening: pb.PeerFrame) -> Callable[[FrameConnection], None]:
+        """Check the token of a link. Raises UnauthenticatedError."""
+        hello = opening.hello
+        if self.token and not hmac.compare_digest(hello.token.encode(), self.token.encode()):
+            raise UnauthenticatedError("a link from another worker has no token, or a wrong one")
+        hello.token = ""
+        return lambda connection: self._keep(hello, connection)
+
+    def _keep(self, hello: pb.PeerHello, connection: FrameConnection) -> None:
+        if self._consumer is not None:
+            self._hand_over(hello, connection)
+            return
+        name = hello.sender.worker_id
+        if name not in self._waiting and len(self._waiting) >= limits.MEMBERS_MAX:
+            raise LimitExceededError(f"{len(self._waiting)} links of other workers wait to be used, which is the limit")
+        if name in self._waiting:
+            self._waiting.pop(name)[1].abort()
+        self._waiting[name] = hello, connection
+        connection.set_receiver(_Refused())
+        connection.hold()
+
+    def _hand_over(self, hello: pb.PeerHello, connection: FrameConnection) -> None:
+        assert self._consumer is not None
+        try:
+            self._consumer.accepted(hello, connection)
+        except PsdistError as error:
+            self.note_stranger(error.message)
+            connection.abort()
+            return
+        connection.send(pb.PeerFrame(welcome=True).SerializeToString())
+
+    def log_unavailable(self, host: str, reason: str) -> None:
+        logger.warning("this worker accepts no links of other workers (%s: %s): it has no collectives", host, reason)
+
+    def log_strangers(self, count: int, reason: str) -> None:
+        logger.info("closed %d links that were not of this run's workers; the last: %s", count, reason)
+
+
+def check_hello(hello: pb.PeerHello, run_id: str, worker_id: str, incarnation: int) -> None:
+    """Raise WrongRunError or PeerUnreachableError unless a link means this worker."""
+    if hello.run_id != run_id:
+        raise WrongRunError(f"a link is of run {hello.run_id!r:.80}, and this is run {run_id!r}")
+    meant = hello.receiver
+    if (meant.worker_id, meant.incarnation) != (worker_id, incarnation):
+        raise PeerUnreachableError(
+            f"a link is for {meant.worker_id!r:.80} in incarnation {meant.incarnation}, and this is {worker_id} in "
+            f"incarnation {incarnation}"
+        )
+
+
+@dataclass(slots=True)
+class _Frame:
+    """Unsent frame. header: empty if it was handed over, and only its end is waited for."""
+
+    header: bytes
+    payload: memoryview
+    sent: Callable[[], None] | None
+    owner: object
+
+
+class _Refused(MessageReceiver[pb.PeerFrame]):
+    """Receiver of a link that nobody uses."""
+
+    message_type = pb.PeerFrame
+
+    def on_message(self, message: pb.PeerFrame) -> None:
+        raise ClosedError("the link is not in use")
+
+    def connection_ended(self, error: PsdistError | None) -> None:
+        pass
+
+
+class PeerLink(MessageReceiver[pb.PeerFrame]):
+    """Dialing end of a link to one worker. Frames are sent in order, once the link is accepted.
+
+    hello: the first frame, which names both workers; the receiver's address is dialed.
+    ended: called once with the reason if the link ends before ``close``.
+    """
+
+    message_type = pb.PeerFrame
+
+    def __init__(self, hello: pb.PeerHello, ended: Callable[[PsdistError], None]) -> None:
+        self.peer = hello.receiver.worker_id
+        self.connection = FrameConnection(self, queued_bytes=0)
+        self._hello = hello
+        self._ended: Callable[[PsdistError], None] | None = ended
+        self._queue: deque[_Frame] = deque()
+        #: Frame whose payload may be borrowed by the connection.
+        self._current: _Frame | None = None
+        self._wake = asyncio.Event()
+        self._welcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._is_idle = False
+        self._task = asyncio.create_task(self._run(), name=f"psdist link to {self.peer}")
+
+    def send(
+        self,
+        header: bytes,
+        payload: memoryview = _NOTHING,
+        sent: Callable[[], None] | None = None,
+        owner: object = None,
+    ) -> None:
+        """Queue a frame.
+
+        sent: called when the payload's memory is no longer needed; never after the link has ended.
+        owner: see ``drop``.
+        """
+        frame = _Frame(header, payload, sent, owner)
+        if not self._is_idle or self._queue:
+            self._queue.append(frame)
+            return
+        self.connection.send(header, payload)  # Small calls would wait for the task's turn of the loop.
+        if self.connection.is_full:
+            frame.header = b""
+            self._queue.append(frame)
+            self._current = frame
+            self._wake.set()
+        elif sent is not None:
+            sent()
+
+    def drop(self, owner: object) -> None:
+        """Send no more frames of ``owner``: their memory belongs to the caller again. If a frame is being sent, this
+        ends the link, because nothing else takes it back."""
+        self._queue = deque(frame for frame in self._queue if frame.owner is not owner)
+        if self._current is not None and self._current.owner is owner and self._current.payload.nbytes:
+            self._end(PeerUnreachableError(f"a call ended while its data was sent to {self.peer}"))
+
+    def close(self) -> None:
+        """End the link without a report."""
+        self._ended = None
+        self._stop()
+
+    async def _run(self) -> None:
+        try:
+            await self._dial()
+            await self._send_all()
+        except PsdistError as error:
+            self._end(error)
+
+    async def _dial(self) -> None:
+        address = self._hello.receiver.address
+        host, port = addresses.parse_address(address)
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                await asyncio.get_running_loop().create_connection(lambda: self.connection, host, port)
+        except TimeoutError:
+            raise PeerUnreachableError(
+                f"{self.peer} at {address} did not answer within {CONNECT_SECONDS:g} s: a firewall must let workers "
+                "connect to any port of workers"
+            ) from None
+        except OSError as error:
+            raise PeerUnreachableError(f"no link to {self.peer} at {address}: {error.strerror or error}") from None
+        self.connection.send(pb.PeerFrame(hello=self._hello).SerializeToString())
+        await self._welcome
+
+    async def _send_all(self) -> None:
+        while True:
+            while not self._queue:
+                self._is_idle = True
+                self._wake.clear()
+                await self._wake.wait()
+            self._is_idle = False
+            frame = self._current = self._queue.popleft()
+            if frame.header:
+                self.connection.send(frame.header, frame.payload)
+            await self.connection.drain()
+            self._current = None
+            if self._ended is None:
+                return
+            if frame.sent is not None:
+                frame.sent()
+
+    def on_message(self, message: pb.PeerFrame) -> None:
+        if message.WhichOneof("kind") == "welcome" and not self._welcome.done():
+            self._welcome.set_result(None)
+
+    def connection_ended(self, error: PsdistError | None) -> None:
+        self._end(PeerUnreachableError(f"{self.peer} closed its link{f': {error.message}' if error else ''}"))
+
+    def _end(self, error: PsdistError) -> None:
+        ended, self._ended = self._ended, None
+        self._stop()
+        if ended is not None:
+            ended(error)
+
+    def _stop(self) -> None:
+        self._is_idle = False
+        self.connection.abort()
+        self._queue.clear()
+        if asyncio.current_task() is not self._task:
+            self._task.cancel()

@@ -1,0 +1,210 @@
+"""Collectives between clients over real TCP links, with a real scheduler. All clients are in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from psdist import AsyncClient
+from psdist.collectives.group import AsyncWorkerGroup
+from psdist.collectives.workers import AsyncCollectives
+from psdist.errors import (
+    ClosedError,
+    CollectiveMismatchError,
+    DTypeMismatchError,
+    InvalidArgumentError,
+    ShapeMismatchError,
+    WaitTimeoutError,
+    WorkerLostError,
+)
+from psdist.launcher.embedded import EmbeddedCluster
+
+SIZE = 3
+#: More than one part, and not a multiple of one.
+LARGE = 1_000_003
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[EmbeddedCluster]:
+    cluster = EmbeddedCluster(servers=1)
+    yield cluster
+    cluster.close()
+
+
+class Run:
+    """Three workers and their collectives."""
+
+    def __init__(self, clients: list[AsyncClient]) -> None:
+        self.clients = clients
+        self.workers = [AsyncCollectives(client._opened()) for client in clients]
+        self.groups = [one.new_group(range(SIZE)) for one in self.workers]
+
+    async def all(self, call: Callable[[AsyncWorkerGroup], Awaitable[Any]]) -> list[Any]:
+        """Make a call at all ranks. Returns their results, and errors in place of results."""
+        return await asyncio.gather(*map(call, self.groups), return_exceptions=True)
+
+
+@pytest.fixture
+async def run(cluster: EmbeddedCluster) -> AsyncIterator[Run]:
+    clients = [AsyncClient(cluster.address, cluster.token, rank=rank) for rank in range(SIZE)]
+    for client in clients:
+        await client.connect()
+    yield Run(clients)
+    for client in clients:
+        await client.close()
+
+
+def arrays(count: int, dtype: Any = np.float32) -> list[Any]:
+    return [(np.random.default_rng(rank).standard_normal(count) * 9).astype(dtype) for rank in range(SIZE)]
+
+
+@pytest.mark.parametrize("count", [0, 1, 1000, LARGE])
+async def test_arrays_of_all_sizes(run: Run, count: int) -> None:
+    given = arrays(count)
+    total = (given[0] + given[1] + given[2]).tobytes()
+    assert [one.tobytes() for one in await run.all(lambda group: group.all_reduce(given[group.rank]))] == [total] * SIZE
+    for one in await run.all(lambda group: group.all_gather(given[group.rank])):
+        assert one.tobytes() == np.stack(given).tobytes()
+    for one in await run.all(lambda group: group.broadcast(given[group.rank], 1)):
+        assert one.tobytes() == given[1].tobytes()
+    for one in given[1:]:
+        one[:] = given[0]
+    await run.all(lambda group: group.all_reduce(given[group.rank], "max", out=given[group.rank]))
+    assert given[0].tobytes() == given[2].tobytes()
+
+
+async def test_all_calls_of_rows(run: Run) -> None:
+    rows = [np.arange(6, dtype=np.int64).reshape(3, 2) + 10 * rank for rank in range(SIZE)]
+    assert [one.tolist() for one in await run.all(lambda g: g.reduce_scatter(rows[g.rank]))] == [
+        [30, 33], [36, 39], [42, 45],
+    ]  # fmt: skip
+    assert [one.tolist() for one in await run.all(lambda g: g.all_to_all(rows[g.rank]))][1] == [
+        [2, 3],
+        [12, 13],
+        [22, 23],
+    ]
+    first, second, third = await run.all(lambda g: g.gather(rows[g.rank][0], 1))
+    assert first is third is None and second.tolist() == [[0, 1], [10, 11], [20, 21]]
+    outs = [np.zeros(2, np.int64) for _ in range(SIZE)]
+    await run.all(lambda g: g.scatter(rows[2] if g.rank == 2 else None, 2, out=outs[g.rank]))
+    assert [one.tolist() for one in outs] == rows[2].tolist()
+    first, second, third = await run.all(lambda g: g.reduce(rows[g.rank], 0, "min"))
+    assert first.tolist() == rows[0].tolist() and second is third is None
+
+
+async def test_messages_and_uneven_rows(run: Run) -> None:
+    first, second, _ = run.groups
+    out = np.zeros(3, np.float16)
+    await asyncio.gather(first.send(np.ones(3, np.float16), 1, tag=7), second.recv(out, 0, tag=7))
+    assert out.tolist() == [1, 1, 1]
+    outs = [[np.zeros(source + rank) for source in range(SIZE)] for rank in range(SIZE)]
+    await run.all(
+        lambda g: g.all_to_all_uneven([np.full(g.rank + to, g.rank) * 1.0 for to in range(SIZE)], outs[g.rank])
+    )
+    assert [[one.tolist() for one in row] for row in outs][1] == [[0.0], [1.0, 1.0], [2.0, 2.0, 2.0]]
+
+
+@pytest.mark.parametrize("dtype", [np.bool_, np.uint8, np.float64, np.complex64, ml_dtypes.bfloat16])
+async def test_dtypes_and_memory_with_gaps(run: Run, dtype: Any) -> None:
+    given = arrays(40, dtype)
+    outs = [np.zeros((20, 2), dtype)[:, 0] for _ in range(SIZE)]
+    await run.all(lambda g: g.all_reduce(given[g.rank][::2], out=outs[g.rank]))
+    wanted = given[0][::2].astype(np.float32) if dtype is ml_dtypes.bfloat16 else given[0][::2]
+    for other in given[1:]:
+        wanted = wanted + other[::2].astype(wanted.dtype)
+    assert all(np.array_equal(out, wanted.astype(dtype)) for out in outs)
+
+
+async def test_groups_overlap_and_have_calls_of_their_own(run: Run) -> None:
+    left = [run.workers[rank].new_group([0, 1]) for rank in (0, 1)]
+    right = [run.workers[rank].new_group([2, 1]) for rank in (1, 2)]
+    alone = run.workers[2].new_group([2])
+    # Rank 1 makes the calls of its two groups in another order than its partners start them.
+    results = await asyncio.gather(
+        right[1].all_reduce(np.ones(LARGE)), left[0].all_reduce(np.ones(LARGE)),
+        left[1].all_reduce(np.ones(LARGE)), right[0].all_reduce(np.ones(LARGE)),
+        alone.all_reduce(np.ones(3), "avg"),
+    )  # fmt: skip
+    assert [one[-1] for one in results] == [2, 2, 2, 2, 1] and right[0].rank == 0 and right[0].ranks == (1, 2)
+    with pytest.raises(InvalidArgumentError, match=r"rank 0 is not among \[1, 2\]"):
+        run.workers[0].new_group([1, 2])
+
+
+async def test_calls_in_progress_are_carried_out_in_order(run: Run) -> None:
+    async def many(group: AsyncWorkerGroup) -> list[float]:
+        tasks = [asyncio.ensure_future(group.all_reduce(np.full(count, number))) for number, count in enumerate(COUNTS)]
+        return [float((await task)[0]) for task in tasks]
+
+    COUNTS = (5, LARGE, 1, 20_000, 3)
+    assert await run.all(many) == [[0.0, 3.0, 6.0, 9.0, 12.0]] * SIZE
+
+
+async def test_different_calls_are_an_error_at_all_ranks(run: Run) -> None:
+    errors = await run.all(lambda g: g.all_reduce(np.ones(3 if g.rank else 4)))
+    assert all(isinstance(error, CollectiveMismatchError) for error in errors)
+    assert all("shape=(4,)" in str(error) and "shape=(3,)" in str(error) for error in errors)
+    run.groups = [one.new_group(range(SIZE)) for one in run.workers]
+    assert [one.tolist() for one in await run.all(lambda g: g.all_reduce([1.0]))] == [[3.0]] * SIZE
+
+
+async def test_a_time_limit_ends_the_call_at_all_ranks(run: Run) -> None:
+    first, second, _ = run.groups
+    errors = await asyncio.gather(first.barrier(timeout=0.2), second.barrier(), return_exceptions=True)
+    assert all(isinstance(error, WaitTimeoutError) and "for rank 2 to call barrier()" in str(error) for error in errors)
+
+
+async def test_a_worker_that_leaves_ends_the_call_at_all_others(run: Run) -> None:
+    await run.all(lambda g: g.barrier())
+    waiting = asyncio.gather(run.groups[0].barrier(), run.groups[1].barrier(), return_exceptions=True)
+    await run.clients[2].close()
+    for error in await waiting:
+        assert isinstance(error, WorkerLostError) and error.details["rank"] == "2"
+
+
+async def test_a_worker_that_never_used_collectives_and_leaves(run: Run, cluster: EmbeddedCluster) -> None:
+    silent = AsyncClient(cluster.address, cluster.token, rank=SIZE)
+    await silent.connect()
+    group = run.workers[0].new_group([0, SIZE])
+    waiting = asyncio.ensure_future(group.barrier())
+    await asyncio.sleep(0)
+    await silent.close()
+    with pytest.raises(WorkerLostError, match="rank 1 is gone"):
+        await waiting
+
+
+async def test_a_closed_client_makes_no_calls(run: Run) -> None:
+    await run.all(lambda g: g.barrier())
+    await run.clients[0].close()
+    with pytest.raises(ClosedError, match="the client is closed"):
+        await run.groups[0].barrier()
+
+
+async def test_a_cancelled_call_ends_the_group(run: Run) -> None:
+    call = asyncio.ensure_future(run.groups[0].all_reduce(np.ones(LARGE)))
+    await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(ClosedError, match="rank 0 gave up all_reduce"):
+        await run.groups[1].all_reduce(np.ones(LARGE))
+
+
+async def test_wrong_arguments(run: Run) -> None:
+    group = run.groups[0]
+    for call, error, text in (
+        (group.all_reduce(["a"]), DTypeMismatchError, "cannot be sent: use one of bool, int8"),
+        (group.all_reduce([1], "avg"), DTypeMismatchError, "'avg' has no meaning for int64"),
+        (group.all_reduce([1], "mean"), InvalidArgumentError, "'mean' is unknown: use one of sum"),
+        (group.all_reduce([1], out=np.zeros(2, int)), ShapeMismatchError, r"out has shape \(2,\) .* shape \(1,\)"),
+        (group.broadcast([1], 3), InvalidArgumentError, "rank 3 is not in this group of 3"),
+        (group.reduce_scatter([1, 2]), ShapeMismatchError, r"shape \(2,\) has no row for each of 3 ranks"),
+        (group.scatter(None, 0), InvalidArgumentError, "rank src gives the array"),
+        (group.send([1], 0), InvalidArgumentError, "rank 0 is this rank: copy the array"),
+        (group.barrier(timeout=0), InvalidArgumentError, "timeout=0 is out of range"),
+    ):
+        with pytest.raises(error, match=text):
+            await call
+    assert not group.has_ended

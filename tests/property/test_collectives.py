@@ -1,0 +1,190 @@
+"""Collectives of 1 to 5 ranks over a simulated network give what numpy gives, to the byte, in any order of events; and
+every call ends, whatever ranks die."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import reduce
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from psdist.collectives import calls
+from psdist.collectives.core import plan as plans
+from psdist.collectives.core.machine import CallLane
+from psdist.collectives.core.plan import Plan
+from psdist.errors import WorkerLostError
+from tests.support.collective_network import CollectiveNetwork
+
+Array = NDArray[Any]
+
+KINDS = (
+    *("all_reduce", "all_reduce_in_place", "broadcast", "all_gather", "reduce", "reduce_scatter", "gather", "scatter"),
+    *("all_to_all", "barrier"),
+)
+DTYPES = (np.dtype(np.float32), np.dtype(np.int64), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
+OPS = ("sum", "product", "min", "max")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_parts() -> Iterator[None]:
+    """Arrays of a hundred elements travel as those of a hundred megabytes do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plans, "PART_BYTES", 64)
+        patch.setattr(plans, "EAGER_BYTES", 32)
+        patch.setattr(calls, "EAGER_BYTES", 32)
+        yield
+
+
+def reduced(op: str, arrays: list[Array]) -> Array:
+    """Return the reduction in rank order, by numpy alone."""
+    function = {"sum": np.add, "product": np.multiply, "min": np.minimum, "max": np.maximum}[op]
+    dtype = arrays[0].dtype
+    if dtype.itemsize == 2 and op in ("sum", "product"):
+        return reduce(function, [array.astype(np.float32) for array in arrays]).astype(dtype)
+    return np.asarray(reduce(function, arrays), dtype)
+
+
+class Scenario:
+    """One kind of call: its inputs, plans and expected results at all ranks."""
+
+    def __init__(self, kind: str, size: int, count: int, dtype: np.dtype[Any], op: str, root: int, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.kind, self.size, self.op, self.root = kind, size, op, root
+        self.inputs = [(rng.standard_normal((size, count)) * 4).astype(dtype) for _ in range(size)]
+        self.outs: dict[int, Array] = {}
+
+    def plan(self, rank: int) -> Plan:
+        size, op, root, row = self.size, self.op, self.root, self.inputs[rank][0]
+        rows, given = np.empty_like(self.inputs[rank]), self.inputs[rank].copy()
+        out = np.empty_like(row)
+        match self.kind:
+            case "all_reduce":
+                plan = calls.all_reduce(rank, size, given[0], out, op)
+            case "all_reduce_in_place":
+                out = given[0]
+                plan = calls.all_reduce(rank, size, out, out, op)
+            case "broadcast":
+                out = given[0]
+                plan = calls.broadcast(rank, size, out, root)
+            case "all_gather":
+                plan, out = calls.all_gather(rank, size, given[0], rows), rows
+            case "reduce":
+                plan = calls.reduce(rank, size, given[0], out, op, root)
+            case "reduce_scatter":
+                plan = calls.reduce_scatter(rank, size, given, out, op)
+            case "gather":
+                plan, out = calls.gather(rank, size, given[0], rows if rank == root else None, root), rows
+            case "scatter":
+                plan = calls.scatter(rank, size, given if rank == root else None, out, root)
+            case "all_to_all":
+                plan, out = calls.all_to_all(rank, list(given), list(rows)), rows
+            case _:
+                plan = calls.barrier(rank, size)
+        self.outs[rank] = out
+        return plan
+
+    def wanted(self, rank: int) -> Array | None:
+        """Return the result at a rank, None if it has none."""
+        firsts = [one[0] for one in self.inputs]
+        match self.kind:
+            case "all_reduce" | "all_reduce_in_place":
+                return reduced(self.op, firsts)
+            case "broadcast":
+                return firsts[self.root]
+            case "all_gather":
+                return np.stack(firsts)
+            case "reduce":
+                return reduced(self.op, firsts) if rank == self.root else None
+            case "reduce_scatter":
+                return reduced(self.op, [one[rank] for one in self.inputs])
+            case "gather":
+                return np.stack(firsts) if rank == self.root else None
+            case "scatter":
+                return self.inputs[self.root][rank]
+            case "all_to_all":
+                return np.stack([one[rank] for one in self.inputs])
+        return None
+
+    def check(self, rank: int) -> None:
+        wanted = self.wanted(rank)
+        assert wanted is None or wanted.tobytes() == self.outs[rank].tobytes(), (self.kind, rank)
+
+
+@st.composite
+def scenarios(draw: st.DrawFn) -> list[Scenario]:
+    size = draw(st.integers(1, 5))
+
+    def one(seed: int) -> Scenario:
+        dtype, op = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(OPS))
+        count = draw(st.integers(0, 120))
+        return Scenario(draw(st.sampled_from(KINDS)), size, count, dtype, op, draw(st.integers(0, size - 1)), seed)
+
+    return [one(seed) for seed in range(draw(st.integers(1, 4)))]
+
+
+@given(scenarios(), st.integers(0, 1 << 30))
+def test_results_are_those_of_numpy_in_any_order_of_events(made: list[Scenario], seed: int) -> None:
+    size = made[0].size
+    network = CollectiveNetwork(size, random.Random(seed))
+    ended = [network.start(rank, one.plan(rank)) for one in made for rank in range(size)]
+    network.run()
+    assert all(call.has_ended and call.error is None for call in ended)
+    for one in made:
+        for rank in range(size):
+            one.check(rank)
+
+
+@given(scenarios(), st.integers(0, 1 << 30), st.data())
+def test_every_call_ends_though_ranks_die(made: list[Scenario], seed: int, data: st.DataObject) -> None:
+    size = made[0].size
+    network = CollectiveNetwork(size, random.Random(seed))
+    victims = data.draw(st.lists(st.integers(0, size - 1), max_size=2, unique=True))
+    deaths = {data.draw(st.integers(0, 60)): victim for victim in victims}
+    events = 0
+
+    def happened() -> None:
+        nonlocal events
+        events += 1
+        if (victim := deaths.pop(events, None)) is not None:
+            network.kill(victim)
+
+    started = {
+        (number, rank): network.start(rank, one.plan(rank)) for number, one in enumerate(made) for rank in range(size)
+    }
+    network.run(happened)
+    for (number, rank), call in started.items():
+        if rank in network.dead:
+            continue
+        assert call.has_ended, "a survivor's call hangs"
+        if call.error is None:
+            made[number].check(rank)
+        else:
+            assert isinstance(call.error, WorkerLostError) and call.error.details["rank"] in map(str, network.dead)
+
+
+@given(
+    st.integers(2, 4),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 1), st.integers(0, 90))),
+    st.integers(0, 1 << 30),
+)
+def test_messages_of_a_tag_arrive_in_order(size: int, sent: list[tuple[int, int, int, int]], seed: int) -> None:
+    network = CollectiveNetwork(size, random.Random(seed))
+    ended, pairs = [], []
+    for number, (source, target, tag, count) in enumerate(sent):
+        source, target = source % size, target % size
+        if source == target:
+            continue
+        data, out = np.full(count, number, np.int32), np.zeros(count, np.int32)
+        ended.append(network.start(source, calls.send(data, target), CallLane(source, target, tag)))
+        ended.append(network.start(target, calls.receive(out, source), CallLane(source, target, tag)))
+        pairs.append((data, out))
+    network.run()
+    assert all(call.has_ended and call.error is None for call in ended)
+    assert all((data == out).all() for data, out in pairs)

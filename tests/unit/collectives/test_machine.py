@@ -1,0 +1,148 @@
+"""Calls that differ between ranks, late and absent ranks, and frames that make no sense: typed errors at all ranks."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from psdist.collectives import calls
+from psdist.collectives.core import machine as machines
+from psdist.collectives.core.header import Header
+from psdist.collectives.core.machine import COLLECTIVES, CallLane, GroupMachine
+from psdist.collectives.core.plan import Plan
+from psdist.errors import (
+    ClosedError,
+    CollectiveMismatchError,
+    InvalidArgumentError,
+    LimitExceededError,
+    WaitTimeoutError,
+    WorkerLostError,
+)
+from tests.support.collective_network import CollectiveNetwork
+
+NOTHING = np.empty(0, np.uint8)
+
+
+def summed(rank: int, size: int, array: np.ndarray, op: str = "sum") -> Plan:  # type: ignore[type-arg]
+    return calls.all_reduce(rank, size, array, np.empty_like(array), op)
+
+
+@pytest.mark.parametrize(
+    ("odd", "texts"),
+    [
+        (lambda: calls.barrier(1, 3), ("barrier()", "all_reduce(op=sum, dtype=float32, shape=(2,))")),
+        (lambda: summed(1, 3, np.ones(2, np.float32), "max"), ("op=max", "op=sum")),
+        (lambda: summed(1, 3, np.ones(2, np.int32)), ("dtype=int32", "dtype=float32")),
+        (lambda: summed(1, 3, np.ones(3, np.float32)), ("shape=(3,)", "shape=(2,)")),
+    ],
+)
+def test_a_call_that_differs_is_named_at_all_ranks(odd: object, texts: tuple[str, str]) -> None:
+    network = CollectiveNetwork(3, random.Random(1))
+    plans = [summed(rank, 3, np.ones(2, np.float32)) for rank in (0, 2)]
+    started = [network.start(0, plans[0]), network.start(1, odd()), network.start(2, plans[1])]  # type: ignore[operator]
+    network.run()
+    for call in started:
+        assert isinstance(call.error, CollectiveMismatchError)
+        assert all(text in call.error.message for text in texts) and "rank 1" in call.error.message
+    again = network.start(0, calls.barrier(0, 3))
+    assert isinstance(again.error, CollectiveMismatchError), "the group has ended"
+
+
+def test_roots_that_differ_are_named() -> None:
+    network = CollectiveNetwork(2, random.Random(1))
+    started = [network.start(rank, calls.broadcast(rank, 2, np.ones(1), rank)) for rank in range(2)]
+    network.run()
+    assert all("root=0" in str(call.error) and "root=1" in str(call.error) for call in started)
+
+
+def test_sizes_of_messages_that_differ_are_named() -> None:
+    network = CollectiveNetwork(2, random.Random(1))
+    sent = network.start(0, calls.send(np.ones(3, np.int8), 1), CallLane(0, 1))
+    received = network.start(1, calls.receive(np.ones(4, np.int8), 0), CallLane(0, 1))
+    network.run()
+    assert all("3 bytes" in str(call.error) and "4" in str(call.error) for call in (sent, received))
+
+
+def test_a_time_limit_names_the_absent_rank_at_all_ranks() -> None:
+    network = CollectiveNetwork(3, random.Random(1))
+    started = {rank: network.start(rank, calls.barrier(rank, 3)) for rank in (0, 1)}
+    network.run()
+    assert network.machines[0].waiting_for(1) == "for rank 2 to call barrier()"
+    network.expire(0, started[0])
+    network.run()
+    for call in started.values():
+        assert isinstance(call.error, WaitTimeoutError)
+        assert call.error.message == "rank 0 waited 1 s for rank 2 to call barrier()"
+    late = network.start(2, calls.barrier(2, 3))
+    assert isinstance(late.error, WaitTimeoutError)
+
+
+def test_a_call_behind_another_names_it() -> None:
+    machine = GroupMachine(0, 2)
+    machine.start(COLLECTIVES, summed(0, 2, np.ones(2)))
+    second, _ = machine.start(COLLECTIVES, calls.barrier(0, 2))
+    assert machine.waiting_for(second) == "for all_reduce(op=sum, dtype=float64, shape=(2,)) to end, before barrier()"
+
+
+def test_a_call_that_needs_nothing_more_from_a_lost_rank_has_its_result() -> None:
+    network = CollectiveNetwork(2, random.Random(1))
+    first, second = (network.start(rank, calls.barrier(rank, 2)) for rank in range(2))
+    network.run()
+    network.kill(1)
+    network.run()
+    assert first.error is None and second.error is None
+    after = network.start(0, calls.barrier(0, 2))
+    assert isinstance(after.error, WorkerLostError) and after.error.details["rank"] == "1"
+
+
+def test_closing_ends_the_calls_of_all_ranks() -> None:
+    network = CollectiveNetwork(2, random.Random(1))
+    waiting = network.start(0, calls.barrier(0, 2))
+    network.close(1, ClosedError("rank 1 closed the group"))
+    network.run()
+    assert waiting.has_ended and isinstance(waiting.error, ClosedError)
+
+
+@pytest.mark.parametrize("number", [1, 7])
+def test_an_announcement_out_of_order_is_refused(number: int) -> None:
+    machine = GroupMachine(0, 2)
+    with pytest.raises(InvalidArgumentError, match=f"announces call {number} .* 0 is next"):
+        machine.on_call(1, COLLECTIVES, number, Header("barrier"), NOTHING)
+
+
+def test_a_second_announcement_is_refused() -> None:
+    machine = GroupMachine(0, 2)
+    machine.on_call(1, COLLECTIVES, 0, Header("barrier"), NOTHING)
+    with pytest.raises(InvalidArgumentError, match="announces call 0"):
+        machine.on_call(1, COLLECTIVES, 0, Header("barrier"), NOTHING)
+
+
+def test_unexpected_parts_are_refused() -> None:
+    machine = GroupMachine(0, 2)
+    machine.start(COLLECTIVES, calls.broadcast(0, 2, np.ones(1 << 20), 1))
+    for part, size in ((0, 3), (1, 1 << 20), (99, 1 << 20)):
+        with pytest.raises(InvalidArgumentError, match=f"unexpected part {part} of {size} bytes"):
+            machine.place(1, COLLECTIVES, 0, part, size)
+    assert machine.place(1, COLLECTIVES, 5, 0, 1) is None, "the call is over, or was never made"
+
+
+def test_a_rank_outside_of_a_message_cannot_send_its_data() -> None:
+    machine = GroupMachine(0, 3)
+    machine.start(CallLane(1, 0), calls.receive(np.ones(1 << 20), 1))
+    with pytest.raises(InvalidArgumentError, match=r"rank 2 sends data .* no part"):
+        machine.place(2, CallLane(1, 0), 0, 0, 1 << 20)
+    with pytest.raises(InvalidArgumentError, match="rank 2 announces call 0"):
+        machine.on_call(2, CallLane(1, 0), 0, Header("send"), NOTHING)
+
+
+def test_limits_on_tags_and_waiting_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machines, "LANES_MAX", 1)
+    monkeypatch.setattr(machines, "QUEUED_CALLS_MAX", 1)
+    machine = GroupMachine(0, 2)
+    machine.start(COLLECTIVES, calls.barrier(0, 2))
+    with pytest.raises(LimitExceededError, match="1 calls wait for their turn, which is the limit: wait for some"):
+        machine.start(COLLECTIVES, calls.barrier(0, 2))
+    with pytest.raises(LimitExceededError, match="1 tags and directions of messages are in use"):
+        machine.start(CallLane(0, 1), calls.send(np.ones(1), 1))

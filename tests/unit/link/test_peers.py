@@ -1,0 +1,183 @@
+"""Links between workers: who is accepted, and when memory is released. Sockets are on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+
+from psdist.errors import InvalidArgumentError, PeerUnreachableError, PsdistError, WrongRunError
+from psdist.link import listening
+from psdist.link.frame_connection import FrameConnection, MessageReceiver
+from psdist.link.peers import PeerLink, PeerListener, check_hello
+from psdist.v1 import worker_pb2 as pb
+from psdist.v1.common_pb2 import WorkerEntry
+
+FRAME = pb.PeerFrame(call=pb.CollectiveCall(kind="barrier")).SerializeToString()
+
+
+class Consumer(MessageReceiver[pb.PeerFrame]):
+    """Accepts links, and collects what arrives."""
+
+    message_type = pb.PeerFrame
+
+    def __init__(self) -> None:
+        self.hellos: list[pb.PeerHello] = []
+        self.received: list[bytes] = []
+        self.has_arrived = asyncio.Event()
+        self.has_ended = asyncio.Event()
+        self.data = bytearray()
+        self.refuses = False
+        self.connection: FrameConnection | None = None
+
+    def accepted(self, hello: pb.PeerHello, connection: FrameConnection) -> None:
+        if self.refuses:
+            raise InvalidArgumentError("no")
+        self.hellos.append(hello)
+        self.connection = connection
+        connection.set_receiver(self)
+
+    def close(self, error: PsdistError) -> None:
+        if self.connection is not None:
+            self.connection.abort()
+
+    def payload_buffer(self, message: pb.PeerFrame, size: int) -> memoryview:
+        self.data = bytearray(size)
+        return memoryview(self.data)
+
+    def on_message(self, message: pb.PeerFrame) -> None:
+        self.received.append(bytes(self.data))
+        self.has_arrived.set()
+
+    def connection_ended(self, error: PsdistError | None) -> None:
+        self.has_ended.set()
+
+
+@pytest.fixture
+async def listener() -> AsyncIterator[PeerListener]:
+    listener = PeerListener("secret")
+    await listener.open_towards("127.0.0.1:1", spans_hosts=False)
+    yield listener
+    listener.close()
+
+
+def hello(listener: PeerListener, token: str = "secret", number: int = 1) -> pb.PeerHello:
+    receiver = WorkerEntry(worker_id="worker-0", incarnation=1, address=listener.address)
+    sender = WorkerEntry(worker_id=f"worker-{number}", incarnation=1)
+    return pb.PeerHello(token=token, run_id="run", sender=sender, receiver=receiver)
+
+
+class Dialed:
+    """A link, and the error that ended it."""
+
+    def __init__(self, said: pb.PeerHello) -> None:
+        self.ended: asyncio.Future[PsdistError] = asyncio.get_running_loop().create_future()
+        self.link = PeerLink(said, self.ended.set_result)
+
+
+async def test_frames_arrive_once_the_link_is_used(listener: PeerListener) -> None:
+    dialed, sent = Dialed(hello(listener)), asyncio.Event()
+    data = np.arange(3_000_000, dtype=np.uint8)
+    dialed.link.send(FRAME, data.data, sent.set)
+    await asyncio.wait_for(_waiting(listener), 30)
+    consumer = Consumer()
+    listener.serve(consumer)
+    await asyncio.wait_for(consumer.has_arrived.wait(), 30)
+    await asyncio.wait_for(sent.wait(), 30)
+    assert consumer.received == [data.tobytes()]
+    assert consumer.hellos[0].token == "" and consumer.hellos[0].sender.worker_id == "worker-1"
+    dialed.link.close()
+    await asyncio.wait_for(consumer.has_ended.wait(), 30)
+    assert not dialed.ended.done(), "closing is no failure"
+
+
+async def _waiting(listener: PeerListener) -> None:
+    while not listener._waiting:  # noqa: ASYNC110 - the links of a listener have no event
+        await asyncio.sleep(0)
+
+
+async def test_a_second_link_of_a_worker_replaces_the_waiting_one(listener: PeerListener) -> None:
+    first = Dialed(hello(listener))
+    await asyncio.wait_for(_waiting(listener), 30)
+    second = Dialed(hello(listener))
+    assert "worker-0 closed its link" in (await asyncio.wait_for(first.ended, 30)).message
+    second.link.close()
+
+
+@pytest.mark.parametrize("token", ["", "wrong", "secrets"])
+async def test_a_link_without_the_token_is_closed(listener: PeerListener, token: str) -> None:
+    consumer = Consumer()
+    listener.serve(consumer)
+    dialed = Dialed(hello(listener, token))
+    assert isinstance(await asyncio.wait_for(dialed.ended, 30), PeerUnreachableError)
+    assert not consumer.hellos
+
+
+async def test_a_refused_link_is_closed(listener: PeerListener) -> None:
+    consumer = Consumer()
+    consumer.refuses = True
+    listener.serve(consumer)
+    assert "worker-0 closed its link" in (await asyncio.wait_for(Dialed(hello(listener)).ended, 30)).message
+
+
+async def test_the_number_of_strangers_is_bounded(listener: PeerListener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening.limits, "UNIDENTIFIED_MAX", 1)
+    host, port = "127.0.0.1", listener.port
+    reader, writer = await asyncio.open_connection(host, port)
+    _, other = await asyncio.open_connection(host, port)
+    assert await asyncio.wait_for(reader.read(), 30) == b"", "the newer one closed the older"
+    writer.close()
+    other.close()
+
+
+async def test_an_address_that_refuses_is_named() -> None:
+    listener = PeerListener("")
+    await listener.open_towards("127.0.0.1:1", spans_hosts=False)
+    said = hello(listener)
+    listener.close()
+    error = await asyncio.wait_for(Dialed(said).ended, 30)
+    assert isinstance(error, PeerUnreachableError) and f"worker-0 at {said.receiver.address}" in error.message
+
+
+async def test_no_port_is_open_beyond_loopback_without_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psdist.addresses.own_address", lambda: "192.0.2.7")
+    listener = PeerListener("")
+    await listener.open_towards("127.0.0.1:1", spans_hosts=True)
+    assert listener.address == "" and listener.port == 0
+
+
+def test_a_link_means_one_incarnation_of_one_worker_of_one_run() -> None:
+    said = hello(PeerListener(""))
+    check_hello(said, "run", "worker-0", 1)
+    with pytest.raises(WrongRunError, match="of run 'run', and this is run 'other'"):
+        check_hello(said, "other", "worker-0", 1)
+    for worker_id, incarnation in (("worker-0", 2), ("worker-1", 1)):
+        with pytest.raises(PeerUnreachableError, match=f"incarnation 1, and this is {worker_id} in incarnation"):
+            check_hello(said, "run", worker_id, incarnation)
+
+
+async def test_frames_of_a_caller_that_gave_up_are_not_sent(listener: PeerListener) -> None:
+    consumer, owner = Consumer(), object()
+    listener.serve(consumer)
+    dialed = Dialed(hello(listener))
+    dialed.link.send(FRAME, memoryview(b"dropped"), None, owner)
+    dialed.link.send(FRAME, memoryview(b"kept"))
+    dialed.link.drop(owner)
+    await asyncio.wait_for(consumer.has_arrived.wait(), 30)
+    assert consumer.received == [b"kept"]
+    dialed.link.close()
+
+
+async def test_giving_up_in_the_middle_of_a_frame_ends_the_link(listener: PeerListener) -> None:
+    consumer, owner = Consumer(), object()
+    listener.serve(consumer)
+    dialed = Dialed(hello(listener))
+    dialed.link.send(FRAME, memoryview(b"first"))
+    await asyncio.wait_for(consumer.has_arrived.wait(), 30)
+    assert consumer.connection is not None
+    consumer.connection.hold()
+    dialed.link.send(FRAME, memoryview(bytearray(11 << 20)), None, owner)
+    dialed.link.drop(owner)
+    assert "a call ended while its data was sent" in (await asyncio.wait_for(dialed.ended, 30)).message
