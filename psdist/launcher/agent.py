@@ -22,7 +22,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Final
 
 from psdist import addresses, loop_monitor
@@ -37,10 +36,9 @@ from psdist.launcher.rendezvous import Place, RankRequest
 from psdist.launcher.run_record import DIRECTORY_PREFIX
 from psdist.launcher.runner import ProcessPlan, Runner
 from psdist.launcher.shutdown import RunPolicy
-from psdist.settings import exit_codes, preflight
+from psdist.settings import exit_codes, preflight, signals
 from psdist.settings.config import await_address, parse_address
 from psdist.settings.declarations import torchrun_setting
-from psdist.settings.exit_codes import SIGNAL_BASE
 from psdist.settings.flags import integer, text
 from psdist.settings.programs import (
     run_id_setting,
@@ -127,7 +125,7 @@ def run_agent(settings: AgentSettings, environ: Mapping[str, str] | None = None)
     preflight.require_working_directory()
     settings.check()
     preflight.require_for_launcher(settings.processes)
-    _exit_on_sigterm()
+    signals.exit_on(settings.signals)
     address = settings.scheduler
     if not address and settings.scheduler_file is not None:
         address = await_address(settings.scheduler_file, settings.start_timeout_seconds)
@@ -176,14 +174,6 @@ def _tell_scheduler(reason: str, settings: AgentSettings, link: SchedulerAddress
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-
-
-def _exit_on_sigterm() -> None:
-    # The first process of a container ignores signals without a handler.
-    def leave(signum: int, frame: FrameType | None) -> None:
-        raise SystemExit(SIGNAL_BASE + signum)
-
-    signal.signal(signal.SIGTERM, leave)
 
 
 def _place(settings: AgentSettings, link: SchedulerAddress, environ: Mapping[str, str]) -> Place:

@@ -41,7 +41,7 @@ from psdist.launcher.runner import ProcessPlan, Runner
 from psdist.launcher.scale_watch import ScaleRequest
 from psdist.launcher.shutdown import RunPolicy
 from psdist.link import fd_passing
-from psdist.settings import exit_codes, preflight
+from psdist.settings import exit_codes, preflight, signals
 from psdist.settings.config import find_token, parse_address, read_address
 from psdist.settings.declarations import setting
 from psdist.settings.flags import integer
@@ -110,6 +110,7 @@ def run_local(settings: LocalSettings, environ: Mapping[str, str] | None = None)
     environ = dict(os.environ if environ is None else environ)
     preflight.require_working_directory()
     settings.check()
+    signals.exit_on(settings.signals)
     token = find_token(environ) or secrets.token_urlsafe(32)
     # Generated names sort by time.
     run_id = settings.run_id or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"

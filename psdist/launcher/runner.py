@@ -31,6 +31,7 @@ from psdist.launcher.output import Output
 from psdist.launcher.process import Child, ProcessSpec, ReaperProcess
 from psdist.launcher.shutdown import RunPolicy
 from psdist.launcher.supervisor import Supervisor
+from psdist.settings import signals
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ class Runner:
                 self._start(self._plan.spec(key, 0))
             self._tick()
             finish = await self._finished
-            self._ignore_signals()
+            signals.ignore(self._signals)  # Otherwise one would end the program with a status other than the run's.
         finally:
             self._kill_all()
             self._reaper.close()
@@ -205,15 +206,6 @@ class Runner:
         missing = [key.number for key, _ in self._supervisor.waiting_to_connect()]
         if text := self._notice.text([] if self._supervisor.stopping else missing, self._loop.time()):
             self._output.say(text)
-
-    def _ignore_signals(self) -> None:
-        # Otherwise a signal during the rest of the program would end it with a status other than that of the run.
-        # Block them meanwhile, because removing a handler restores Python's own.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
-        for signum in self._signals:
-            self._loop.remove_signal_handler(signum)
-            signal.signal(signum, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _kill_all(self) -> None:
         # Children are left only after a defect of the launcher itself.

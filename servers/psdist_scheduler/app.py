@@ -12,7 +12,6 @@ import asyncio
 import logging
 import os
 import secrets
-import signal
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from grpc_health.v1 import health
 
 from psdist import addresses, logs, loop_monitor
 from psdist.errors import ConfigurationError, PsdistError, StorageError
-from psdist.settings import exit_codes
+from psdist.settings import exit_codes, signals
 from psdist.settings.config import is_loopback
 from psdist.settings.programs import SchedulerSettings
 from psdist.snapshots.claim import DirectoryClaim
@@ -62,7 +61,7 @@ def main(settings: SchedulerSettings) -> int:
             optional=settings.store_optional,
         )
         logs.identify(run=run_id)
-        status: int = uvloop.run(_serve(settings, store, run_id))
+        status: int = uvloop.run(signals.ignored_after(_serve(settings, store, run_id)))
         return status
     except (ConfigurationError, StorageError) as error:
         print(f"psdist-scheduler: {error}", file=sys.stderr)
@@ -124,7 +123,7 @@ async def _until_the_end(settings: SchedulerSettings, scheduler: Scheduler, addr
     """Serve until the end is requested, the run is over, or the store fails."""
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in signals.SERVICE_SIGNALS:
         loop.add_signal_handler(number, ended.set)
     if settings.lifeline_fd is not None:
         loop.add_reader(settings.lifeline_fd, _watch_lifeline, settings.lifeline_fd, ended)

@@ -4,11 +4,13 @@ import gc
 import os
 import sys
 
+from psdist.settings import signals
 from psdist.settings.programs import check_machine, server_settings
 
 
 def main() -> int:
     """Read the command line and run; returns the exit status."""
+    signals.end_on(signals.SERVICE_SIGNALS)
     gc.disable()  # Imported objects stay alive: traversing them would take a tenth of the start, and of the exit.
     settings = server_settings(sys.argv[1:])
     check_machine("psdist-server")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import sys
 from collections import defaultdict
 from collections.abc import Coroutine
@@ -26,7 +25,7 @@ from psdist.compression.background_compiler import BackgroundCompiler
 from psdist.device.device import open_device
 from psdist.errors import RUN_ENDING, DeviceLostError, DeviceUnavailableError, PsdistError, UnauthenticatedError
 from psdist.link.accepting import TcpListener
-from psdist.settings import exit_codes
+from psdist.settings import exit_codes, signals
 from psdist.settings.config import is_loopback
 from psdist.settings.programs import ServerSettings
 from psdist.types import ClusterMap
@@ -55,7 +54,7 @@ def main(settings: ServerSettings) -> int:
         # Before registration, because compiling the device's kernels takes longer than a heartbeat interval.
         lanes = None if settings.device == "cpu" else Lanes(open_device(settings.device), _end_without_device)
         address = settings.scheduler_address()
-        code: int = uvloop.run(_serve(settings, address, lanes))
+        code: int = uvloop.run(signals.ignored_after(_serve(settings, address, lanes)))
         return code
     except PsdistError as error:
         print(f"psdist-server: {error}", file=sys.stderr)
@@ -203,7 +202,7 @@ async def _unless(stop: asyncio.Event, work: Coroutine[None, None, T]) -> T | No
 
 def _stop_on_signals(stop: asyncio.Event, lifeline_fd: int | None) -> None:
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in signals.SERVICE_SIGNALS:
         loop.add_signal_handler(number, stop.set)
     if lifeline_fd is not None:
         loop.add_reader(lifeline_fd, _lifeline_broken, stop, lifeline_fd)

@@ -78,7 +78,7 @@ def test_files_of_a_run_lie_below_its_id(
 
     monkeypatch.setattr(agent, "_place", lambda *_: Place(0, 1, 0, 1, "127.0.0.1:7000", told))
     monkeypatch.setattr(agent, "_supervise", supervise)
-    monkeypatch.setattr(agent, "_exit_on_sigterm", lambda: None)
+    monkeypatch.setattr(agent.signals, "exit_on", lambda signals: None)
     script = tmp_path / "train.py"
     script.touch()
     options = AgentSettings(command=(str(script),), scheduler=SCHEDULER, run_id=given)
