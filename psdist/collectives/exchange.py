@@ -11,7 +11,8 @@ from psdist.client.session.wait_tracker import WaitTracker
 from psdist.collectives import messages
 from psdist.collectives.core.machine import CallDone, CallLane, Effect, GroupMachine, SendCall, SendFailure, SendPart
 from psdist.collectives.core.plan import Bytes, Plan
-from psdist.collectives.mesh import Mesh, Sender
+from psdist.collectives.incoming import Sender
+from psdist.collectives.mesh import Mesh
 from psdist.errors import ClosedError, InvalidArgumentError, PsdistError, WaitTimeoutError, copy_error
 from psdist.types import WorkerEntry
 from psdist.v1 import worker_pb2 as pb

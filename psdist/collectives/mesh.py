@@ -13,16 +13,17 @@ import asyncio
 import hashlib
 import json
 from collections import Counter
-from typing import Final, Protocol
-
-import numpy as np
+from functools import partial
+from typing import Final
 
 from psdist.client.session.cluster_view import ClusterView
 from psdist.client.session.membership import WorkerMembership
 from psdist.collectives.core.plan import Bytes
+from psdist.collectives.incoming import GroupFrames, IncomingLink, Sender, digest_of
 from psdist.errors import InvalidArgumentError, LimitExceededError, PeerUnreachableError, PsdistError, copy_error
-from psdist.link.frame_connection import FrameConnection, MessageReceiver
-from psdist.link.peers import PeerLink, PeerListener, check_hello
+from psdist.link.frame_connection import FrameConnection
+from psdist.link.peer_link import PeerLink
+from psdist.link.peers import PeerListener, check_hello
 from psdist.types import WorkerEntry
 from psdist.v1 import common_pb2
 from psdist.v1 import worker_pb2 as pb
@@ -32,32 +33,12 @@ from psdist.wire import limits
 _GRACE_SECONDS: Final = 1.0
 _NOTHING: Final = memoryview(b"")
 
-Sender = tuple[str, int]
-
-
-class GroupFrames(Protocol):
-    """A group that receives frames."""
-
-    ranks: tuple[int, ...]
-
-    def open(self, digest: bytes, members: list[WorkerEntry]) -> None:
-        """Start to exchange frames with the members, by rank in the group."""
-
-    def abandon(self, error: PsdistError) -> None:
-        """End the group here. The other ranks learn of it by the end of their links."""
-
-    def place(self, sender: Sender, part: pb.CollectivePart, size: int) -> Bytes | None:
-        """Return the memory for a part, or None if it is not needed any more."""
-
-    def on_frame(self, sender: Sender, frame: pb.PeerFrame, data: Bytes) -> None:
-        """Process a frame."""
-
-    def on_lost(self, worker: Sender, reason: str) -> None:
-        """Process the loss of a worker, of this group or not."""
-
 
 class Mesh:
     """Links and groups of one worker. Groups are opened in the order of their creation."""
+
+    #: True if workers of one host share memory.
+    shares = True
 
     def __init__(self, membership: WorkerMembership, listener: PeerListener, token: str) -> None:
         self._membership = membership
@@ -141,8 +122,12 @@ class Mesh:
                     worker_id=worker.worker_id, incarnation=worker.incarnation, address=worker.address
                 ),
             )  # fmt: skip
-            self._outgoing[key] = PeerLink(hello, lambda error: self._lose_later(key, error.message))
+            ended = partial(self._link_broke, key)
+            self._outgoing[key] = PeerLink(hello, ended, shares=self.shares)
         return self._outgoing[key]
+
+    def _link_broke(self, worker: Sender, error: PsdistError) -> None:
+        self._lose_later(worker, error.message)
 
     def drop(self, group: GroupFrames) -> None:
         """Stop reading and writing the memory of a group's calls, which belongs to the caller again."""
@@ -219,58 +204,7 @@ class Mesh:
         for outgoing in self._outgoing.values():
             outgoing.close()
         for incoming in self._incoming.values():
-            incoming.connection.abort()
+            incoming.close()
         for timer in self._ends:
             timer.cancel()
         self._watcher.cancel()
-
-
-def digest_of(frame: pb.PeerFrame) -> bytes:
-    """Return the digest of the group that a frame names. Raises InvalidArgumentError."""
-    match frame.WhichOneof("kind"):
-        case "call":
-            return frame.call.lane.group
-        case "part":
-            return frame.part.lane.group
-        case "failure":
-            return frame.failure.group
-    raise InvalidArgumentError("a link carries calls, parts and failures after its first frame")
-
-
-class IncomingLink(MessageReceiver[pb.PeerFrame]):
-    """Accepted link of one worker."""
-
-    message_type = pb.PeerFrame
-
-    def __init__(self, mesh: Mesh, sender: Sender, connection: FrameConnection) -> None:
-        self.connection = connection
-        self._mesh = mesh
-        self._sender = sender
-        self._data: Bytes = np.empty(0, np.uint8)
-        #: WorkerGroup whose memory is being written to.
-        self.receiving: GroupFrames | None = None
-        connection.set_receiver(self)
-
-    def payload_buffer(self, message: pb.PeerFrame, size: int) -> memoryview:
-        self.receiving = None
-        if message.WhichOneof("kind") != "part":
-            if size > limits.EAGER_BYTES:
-                raise LimitExceededError(f"{size} bytes came with a call, over {limits.EAGER_BYTES}")
-            self._data = np.empty(size, np.uint8)
-            return self._data.data
-        group = self._mesh.is_open(digest_of(message))
-        data = group.place(self._sender, message.part, size) if group is not None else None
-        if data is None:  # Sent before the sender knew that the call had ended.
-            if size > limits.PART_BYTES:
-                raise LimitExceededError(f"a part has {size} bytes, over {limits.PART_BYTES}")
-            return memoryview(bytearray(size))
-        self.receiving, self._data = group, data
-        return data.data
-
-    def on_message(self, message: pb.PeerFrame) -> None:
-        data, self._data, self.receiving = self._data, np.empty(0, np.uint8), None
-        self._mesh.on_frame(self._sender, message, data)
-
-    def connection_ended(self, error: PsdistError | None) -> None:
-        name = self._sender[0]
-        self._mesh.link_ended(self._sender, f"{name} closed its link" if error is None else f"{name}: {error.message}")

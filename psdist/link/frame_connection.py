@@ -294,6 +294,12 @@ class FrameConnection(asyncio.BufferedProtocol):
         return self._transport is not None and self._transport.get_write_buffer_size() > 0
 
     @property
+    def is_local(self) -> bool:
+        """True if both ends of a TCP connection have the same address, so that they are on one host."""
+        connected = None if self._transport is None else self._transport.get_extra_info("socket")
+        return connected is not None and bool(connected.getpeername()[0] == connected.getsockname()[0])
+
+    @property
     def is_cut_off(self) -> bool:
         """True if the peer's kernel acknowledges nothing despite repeated retransmissions. The kernel of a merely slow
         process still acknowledges."""

@@ -1,23 +1,19 @@
-"""Links between workers: the port on which a worker accepts them, and the dialing end.
+"""Links between workers: the port on which a worker accepts them.
 
 A worker dials each worker that it sends to. A link carries frames of the dialing worker alone, so that one that leaves
 after its last frame loses none of them. The first frame carries the run's token, and the answer is ``welcome``.
 
 Invariants: Nothing but the first frame is read before its token was compared in constant time. A link that was accepted
-before this worker uses it is not read, and waits. Payloads are sent from the caller's memory, which is borrowed until
-``sent`` is called or the link ends.
+before this worker uses it is not read, and waits.
 
-``psdist.collectives`` uses the links.
+``peer_link`` is the dialing end. ``psdist.collectives`` uses the links.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import logging
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final, Protocol
 
 from psdist import addresses
@@ -29,7 +25,6 @@ from psdist.errors import (
     UnauthenticatedError,
     WrongRunError,
 )
-from psdist.link.dialing import CONNECT_SECONDS
 from psdist.link.frame_connection import FrameConnection, MessageReceiver
 from psdist.link.listening import Listener
 from psdist.v1 import worker_pb2 as pb
@@ -150,16 +145,6 @@ def check_hello(hello: pb.PeerHello, run_id: str, worker_id: str, incarnation: i
         )
 
 
-@dataclass(slots=True)
-class _Frame:
-    """Unsent frame. header: empty if it was handed over, and only its end is waited for."""
-
-    header: bytes
-    payload: memoryview
-    sent: Callable[[], None] | None
-    owner: object
-
-
 class _Refused(MessageReceiver[pb.PeerFrame]):
     """Receiver of a link that nobody uses."""
 
@@ -170,123 +155,3 @@ class _Refused(MessageReceiver[pb.PeerFrame]):
 
     def connection_ended(self, error: PsdistError | None) -> None:
         pass
-
-
-class PeerLink(MessageReceiver[pb.PeerFrame]):
-    """Dialing end of a link to one worker. Frames are sent in order, once the link is accepted.
-
-    hello: the first frame, which names both workers; the receiver's address is dialed.
-    ended: called once with the reason if the link ends before ``close``.
-    """
-
-    message_type = pb.PeerFrame
-
-    def __init__(self, hello: pb.PeerHello, ended: Callable[[PsdistError], None]) -> None:
-        self.peer = hello.receiver.worker_id
-        self.connection = FrameConnection(self, queued_bytes=0)
-        self._hello = hello
-        self._ended: Callable[[PsdistError], None] | None = ended
-        self._queue: deque[_Frame] = deque()
-        #: Frame whose payload may be borrowed by the connection.
-        self._current: _Frame | None = None
-        self._wake = asyncio.Event()
-        self._welcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._is_idle = False
-        self._task = asyncio.create_task(self._run(), name=f"psdist link to {self.peer}")
-
-    def send(
-        self,
-        header: bytes,
-        payload: memoryview = _NOTHING,
-        sent: Callable[[], None] | None = None,
-        owner: object = None,
-    ) -> None:
-        """Queue a frame.
-
-        sent: called when the payload's memory is no longer needed; never after the link has ended.
-        owner: see ``drop``.
-        """
-        frame = _Frame(header, payload, sent, owner)
-        if not self._is_idle or self._queue:
-            self._queue.append(frame)
-            return
-        self.connection.send(header, payload)  # Small calls would wait for the task's turn of the loop.
-        if self.connection.is_full:
-            frame.header = b""
-            self._queue.append(frame)
-            self._current = frame
-            self._wake.set()
-        elif sent is not None:
-            sent()
-
-    def drop(self, owner: object) -> None:
-        """Send no more frames of ``owner``: their memory belongs to the caller again. If a frame is being sent, this
-        ends the link, because nothing else takes it back."""
-        self._queue = deque(frame for frame in self._queue if frame.owner is not owner)
-        if self._current is not None and self._current.owner is owner and self._current.payload.nbytes:
-            self._end(PeerUnreachableError(f"a call ended while its data was sent to {self.peer}"))
-
-    def close(self) -> None:
-        """End the link without a report."""
-        self._ended = None
-        self._stop()
-
-    async def _run(self) -> None:
-        try:
-            await self._dial()
-            await self._send_all()
-        except PsdistError as error:
-            self._end(error)
-
-    async def _dial(self) -> None:
-        address = self._hello.receiver.address
-        host, port = addresses.parse_address(address)
-        try:
-            async with asyncio.timeout(CONNECT_SECONDS):
-                await asyncio.get_running_loop().create_connection(lambda: self.connection, host, port)
-        except TimeoutError:
-            raise PeerUnreachableError(
-                f"{self.peer} at {address} did not answer within {CONNECT_SECONDS:g} s: a firewall must let workers "
-                "connect to any port of workers"
-            ) from None
-        except OSError as error:
-            raise PeerUnreachableError(f"no link to {self.peer} at {address}: {error.strerror or error}") from None
-        self.connection.send(pb.PeerFrame(hello=self._hello).SerializeToString())
-        await self._welcome
-
-    async def _send_all(self) -> None:
-        while True:
-            while not self._queue:
-                self._is_idle = True
-                self._wake.clear()
-                await self._wake.wait()
-            self._is_idle = False
-            frame = self._current = self._queue.popleft()
-            if frame.header:
-                self.connection.send(frame.header, frame.payload)
-            await self.connection.drain()
-            self._current = None
-            if self._ended is None:
-                return
-            if frame.sent is not None:
-                frame.sent()
-
-    def on_message(self, message: pb.PeerFrame) -> None:
-        if message.WhichOneof("kind") == "welcome" and not self._welcome.done():
-            self._welcome.set_result(None)
-
-    def connection_ended(self, error: PsdistError | None) -> None:
-        self._end(PeerUnreachableError(f"{self.peer} closed its link{f': {error.message}' if error else ''}"))
-
-    def _end(self, error: PsdistError) -> None:
-        ended, self._ended = self._ended, None
-        self._stop()
-        if ended is not None:
-            ended(error)
-
-    def _stop(self) -> None:
-        self._is_idle = False
-        self.connection.abort()
-        self._queue.clear()
-        if asyncio.current_task() is not self._task:
-            self._task.cancel()

@@ -8,18 +8,34 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PeerFrame(_message.Message):
-    __slots__ = ("hello", "welcome", "call", "part", "failure")
+    __slots__ = ("hello", "welcome", "call", "part", "failure", "offer", "taken", "released", "shared")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     CALL_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    OFFER_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FIELD_NUMBER: _ClassVar[int]
     hello: PeerHello
     welcome: bool
     call: CollectiveCall
     part: CollectivePart
     failure: CollectiveFailure
-    def __init__(self, hello: _Optional[_Union[PeerHello, _Mapping]] = ..., welcome: _Optional[bool] = ..., call: _Optional[_Union[CollectiveCall, _Mapping]] = ..., part: _Optional[_Union[CollectivePart, _Mapping]] = ..., failure: _Optional[_Union[CollectiveFailure, _Mapping]] = ...) -> None: ...
+    offer: str
+    taken: bytes
+    released: int
+    shared: SharedPayload
+    def __init__(self, hello: _Optional[_Union[PeerHello, _Mapping]] = ..., welcome: _Optional[bool] = ..., call: _Optional[_Union[CollectiveCall, _Mapping]] = ..., part: _Optional[_Union[CollectivePart, _Mapping]] = ..., failure: _Optional[_Union[CollectiveFailure, _Mapping]] = ..., offer: _Optional[str] = ..., taken: _Optional[bytes] = ..., released: _Optional[int] = ..., shared: _Optional[_Union[SharedPayload, _Mapping]] = ...) -> None: ...
+
+class SharedPayload(_message.Message):
+    __slots__ = ("place", "size")
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    place: int
+    size: int
+    def __init__(self, place: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
 
 class PeerHello(_message.Message):
     __slots__ = ("token", "run_id", "sender", "receiver")

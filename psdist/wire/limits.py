@@ -173,6 +173,8 @@ PEER_OPENING_BYTES: Final = 4 * TOKEN_CHARACTERS_MAX + (4 << 10)
 EAGER_BYTES: Final = 32 << 10
 #: Bytes of one part of a larger array.
 PART_BYTES: Final = 1 << 20
+#: Parts in the memory that a worker shares with another one of its host.
+SHARED_PARTS: Final = 4
 #: Calls of collectives that one peer may make before this worker has made them, over all groups and tags.
 EARLY_CALLS_MAX: Final = 1024
 #: Groups of workers, closed ones included, and lanes (tags and directions) of one group.

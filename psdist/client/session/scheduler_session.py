@@ -297,7 +297,6 @@ class WorkerSession:
 
     async def close(self, reason: str = "closed") -> None:
         """Leave, if the scheduler answers within a second, and close the channel."""
-        self.registrar.listener.close()
         await self.snapshots.close()
         await self.activities.reachability.close()
         if self._task is not None:
@@ -311,6 +310,7 @@ class WorkerSession:
             with suppress(asyncio.CancelledError):
                 await self._task
             self.membership.view.on_fatal(ClosedError("the client is closed"))
+        self.registrar.listener.close()
         await self.calls.close()
 
     async def _settle(self) -> None:

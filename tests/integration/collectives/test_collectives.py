@@ -1,4 +1,7 @@
-"""Collectives between clients over real TCP links, with a real scheduler. All clients are in this process."""
+"""Collectives between clients over real links, with a real scheduler: with shared memory, and over TCP alone.
+
+All clients are in this process.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ import pytest
 
 from psdist import AsyncClient
 from psdist.collectives.group import AsyncWorkerGroup
+from psdist.collectives.incoming import IncomingLink
+from psdist.collectives.mesh import Mesh
 from psdist.collectives.workers import AsyncCollectives
 from psdist.errors import (
     ClosedError,
@@ -19,6 +24,7 @@ from psdist.errors import (
     DTypeMismatchError,
     InvalidArgumentError,
     ShapeMismatchError,
+    SharingUnavailableError,
     WaitTimeoutError,
     WorkerLostError,
 )
@@ -49,8 +55,11 @@ class Run:
         return await asyncio.gather(*map(call, self.groups), return_exceptions=True)
 
 
-@pytest.fixture
-async def run(cluster: EmbeddedCluster) -> AsyncIterator[Run]:
+@pytest.fixture(params=["shm", "tcp"])
+async def run(
+    cluster: EmbeddedCluster, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Run]:
+    monkeypatch.setattr(Mesh, "shares", request.param == "shm")
     clients = [AsyncClient(cluster.address, cluster.token, rank=rank) for rank in range(SIZE)]
     for client in clients:
         await client.connect()
@@ -208,3 +217,24 @@ async def test_wrong_arguments(run: Run) -> None:
         with pytest.raises(error, match=text):
             await call
     assert not group.has_ended
+
+
+@pytest.mark.parametrize("run", ["shm"], indirect=True)
+async def test_parts_travel_in_shared_memory(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied, copy = [], IncomingLink._copy_shared
+    monkeypatch.setattr(IncomingLink, "_copy_shared", lambda *given: (copied.append(1), copy(*given)))
+    given = arrays(LARGE)
+    for one in await run.all(lambda group: group.all_reduce(given[group.rank])):
+        assert one.tobytes() == (given[0] + given[1] + given[2]).tobytes()
+    assert len(copied) >= 2 * SIZE * (SIZE - 1), "contributions and results"
+
+
+@pytest.mark.parametrize("run", ["shm"], indirect=True)
+async def test_without_shared_memory_parts_follow_their_frames(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(*_: Any) -> Any:
+        raise SharingUnavailableError("not here")
+
+    monkeypatch.setattr("psdist.collectives.incoming.take_arena", refuse)
+    given = arrays(LARGE)
+    for one in await run.all(lambda group: group.all_reduce(given[group.rank])):
+        assert one.tobytes() == (given[0] + given[1] + given[2]).tobytes()

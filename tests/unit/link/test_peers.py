@@ -11,9 +11,12 @@ import pytest
 from psdist.errors import InvalidArgumentError, PeerUnreachableError, PsdistError, WrongRunError
 from psdist.link import listening
 from psdist.link.frame_connection import FrameConnection, MessageReceiver
-from psdist.link.peers import PeerLink, PeerListener, check_hello
+from psdist.link.peer_link import ARENA, PeerLink, SharedPlaces
+from psdist.link.peers import PeerListener, check_hello
 from psdist.v1 import worker_pb2 as pb
 from psdist.v1.common_pb2 import WorkerEntry
+from psdist.wire import limits
+from psdist.wire.shm import GradientArena
 
 FRAME = pb.PeerFrame(call=pb.CollectiveCall(kind="barrier")).SerializeToString()
 
@@ -74,7 +77,7 @@ class Dialed:
 
     def __init__(self, said: pb.PeerHello) -> None:
         self.ended: asyncio.Future[PsdistError] = asyncio.get_running_loop().create_future()
-        self.link = PeerLink(said, self.ended.set_result)
+        self.link = PeerLink(said, self.ended.set_result, shares=False)
 
 
 async def test_frames_arrive_once_the_link_is_used(listener: PeerListener) -> None:
@@ -181,3 +184,24 @@ async def test_giving_up_in_the_middle_of_a_frame_ends_the_link(listener: PeerLi
     dialed.link.send(FRAME, memoryview(bytearray(11 << 20)), None, owner)
     dialed.link.drop(owner)
     assert "a call ended while its data was sent" in (await asyncio.wait_for(dialed.ended, 30)).message
+
+
+async def test_a_place_of_shared_memory_is_released_once() -> None:
+    places = SharedPlaces(GradientArena.create(*ARENA))
+    headers = [pb.PeerFrame.FromString(await places.put(memoryview(bytes(20_000)))) for _ in range(2)]
+    assert {header.shared.place for header in headers} == {2, 3} and headers[0].shared.size == 20_000
+    places.release(3)
+    for place in (3, 0, 99):
+        with pytest.raises(PeerUnreachableError, match=f"released place {place} of shared memory"):
+            places.release(place)
+
+
+async def test_a_full_arena_waits_for_a_place() -> None:
+    places = SharedPlaces(GradientArena.create(*ARENA))
+    for _ in range(limits.SHARED_PARTS):
+        await places.put(memoryview(b"."))
+    waiting = asyncio.ensure_future(places.put(memoryview(b".")))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    places.release(1)
+    assert pb.PeerFrame.FromString(await waiting).shared.place == 1

@@ -1,0 +1,147 @@
+"""Accepted link of one worker: receives the frames of groups, with payloads from the connection or shared memory."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+import numpy as np
+
+from psdist.collectives.core.plan import Bytes
+from psdist.errors import InvalidArgumentError, LimitExceededError, PsdistError, SharingUnavailableError
+from psdist.link.arenas import take_arena
+from psdist.link.frame_connection import FrameConnection, MessageReceiver
+from psdist.link.peer_link import ARENA
+from psdist.types import WorkerEntry
+from psdist.v1 import worker_pb2 as pb
+from psdist.wire import limits
+
+#: Id and incarnation of a worker.
+Sender = tuple[str, int]
+
+
+class GroupFrames(Protocol):
+    """A group that receives frames."""
+
+    ranks: tuple[int, ...]
+
+    def open(self, digest: bytes, members: list[WorkerEntry]) -> None:
+        """Start to exchange frames with the members, by rank in the group."""
+
+    def abandon(self, error: PsdistError) -> None:
+        """End the group here. The other ranks learn of it by the end of their links."""
+
+    def place(self, sender: Sender, part: pb.CollectivePart, size: int) -> Bytes | None:
+        """Return the memory for a part, or None if it is not needed any more."""
+
+    def on_frame(self, sender: Sender, frame: pb.PeerFrame, data: Bytes) -> None:
+        """Process a frame."""
+
+    def on_lost(self, worker: Sender, reason: str) -> None:
+        """Process the loss of a worker, of this group or not."""
+
+
+class LinkOwner(Protocol):
+    """Groups of this worker, to which a link delivers frames."""
+
+    def is_open(self, digest: bytes) -> GroupFrames | None:
+        """Return the open group with this digest."""
+
+    def on_frame(self, sender: Sender, frame: pb.PeerFrame, data: Bytes) -> None:
+        """Process a frame, whose payload is complete. Raises PsdistError for one that makes no sense."""
+
+    def link_ended(self, sender: Sender, reason: str) -> None:
+        """Process the end of an accepted link, which ends the worker for all groups."""
+
+
+def digest_of(frame: pb.PeerFrame) -> bytes:
+    """Return the digest of the group that a frame names. Raises InvalidArgumentError."""
+    match frame.WhichOneof("kind"):
+        case "call":
+            return frame.call.lane.group
+        case "part":
+            return frame.part.lane.group
+        case "failure":
+            return frame.failure.group
+    raise InvalidArgumentError("a link carries calls, parts and failures after its first frame")
+
+
+class IncomingLink(MessageReceiver[pb.PeerFrame]):
+    """Accepted link of one worker."""
+
+    message_type = pb.PeerFrame
+
+    def __init__(self, mesh: LinkOwner, sender: Sender, connection: FrameConnection) -> None:
+        self.connection = connection
+        self._mesh = mesh
+        self._sender = sender
+        self._data: Bytes = np.empty(0, np.uint8)
+        #: Memory that the sender shares, by place.
+        self._arena: Bytes | None = None
+        self._taking: asyncio.Task[None] | None = None
+        #: WorkerGroup whose memory is being written to.
+        self.receiving: GroupFrames | None = None
+        connection.set_receiver(self)
+
+    def payload_buffer(self, message: pb.PeerFrame, size: int) -> memoryview:
+        self.receiving = None
+        if message.HasField("shared"):
+            self._copy_shared(message, size)
+            return memoryview(b"")
+        self._data = self._memory_for(message, size)
+        return self._data.data
+
+    def _memory_for(self, message: pb.PeerFrame, size: int) -> Bytes:
+        """Return the memory for a payload. Raises LimitExceededError."""
+        limit = limits.PART_BYTES
+        if message.WhichOneof("kind") == "part":
+            group = self._mesh.is_open(digest_of(message))
+            data = group.place(self._sender, message.part, size) if group is not None else None
+            if data is not None:
+                self.receiving = group
+                return data
+            # Sent before the sender knew that the call had ended.
+        else:
+            limit = limits.EAGER_BYTES
+        if size > limit:
+            raise LimitExceededError(f"a payload has {size} bytes, over {limit}")
+        return np.empty(size, np.uint8)
+
+    def _copy_shared(self, message: pb.PeerFrame, size: int) -> None:
+        """Copy a payload out of shared memory, and release its place."""
+        place, shared = message.shared.place, message.shared.size
+        if self._arena is None or size or place >= limits.SHARED_PARTS or shared > limits.PART_BYTES:
+            raise InvalidArgumentError(f"a frame names {shared} bytes at place {place}, which is not shared")
+        self._data = self._memory_for(message, shared)
+        self._data[:] = self._arena[place, :shared]
+        self.connection.send_soon(pb.PeerFrame(released=place + 1).SerializeToString())
+
+    def on_message(self, message: pb.PeerFrame) -> None:
+        data, self._data, self.receiving = self._data, np.empty(0, np.uint8), None
+        if message.WhichOneof("kind") != "offer":
+            self._mesh.on_frame(self._sender, message, data)
+        elif self._taking is None:
+            self._taking = asyncio.create_task(self._take(message.offer), name="psdist shared memory")
+
+    async def _take(self, name: str) -> None:
+        """Map the memory that the sender offers, and answer."""
+        nonce = b""
+        try:
+            arena, connected = await take_arena(name, *ARENA)
+            connected.close()
+            nonce, self._arena = arena.nonce, arena.flat.view(np.uint8).reshape(limits.SHARED_PARTS, -1)
+        except SharingUnavailableError:
+            pass  # The sender is on another host, or in another container, and goes without.
+        self.connection.send(pb.PeerFrame(taken=nonce).SerializeToString())
+
+    def close(self) -> None:
+        """End the link without a report."""
+        self.connection.abort()
+        if self._taking is not None:
+            self._taking.cancel()
+
+    def connection_ended(self, error: PsdistError | None) -> None:
+        if self._taking is not None:
+            self._taking.cancel()
+        name = self._sender[0]
+        self._mesh.link_ended(self._sender, f"{name} closed its link" if error is None else f"{name}: {error.message}")
