@@ -35,7 +35,7 @@ PURE_MODULES = (
     *("psdist.compression.segments.format", "psdist.compression.device.tables"),
     *("psdist.wire.limits", "psdist.wire.backoff", "psdist.launcher.supervisor", "psdist_scheduler.cluster"),
     *("psdist.launcher.events", "psdist.launcher.shutdown", "psdist.settings", "psdist.settings.exit_codes"),
-    *("psdist.snapshots.format", "psdist.snapshots.policy", "psdist.snapshots.settings"),
+    *("psdist.snapshots.checks", "psdist.snapshots.format", "psdist.snapshots.policy", "psdist.snapshots.settings"),
     *("psdist.metrics", "psdist.metrics.interval", "psdist.metrics.interval_lines", "psdist.metrics.phases"),
     *("psdist.metrics.progress_line", "psdist.metrics.report", "psdist.data.batch_machine", "psdist.data.padding"),
 )

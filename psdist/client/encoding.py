@@ -77,6 +77,10 @@ class EncodedPush:
         #: Set, and replaced, when slices are encoded or encoding fails.
         self._advanced = asyncio.Event()
 
+    def leave_out(self, absent: tuple[tuple[int, int], ...]) -> None:
+        """Set the elements without a gradient, before the slices that hold them are encoded."""
+        self._slices.absent = absent
+
     def decide(self, ready: ReadySlices) -> ReadySlices:
         """Return the slices to send among ``ready``. Slices from an earlier attempt are sent as they were then."""
         return self._slices.decide(ready)
@@ -346,15 +350,18 @@ class Encoding:
         self._encoder.totals = old.totals
 
     async def encode_push(
-        self, flat: Flat | DeviceVector | None, *, with_norm: bool
+        self, flat: Flat | DeviceVector | None, *, with_norm: bool, absent: tuple[tuple[int, int], ...] = ()
     ) -> tuple[EncodedPush | None, float]:
         """Encode a whole gradient, or start to; None abstains. Returns the payloads to send, or None to abstain, and
         the norm if wanted. The result ``is_encoding`` if it is sent while it is encoded.
+
+        absent: elements without a gradient, which are zeros.
 
         A repeated push has the same payloads. Raises NonFiniteGradientError for values that the codec cannot hold; they
         abstain if ``non_finite`` is "skip".
         """
         push = await self.begin(flat)
+        push.leave_out(absent)
         every = tuple(range(self._participation.entry.slicing.count))
         ready = push.decide(ReadySlices((), every) if flat is None else ReadySlices(every, ()))
         if not ready.valued:

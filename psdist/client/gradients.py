@@ -8,7 +8,7 @@ Not here: encoding and sending (``encoding``, ``step``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -143,8 +143,12 @@ class GradientVector:
             return True
         return _first_on_device(gradients) is not None if isinstance(gradients, Mapping) else self._buffers_on_device
 
-    def gather(self, gradients: Mapping[str, ArrayLike], number: int) -> Flat | DeviceVector | None:
+    def gather(
+        self, gradients: Mapping[str, ArrayLike], number: int, absent: Collection[int] = ()
+    ) -> Flat | DeviceVector | None:
         """Return the vector with all of these gradients in it, or None to abstain. number: number of the push.
+
+        absent: numbers of tensors without a gradient, which become zeros.
 
         Raises UnknownTensorError, MissingTensorError, ShapeMismatchError, DTypeMismatchError, NonFiniteGradientError;
         DeviceUnavailableError and DeviceLostError for arrays of a device.
@@ -152,6 +156,8 @@ class GradientVector:
         flat = self.vector
         if (device := self._device_of(gradients)) is not None:
             there = device.gather(gradients)
+            if absent:
+                device.clear(there, absent)
             if self._casts_on_device or self._encodes_on_device():
                 return there if self._is_finite_there(device, there) else None
             device.register(flat)
@@ -160,11 +166,16 @@ class GradientVector:
             self._stale.on_push(number, flat)
         else:
             flat = flat_vector.flatten(self._layout, gradients, flat)
+        self._clear(flat, absent)
         if flat_vector.is_finite(flat_vector.values_of(self._layout, flat), self._dtype):
             return flat
         if self._non_finite == "reject":
             raise flat_vector.non_finite(self._layout, flat, self._dtype)
         return None
+
+    def _clear(self, flat: Flat, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            flat[self._layout.offsets[number] : self._layout.offsets[number + 1]] = 0.0
 
     def _is_finite_there(
         self, device: DeviceVectors, vector: DeviceVector, numbers: tuple[int, ...] | None = None
@@ -207,21 +218,29 @@ class GradientVector:
         assert self._device is not None
         return CastGradient(self._device.cast(vector, self._dtype), slicing)
 
-    def gather_there(self, numbers: tuple[int, ...], gradients: Mapping[str, ArrayLike] | Iterable[str]) -> bool:
+    def gather_there(
+        self,
+        numbers: tuple[int, ...],
+        gradients: Mapping[str, ArrayLike] | Iterable[str],
+        absent: Collection[int] = (),
+    ) -> bool:
         """Gather the gradients of these tensors as far as that waits for a device. Names mean that they are in the
-        vector. Returns False to abstain. Call ``gather_here`` next.
+        vector. Returns False to abstain. Call ``gather_here`` next. absent: as for ``gather``.
 
         Raises as ``gather``.
         """
         device, step = self._device_of(gradients), self._step
         if device is not None:
             device.gather_some(numbers, gradients if isinstance(gradients, Mapping) else {})
+            if absent:
+                device.clear(device.gradients, absent)
         if step is None or isinstance(step, np.ndarray):
             return True
         assert self._device is not None
         if device is None:
             if isinstance(gradients, Mapping):
                 flat_vector.flatten_some(self._layout, numbers, gradients, self.vector)
+            self._clear(self.vector, absent)
             self._device.copy_in(numbers, self.vector)
         return self._is_finite_there(self._device, step, numbers)
 
@@ -231,7 +250,12 @@ class GradientVector:
             return 0
         return sum(self._layout.offsets[number + 1] - self._layout.offsets[number] for number in numbers)
 
-    def gather_here(self, numbers: tuple[int, ...], gradients: Mapping[str, ArrayLike] | Iterable[str]) -> bool:
+    def gather_here(
+        self,
+        numbers: tuple[int, ...],
+        gradients: Mapping[str, ArrayLike] | Iterable[str],
+        absent: Collection[int] = (),
+    ) -> bool:
         """Gather them in the host's vector, if the step is gathered there. Must not run in a thread if a device is
         used: if a bucket fails, its registration there ends on the loop. Returns and raises as ``gather_there``."""
         if self._step is not None and not isinstance(self._step, np.ndarray):
@@ -240,6 +264,7 @@ class GradientVector:
             device.copy_out(device.gradients, self.vector, numbers)
         elif isinstance(gradients, Mapping):
             flat_vector.flatten_some(self._layout, numbers, gradients, self.vector)
+        self._clear(self.vector, absent)
         values = flat_vector.values_of(self._layout, self.vector)
         for number in numbers:
             part = values[self._layout.starts[number] : self._layout.starts[number + 1]]

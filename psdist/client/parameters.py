@@ -207,7 +207,7 @@ class AsyncParameters(ProcessBound):
             wanted = Wanted(out, copy, await self._steps.gradients.on_named(device))
             return await self._steps.pull(wanted)
 
-    async def push(self, gradients: Mapping[str, ArrayLike], weight: float = 1.0) -> None:
+    async def push(self, gradients: Mapping[str, ArrayLike], weight: float = 1.0, absent: Iterable[str] = ()) -> None:
         """Send the gradient of the next step. Returns when it is applied, or dropped (``statistics().dropped``) because
         this worker had been expelled and the other workers continued without it.
 
@@ -218,6 +218,9 @@ class AsyncParameters(ProcessBound):
         weight: weight in the mean of its step (BSP), such as the number of samples or tokens behind it: 1e-18 to 1e18.
             The applied gradient is sum(weight * gradient) / sum(weight): float32 products, added to zeros in rank
             order, over the sum of the weights. 0 contributes nothing.
+        absent: names of the tensors that have no gradient. They count as zeros, whatever their arrays hold. If no
+            worker has a gradient for a tensor in a step (SSP and ASP: in this push), its weights, its optimizer state
+            and its own count of updates stay as they are, as in torch.
 
         Raises UnknownTensorError, MissingTensorError, ShapeMismatchError, DTypeMismatchError and NonFiniteGradientError
         before anything is sent; NotMemberError if the set was opened for reading; ServerLostError, FencedError,
@@ -227,7 +230,7 @@ class AsyncParameters(ProcessBound):
         retries the same step.
         """
         async with self._steps.call(Phase.PUSH):
-            await self._steps.push(gradients, weight)
+            await self._steps.push(gradients, weight, absent=absent)
 
     async def push_pull(
         self,
@@ -236,13 +239,14 @@ class AsyncParameters(ProcessBound):
         copy: bool = True,
         weight: float = 1.0,
         device: str | None = None,
+        absent: Iterable[str] = (),
     ) -> Arrays:
         """Make one step: send the gradient, and return the weights that include it, by name.
 
         If the push was dropped, the weights are those of this worker's new first step. The gradients may be overwritten
         once the call returns.
 
-        gradients, weight: as in ``push``.
+        gradients, weight, absent: as in ``push``.
         out, copy, device: as in ``pull``.
 
         BSP: returns when all workers have pushed this step. SSP: waits until no worker is further behind than the
@@ -251,12 +255,12 @@ class AsyncParameters(ProcessBound):
         """
         async with self._steps.call(Phase.PUSH):
             wanted = Wanted(out, copy, await self._steps.gradients.on_named(device))
-            if (target := await self._steps.push(gradients, weight, wanted)) is None:
+            if (target := await self._steps.push(gradients, weight, wanted, absent)) is None:
                 return await self._steps.pull(wanted)
             return await self._steps.result(target, wanted)
 
     async def push_pull_async(
-        self, gradients: Mapping[str, ArrayLike] | Iterable[str], weight: float = 1.0
+        self, gradients: Mapping[str, ArrayLike] | Iterable[str], weight: float = 1.0, absent: Iterable[str] = ()
     ) -> AsyncBucket:
         """Send a bucket of one step: the gradients of some tensors, while the others are still computed. Returns
         without waiting for the servers; ``await`` the returned bucket for the new weights of these tensors.
@@ -264,6 +268,7 @@ class AsyncParameters(ProcessBound):
         gradients: a bucket by name, copied before this returns; or names, whose gradients are in ``gradient_buffers``
             and must not change until the bucket is done.
         weight: weight of the whole step, as in ``push``; the same in each of its buckets.
+        absent: names of the bucket's tensors that have no gradient, as in ``push``.
 
         The first call begins a step. The step is complete when all tensors were given once, in any order. A slice is
         sent when all tensors that touch it were given. The call after that begins the next step, and first waits until
@@ -279,16 +284,18 @@ class AsyncParameters(ProcessBound):
         gradient before anything can be sent.
         """
         async with self._steps.call(Phase.PUSH):
-            return await self._steps.give_bucket(gradients, weight)
+            return await self._steps.give_bucket(gradients, weight, absent)
 
-    async def push_async(self, gradients: Mapping[str, ArrayLike] | Iterable[str], weight: float = 1.0) -> AsyncBucket:
+    async def push_async(
+        self, gradients: Mapping[str, ArrayLike] | Iterable[str], weight: float = 1.0, absent: Iterable[str] = ()
+    ) -> AsyncBucket:
         """Send a bucket as ``push_pull_async`` does, without asking for weights. ``await`` the returned bucket for the
         end of the push, and then ``pull``.
 
         All buckets of a step are given by the same one of the two methods, else InvalidArgumentError.
         """
         async with self._steps.call():
-            return await self._steps.give_bucket(gradients, weight, reads=False)
+            return await self._steps.give_bucket(gradients, weight, absent, reads=False)
 
     async def assign(self, values: Mapping[str, ArrayLike]) -> None:
         """Write weights: the servers set these tensors to ``values`` with this worker's next push, before its update.

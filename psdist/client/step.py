@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Generator, Sequence
+from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
 from typing import Any, NoReturn
@@ -66,6 +67,7 @@ class PushStep:
     weight: weight of the gradient in the mean of its step; 0 if all of it abstains.
     target: destination of the new weights; None if they are not asked for.
     norm: L2 norm of the gradient, for servers that need it with each push.
+    absent: elements of the vector without a gradient.
     """
 
     def __init__(
@@ -75,13 +77,20 @@ class PushStep:
         weight: float,
         target: PullTarget | None,
         norm: float = 0.0,
+        absent: tuple[tuple[int, int], ...] = (),
     ) -> None:
         self.progress = servers.participation.begin_push()
+        if absent:
+            self.leave_out(absent)
         self.values = values
         self.weight = weight
         self.target = target
         self._norm = norm
         self._servers = servers
+
+    def leave_out(self, absent: tuple[tuple[int, int], ...]) -> None:
+        """Set the elements without a gradient, in all requests that are made from now on."""
+        self.progress.options = replace(self.progress.options, absent=absent)
 
     @property
     def number(self) -> int:
@@ -220,6 +229,8 @@ class BucketStep(PushStep):
         self._broken: PsdistError | None = None
         self.tasks: dict[asyncio.Task[None], None] = {}
         self._abstained = False
+        #: Numbers of the given tensors that have no gradient.
+        self._absent: frozenset[int] = frozenset()
         self._changed = asyncio.Event()
 
     # --- giving ---
@@ -238,9 +249,14 @@ class BucketStep(PushStep):
         """Return the numbers of tensors that may be given. Raises as ``StepPlan.choose``."""
         return self._plan.choose(names)
 
-    def give(self, numbers: tuple[int, ...], *, abstain: bool) -> AsyncBucket:
+    def give(self, numbers: tuple[int, ...], *, abstain: bool, absent: frozenset[int] = frozenset()) -> AsyncBucket:
         """Send the slices that these tensors complete. ``choose`` has accepted them, and their gradients are in the
-        vector."""
+        vector. absent: those of them without a gradient."""
+        if absent or self._absent:
+            self._absent = self._absent.difference(numbers) | absent
+            self.leave_out(self._plan.index.ranges_of(self._absent))
+            if isinstance(self.values, EncodedPush):
+                self.values.leave_out(self.progress.options.absent)
         bucket = AsyncBucket(self, self._plan.index, numbers)
         self._waiting.append(bucket)
         self._abstained = self._abstained or abstain

@@ -107,12 +107,14 @@ class Statistics:
 class _WholePush:
     """A push of a whole gradient, over all incarnations in which it is made.
 
+    absent: numbers of the tensors without a gradient.
     gathered: the checked gradient and its norm; None before the gradient was read for the first time.
     """
 
     gradients: Mapping[str, ArrayLike]
     weight: float
     wanted: Wanted | None
+    absent: frozenset[int] = frozenset()
     gathered: tuple[Flat | DeviceVector | None, float] | None = None
 
 
@@ -187,18 +189,23 @@ class Steps:
         return await self.result(await self.retry(pull_once), wanted)
 
     def push(
-        self, gradients: Mapping[str, ArrayLike], weight: float, wanted: Wanted | None = None
+        self,
+        gradients: Mapping[str, ArrayLike],
+        weight: float,
+        wanted: Wanted | None = None,
+        absent: Iterable[str] = (),
     ) -> Coroutine[Any, Any, PullTarget | None]:
         """Return a coroutine that makes one push, again in the next incarnation if it continues there.
 
         weight: weight of the gradient in the mean of its step; 0 contributes nothing.
         wanted: asks for the new weights. Then the coroutine returns their place, or None if the push was dropped.
+        absent: names of the tensors without a gradient.
         """
         check_member(self._participation)
         weight = check_weight(weight, self._spec.consistency)
         if self._participation.is_skipping:
             return self._drop_step(skips=True)
-        push_once = partial(self._push_once, _WholePush(gradients, weight, wanted))
+        push_once = partial(self._push_once, _WholePush(gradients, weight, wanted, self._index.named(absent)))
         return run_in_incarnation(push_once, self._rejoin_or_drop, lambda: self._participation.incarnation)
 
     async def result(self, target: PullTarget, wanted: Wanted) -> dict[str, Any]:
@@ -207,7 +214,12 @@ class Steps:
         return await off_loop(self._layout.total, lambda: self._results.arrays(target, wanted), waits=waits)
 
     async def give_bucket(
-        self, gradients: Mapping[str, ArrayLike] | Iterable[str], weight: float, *, reads: bool = True
+        self,
+        gradients: Mapping[str, ArrayLike] | Iterable[str],
+        weight: float,
+        absent: Iterable[str] = (),
+        *,
+        reads: bool = True,
     ) -> AsyncBucket:
         """See ``AsyncParameters.push_pull_async`` and, for ``reads=False``, ``push_async``."""
         check_member(self._participation)
@@ -232,15 +244,23 @@ class Steps:
             )
         self.gradients.check_bucket(gradients)
         numbers = step.choose(list(gradients))
+        missing = self._index.named(absent)
+        if stray := missing.difference(numbers):
+            raise InvalidArgumentError(
+                f"tensor {self._layout.tensors[min(stray)].name!r} has no gradient, and is not in this bucket: name it "
+                "in the bucket, too"
+            )
         is_given = weight > 0
         if self.gradients.waits_for_device(gradients):
-            is_given = await in_thread(lambda: self.gradients.gather_there(numbers, gradients)) and is_given
+            is_given = await in_thread(lambda: self.gradients.gather_there(numbers, gradients, missing)) and is_given
         elements = self.gradients.elements_gathered(numbers)
-        is_given = await off_loop(elements, lambda: self.gradients.gather_here(numbers, gradients)) and is_given
+        is_given = (
+            await off_loop(elements, lambda: self.gradients.gather_here(numbers, gradients, missing)) and is_given
+        )
         if step.state is StepState.LOST:  # Meanwhile, as another of its buckets has found out.
             await self._drop_step()
             raise step.dropped()
-        bucket = step.give(numbers, abstain=not is_given)
+        bucket = step.give(numbers, abstain=not is_given, absent=missing)
         if not step.open:
             self.gradients.on_last_bucket(gradients, step.number)
         self._bucket_step = step
@@ -320,7 +340,7 @@ class Steps:
             push.gathered = await off_loop(self._layout.total, lambda: self._gather(push), waits=waits)
         await self._reach_first_step()
         try:
-            step = await self._make_step(*push.gathered, push.weight, target)
+            step = await self._make_step(push, target)
             parts, waiting = step.whole(), self._servers.waiting(push=True, reads=step.reads)
             try:
                 if step.is_encoding:
@@ -339,16 +359,17 @@ class Steps:
         self._on_pushed(step.progress, step.abstains, seen=step.reads)
         return target
 
-    async def _make_step(
-        self, flat: Flat | DeviceVector | None, norm: float, weight: float, target: PullTarget | None
-    ) -> PushStep:
+    async def _make_step(self, push: _WholePush, target: PullTarget | None) -> PushStep:
         """Return the step that sends a gathered gradient, encoded as far as that comes before sending."""
+        assert push.gathered is not None
+        flat, norm = push.gathered
+        absent = self._index.ranges_of(push.absent)
         values: Gradient | None = flat if isinstance(flat, np.ndarray) else None
         if self.encoding is not None:
-            values, norm = await self.encoding.encode_push(flat, with_norm=self._needs_norm)
+            values, norm = await self.encoding.encode_push(flat, with_norm=self._needs_norm, absent=absent)
         elif flat is not None and not isinstance(flat, np.ndarray):
             values = await in_thread(partial(self.gradients.cast, flat, self._servers.slicing))
-        return PushStep(self._servers, values, weight, target, norm)
+        return PushStep(self._servers, values, push.weight, target, norm, absent)
 
     def _on_pushed(self, progress: PendingRequest, abstained: bool, *, seen: bool = True) -> None:
         if self.encoding is not None:
@@ -372,7 +393,7 @@ class Steps:
 
     def _gather(self, push: _WholePush) -> tuple[Flat | DeviceVector | None, float]:
         """Return the checked gradient and, if the servers need it, its norm; None to abstain."""
-        flat = self.gradients.gather(push.gradients, self._participation.sequence.step)
+        flat = self.gradients.gather(push.gradients, self._participation.sequence.step, push.absent)
         if not push.weight:
             return None, 0.0
         if not isinstance(flat, np.ndarray) or not self._needs_norm or self.encoding is not None:

@@ -470,7 +470,7 @@ class Parameters(Blocking[AsyncParameters]):
         with self._phases.call(Phase.WAIT):
             return loop.shared().call(self._async.pull(out, copy, device), reading=True)
 
-    def push(self, gradients: Mapping[str, ArrayLike], weight: float = 1.0) -> None:
+    def push(self, gradients: Mapping[str, ArrayLike], weight: float = 1.0, absent: Iterable[str] = ()) -> None:
         """Send the gradient of the next step. Returns when it is applied, or dropped (``statistics().dropped``) because
         this worker had been expelled and the other workers continued without it.
 
@@ -481,6 +481,9 @@ class Parameters(Blocking[AsyncParameters]):
         weight: weight in the mean of its step (BSP), such as the number of samples or tokens behind it: 1e-18 to 1e18.
             The applied gradient is sum(weight * gradient) / sum(weight): float32 products, added to zeros in rank
             order, over the sum of the weights. 0 contributes nothing.
+        absent: names of the tensors that have no gradient. They count as zeros, whatever their arrays hold. If no
+            worker has a gradient for a tensor in a step (SSP and ASP: in this push), its weights, its optimizer state
+            and its own count of updates stay as they are, as in torch.
 
         Raises UnknownTensorError, MissingTensorError, ShapeMismatchError, DTypeMismatchError and NonFiniteGradientError
         before anything is sent; NotMemberError if the set was opened for reading; ServerLostError, FencedError,
@@ -490,7 +493,7 @@ class Parameters(Blocking[AsyncParameters]):
         retries the same step.
         """
         with self._phases.call(Phase.PUSH):
-            loop.shared().call(self._async.push(gradients, weight))
+            loop.shared().call(self._async.push(gradients, weight, absent))
 
     def push_pull(
         self,
@@ -499,13 +502,14 @@ class Parameters(Blocking[AsyncParameters]):
         copy: bool = True,
         weight: float = 1.0,
         device: str | None = None,
+        absent: Iterable[str] = (),
     ) -> Arrays:
         """Make one step: send the gradient, and return the weights that include it, by name.
 
         If the push was dropped, the weights are those of this worker's new first step. The gradients may be overwritten
         once the call returns.
 
-        gradients, weight: as in ``push``.
+        gradients, weight, absent: as in ``push``.
         out, copy, device: as in ``pull``.
 
         BSP: returns when all workers have pushed this step. SSP: waits until no worker is further behind than the
@@ -513,15 +517,18 @@ class Parameters(Blocking[AsyncParameters]):
         retries the same step.
         """
         with self._phases.call(Phase.PUSH):
-            return loop.shared().call(self._async.push_pull(gradients, out, copy, weight, device))
+            return loop.shared().call(self._async.push_pull(gradients, out, copy, weight, device, absent))
 
-    def push_pull_async(self, gradients: Mapping[str, ArrayLike] | Iterable[str], weight: float = 1.0) -> Bucket:
+    def push_pull_async(
+        self, gradients: Mapping[str, ArrayLike] | Iterable[str], weight: float = 1.0, absent: Iterable[str] = ()
+    ) -> Bucket:
         """Send a bucket of one step: the gradients of some tensors, while the others are still computed. Returns
         without waiting for the servers; call ``wait()`` of the returned bucket for the new weights of these tensors.
 
         gradients: a bucket by name, copied before this returns; or names, whose gradients are in ``gradient_buffers``
             and must not change until the bucket is done.
         weight: weight of the whole step, as in ``push``; the same in each of its buckets.
+        absent: names of the bucket's tensors that have no gradient, as in ``push``.
 
         The first call begins a step. The step is complete when all tensors were given once, in any order. A slice is
         sent when all tensors that touch it were given. The call after that begins the next step, and first waits until
@@ -537,16 +544,18 @@ class Parameters(Blocking[AsyncParameters]):
         gradient before anything can be sent.
         """
         with self._phases.call(Phase.PUSH):
-            return Bucket(loop.shared().call(self._async.push_pull_async(gradients, weight)), self._phases)
+            return Bucket(loop.shared().call(self._async.push_pull_async(gradients, weight, absent)), self._phases)
 
-    def push_async(self, gradients: Mapping[str, ArrayLike] | Iterable[str], weight: float = 1.0) -> Bucket:
+    def push_async(
+        self, gradients: Mapping[str, ArrayLike] | Iterable[str], weight: float = 1.0, absent: Iterable[str] = ()
+    ) -> Bucket:
         """Send a bucket as ``push_pull_async`` does, without asking for weights. Call ``wait()`` of the returned bucket
         for the end of the push, and then ``pull``.
 
         All buckets of a step are given by the same one of the two methods, else InvalidArgumentError.
         """
         with self._phases.call(Phase.PUSH):
-            return Bucket(loop.shared().call(self._async.push_async(gradients, weight)), self._phases)
+            return Bucket(loop.shared().call(self._async.push_async(gradients, weight, absent)), self._phases)
 
     def assign(self, values: Mapping[str, ArrayLike]) -> None:
         """Write weights: the servers set these tensors to ``values`` with this worker's next push, before its update.

@@ -10,17 +10,19 @@ parsed. A commit record holds its own digest and that of the manifest.
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Final, TypeVar, cast
 
 import xxhash
 
 from psdist.consistency import BSP, sums
-from psdist.errors import InvalidArgumentError, PsdistError, SnapshotCorruptError, StorageError
+from psdist.errors import PsdistError, SnapshotCorruptError, StorageError
+from psdist.snapshots.checks import check_digest, check_number, check_text, check_time, check_unique, require
 from psdist.snapshots.settings import spec_from_json, spec_to_json
 from psdist.types import (
     DataPosition,
@@ -34,10 +36,10 @@ from psdist.types import (
     check_name,
     check_tensor_name,
 )
-from psdist.wire.limits import DIMENSIONS_MAX, MANIFEST_BYTES_MAX, SNAPSHOT_TEXT_MAX
+from psdist.wire.limits import DIMENSIONS_MAX, MANIFEST_BYTES_MAX
 
 #: Newest versions of manifests and commit records. A manifest gets the lowest version that has all of its fields.
-FORMAT: Final = 4
+FORMAT: Final = 5
 COMMIT_FORMAT: Final = 1
 #: Bytes per element in a shard's file, which is float32, little-endian.
 ELEMENT_BYTES: Final = 4
@@ -47,8 +49,6 @@ COMMITS: Final = "commits"
 SNAPSHOTS: Final = "snapshots"
 
 _COMMIT_PATH = re.compile(r"commits/([0-9]{12})\.json")
-_DIGEST = re.compile(r"[0-9a-f]{32}")
-_NUMBER_MAX: Final = (1 << 63) - 1
 
 F = TypeVar("F", "CommitRecord", "Manifest")
 #: The type ``bytes``, for classes with an attribute of this name.
@@ -146,35 +146,6 @@ def slice_offset(header_bytes: int, position: int, slice_elements: int, state_co
 # --- the manifest -----------------------------------------------------------------------------------------------------
 
 
-def _require(condition: bool, name: str, value: object, allowed: str) -> None:
-    if not condition:
-        raise InvalidArgumentError(f"{name} is {value!r:.80}, not {allowed}")
-
-
-def _check_number(name: str, value: object, low: int = 0) -> None:
-    _require(type(value) is int and low <= value <= _NUMBER_MAX, name, value, f"a whole number of {low} or more")
-
-
-def _check_text(name: str, value: object) -> None:
-    allowed = f"text of at most {SNAPSHOT_TEXT_MAX} characters"
-    _require(isinstance(value, str) and len(value) <= SNAPSHOT_TEXT_MAX, name, value, allowed)
-
-
-def _check_digest(name: str, value: object) -> None:
-    _require(isinstance(value, str) and bool(_DIGEST.fullmatch(value)), name, value, "an xxh3_128 in hexadecimal")
-
-
-def _check_time(name: str, value: object) -> None:
-    _require(type(value) is float and math.isfinite(value) and value >= 0, name, value, "seconds as a float, 0 or more")
-
-
-def _check_unique(what: str, names: Iterable[str]) -> None:
-    seen: set[str] = set()
-    for name in names:
-        _require(name not in seen, what, name, "named once only")
-        seen.add(name)
-
-
 @dataclass(frozen=True)
 class ShardFile:
     """File of one shard.
@@ -184,6 +155,8 @@ class ShardFile:
     digest: xxh3_128 of the whole file, hexadecimal.
     versions, digests: one per slice of the shard, ascending. A digest is the xxh3_128 of the slice's weights followed
         by each array of its state.
+    lags: (slice, start, stop, number of updates), ascending: elements [start, stop) of the slice skipped so many of its
+        updates, because no worker had a gradient for them.
     """
 
     file: str
@@ -191,16 +164,28 @@ class ShardFile:
     digest: str
     versions: tuple[int, ...]
     digests: tuple[str, ...]
+    lags: tuple[tuple[int, int, int, int], ...] = ()
 
     def __post_init__(self) -> None:
         check_directory(self.file)
-        _check_number("length", self.length)
-        _check_digest("digest", self.digest)
-        _require(len(self.versions) == len(self.digests), "digests", len(self.digests), f"{len(self.versions)}")
+        check_number("length", self.length)
+        check_digest("digest", self.digest)
+        require(len(self.versions) == len(self.digests), "digests", len(self.digests), f"{len(self.versions)}")
         for version in self.versions:
-            _check_number("version", version)
+            check_number("version", version)
         for digest in self.digests:
-            _check_digest("digest", digest)
+            check_digest("digest", digest)
+        for before, row in pairwise(((-1, 0, 0, 1), *self.lags)):
+            for number in row:
+                check_number("lag", number)
+            first = before[2] if row[0] == before[0] else 0
+            ascends = row[0] >= before[0] and first <= row[1] < row[2] and row[3] > 0
+            require(ascends, "lag", row, "after the one before it, of some elements, above 0")
+
+    def lags_of(self, index: int) -> tuple[tuple[int, int, int], ...]:
+        """Return the lags of a slice: (start, stop, number of updates)."""
+        first, last = bisect_left(self.lags, (index,)), bisect_left(self.lags, (index + 1,))
+        return tuple((start, stop, updates) for _, start, stop, updates in self.lags[first:last])
 
 
 @dataclass(frozen=True)
@@ -225,26 +210,30 @@ class ParametersState:
     state_since: int = 0
 
     def __post_init__(self) -> None:
-        _check_number("slice_elements", self.spec.slice_elements, 1)
-        _check_number("reference_workers", self.reference_workers)
-        _check_number("step", self.step)
+        check_number("slice_elements", self.spec.slice_elements, 1)
+        check_number("reference_workers", self.reference_workers)
+        check_number("step", self.step)
         for name in self.state_names:
             check_directory(name)
-        _check_unique("state array", (WEIGHTS, *self.state_names))
-        _check_unique("tensor", (tensor.name for tensor in self.layout.tensors))
+        check_unique("state array", (WEIGHTS, *self.state_names))
+        check_unique("tensor", (tensor.name for tensor in self.layout.tensors))
         for worker_id, incarnation, number in self.next:
             check_name(worker_id, "worker id")
-            _check_number("incarnation", incarnation)
-            _check_number("next push", number)
-        _require(bool(self.shards), "number of shards", 0, "1 or more")
+            check_number("incarnation", incarnation)
+            check_number("next push", number)
+        require(bool(self.shards), "number of shards", 0, "1 or more")
         for number, shard in enumerate(self.shards):
             slices = shard_slices(number, len(self.shards), self.slicing.count)
-            _require(len(shard.versions) == len(slices), shard.file, len(shard.versions), f"of {len(slices)} slices")
+            require(len(shard.versions) == len(slices), shard.file, len(shard.versions), f"of {len(slices)} slices")
+            for index, _, stop, updates in shard.lags:
+                fits = index in slices and stop <= self.slicing.size(index)
+                fits = fits and updates <= shard.versions[slices.index(index)] - self.state_since
+                require(fits, f"lag in {shard.file}", (index, stop, updates), "one that its slice can have")
             if isinstance(self.spec.consistency, BSP):
                 odd = next((version for version in shard.versions if version != self.step), self.step)
-                _require(odd == self.step, f"version in {shard.file}", odd, f"the step of the cut, {self.step}")
-        _check_number("state_since", self.state_since)
-        _require(self.state_since <= self.version_min, "state_since", self.state_since, f"{self.version_min} or less")
+                require(odd == self.step, f"version in {shard.file}", odd, f"the step of the cut, {self.step}")
+        check_number("state_since", self.state_since)
+        require(self.state_since <= self.version_min, "state_since", self.state_since, f"{self.version_min} or less")
 
     @property
     def version_min(self) -> int:
@@ -304,9 +293,9 @@ class WorkerState:
     def __post_init__(self) -> None:
         check_name(self.parameters, "parameters name")
         for name in ("rank", "next", "length"):
-            _check_number(name, getattr(self, name))
+            check_number(name, getattr(self, name))
         check_directory(self.file)
-        _check_digest("digest", self.digest)
+        check_digest("digest", self.digest)
 
 
 @dataclass(frozen=True)
@@ -335,29 +324,31 @@ class Manifest:
     def __post_init__(self) -> None:
         check_name(self.run_id, "run id")
         check_directory(self.directory)
-        _check_number("epoch", self.epoch)
-        _check_time("time", self.time)
-        _check_text("reason", self.reason)
-        _check_text("psdist_version", self.psdist_version)
+        check_number("epoch", self.epoch)
+        check_time("time", self.time)
+        check_text("reason", self.reason)
+        check_text("psdist_version", self.psdist_version)
         for key, value in self.configuration.items():
-            _check_text("name of a setting", key)
+            check_text("name of a setting", key)
             if type(value) is not int:
-                _check_text(f"setting {key}", value)
-        _check_unique("parameters", (state.spec.name for state in self.parameters))
-        _check_unique("data set", (state.spec.name for state in self.datasets))
+                check_text(f"setting {key}", value)
+        check_unique("parameters", (state.spec.name for state in self.parameters))
+        check_unique("data set", (state.spec.name for state in self.datasets))
         for state in self.states:
-            _require(state.parameters in self.steps, "state of", state.parameters, "parameters of the snapshot")
-        _check_unique("state of a worker", (f"{state.rank} of {state.parameters}" for state in self.states))
+            require(state.parameters in self.steps, "state of", state.parameters, "parameters of the snapshot")
+        check_unique("state of a worker", (f"{state.rank} of {state.parameters}" for state in self.states))
         shards = (shard.file for state in self.parameters for shard in state.shards)
-        _check_unique("file", ("manifest.json", *shards, *(state.file for state in self.states)))
+        check_unique("file", ("manifest.json", *shards, *(state.file for state in self.states)))
 
     @property
     def format(self) -> int:
         """Version of the format.
 
-        4 with float64 values or summed gradients, 3 with reference weights (``pull_compression``), 2 if an optimizer's
-        state was reset, else 1.
+        5 with elements that skipped updates, 4 with float64 values or summed gradients, 3 with reference weights
+        (``pull_compression``), 2 if an optimizer's state was reset, else 1.
         """
+        if any(shard.lags for state in self.parameters for shard in state.shards):
+            return 5
         if any(state.spec.dtype != "float32" or sums(state.spec.consistency) for state in self.parameters):
             return 4
         if any(state.spec.pull_compression for state in self.parameters):
@@ -446,16 +437,16 @@ class CommitRecord:
         check_name(self.run_id, "run id")
         check_directory(self.directory)
         for name in ("sequence", "epoch", "manifest_length", "bytes"):
-            _check_number(name, getattr(self, name))
-        _require(self.sequence < 10**12, "sequence", self.sequence, "of 12 digits at most")
-        _require(self.manifest_length <= MANIFEST_BYTES_MAX, "manifest_length", self.manifest_length, "up to 1 GiB")
-        _check_digest("manifest_digest", self.manifest_digest)
-        _check_time("time", self.time)
-        _check_time("seconds", self.seconds)
-        _check_text("reason", self.reason)
+            check_number(name, getattr(self, name))
+        require(self.sequence < 10**12, "sequence", self.sequence, "of 12 digits at most")
+        require(self.manifest_length <= MANIFEST_BYTES_MAX, "manifest_length", self.manifest_length, "up to 1 GiB")
+        check_digest("manifest_digest", self.manifest_digest)
+        check_time("time", self.time)
+        check_time("seconds", self.seconds)
+        check_text("reason", self.reason)
         for name, step in self.steps.items():
             check_name(name, "parameters name")
-            _check_number("step", step)
+            check_number("step", step)
 
     @cached_property
     def path(self) -> str:
@@ -546,13 +537,13 @@ def _made(make: Callable[[], F], data: bytes, file: str, what: str) -> F:
 def _layout_from_json(values: Sequence[Sequence[Any]], master: MasterDType) -> Layout:
     tensors = []
     for name, shape, dtype in values:
-        _require(dtype in ("float32", "float16", "bfloat16", "float64"), f"dtype of {name}", dtype, "a known one")
-        _require(len(shape) <= DIMENSIONS_MAX, f"dimensions of {name}", len(shape), f"at most {DIMENSIONS_MAX}")
+        require(dtype in ("float32", "float16", "bfloat16", "float64"), f"dtype of {name}", dtype, "a known one")
+        require(len(shape) <= DIMENSIONS_MAX, f"dimensions of {name}", len(shape), f"at most {DIMENSIONS_MAX}")
         for size in shape:
-            _check_number(f"shape of {name}", size)
+            check_number(f"shape of {name}", size)
         tensors.append(TensorSpec(check_tensor_name(name), tuple(shape), dtype))
     layout = Layout(tuple(tensors), master)
-    _check_number("number of elements", layout.total)
+    check_number("number of elements", layout.total)
     return layout
 
 
@@ -564,7 +555,7 @@ def _parameters_to_json(state: ParametersState) -> dict[str, Any]:
         "state_names": list(state.state_names),
         "step": state.step,
         "next": [list(item) for item in state.next],
-        "shards": [vars(shard) for shard in state.shards],
+        "shards": [_shard_to_json(shard) for shard in state.shards],
         **({"state_since": state.state_since} if state.state_since else {}),
     }
 
@@ -578,11 +569,21 @@ def _parameters_from_json(values: Mapping[str, Any]) -> ParametersState:
         state_names=tuple(values["state_names"]),
         step=values["step"],
         next=tuple((worker_id, incarnation, number) for worker_id, incarnation, number in values["next"]),
-        shards=tuple(
-            ShardFile(**(item | {"versions": tuple(item["versions"]), "digests": tuple(item["digests"])}))
-            for item in values["shards"]
-        ),
+        shards=tuple(_shard_from_json(item) for item in values["shards"]),
         state_since=values.get("state_since", 0),
+    )
+
+
+def _shard_to_json(shard: ShardFile) -> dict[str, Any]:
+    values = dict(vars(shard))
+    lags = values.pop("lags")
+    return values | ({"lags": [list(row) for row in lags]} if lags else {})
+
+
+def _shard_from_json(values: Mapping[str, Any]) -> ShardFile:
+    lags = tuple((index, start, stop, updates) for index, start, stop, updates in values.get("lags", ()))
+    return ShardFile(
+        **{**values, "versions": tuple(values["versions"]), "digests": tuple(values["digests"]), "lags": lags}
     )
 
 

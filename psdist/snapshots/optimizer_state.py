@@ -28,7 +28,8 @@ class TensorState:
     optimizer: the specification.
     group: the tensor's group in it.
     since: step at which the state began.
-    updates: number of updates since the state began; in SSP and ASP the minimum over slices.
+    updates: number of updates since the state began, without those that skipped the tensor because no worker had a
+        gradient for it; in SSP and ASP the minimum over slices.
     arrays: arrays with the tensor's shape, in the dtype of the servers, by ``optimizer.group_state_names(group)``.
     """
 
@@ -98,5 +99,14 @@ async def _vectors(slices: SliceReader, state: ParametersState) -> list[NDArray[
 def _updates(state: ParametersState, elements: range) -> int:
     size, count = state.slicing.slice_elements, len(state.shards)
     numbers = range(elements.start // size, -(-elements.stop // size)) if elements else range(0)
-    versions = [state.shards[number % count].versions[number // count] for number in numbers]
-    return min(versions, default=state.step) - state.state_since
+    updates = [
+        state.shards[number % count].versions[number // count] - _lag(state, number, elements) for number in numbers
+    ]
+    return min(updates, default=state.step) - state.state_since
+
+
+def _lag(state: ParametersState, number: int, elements: range) -> int:
+    """Return the number of updates of slice ``number`` that skipped ``elements`` of the vector."""
+    first = max(elements.start - state.slicing.bounds(number)[0], 0)
+    lags = state.shards[number % len(state.shards)].lags_of(number)
+    return next((lag for start, stop, lag in lags if start <= first < stop), 0)

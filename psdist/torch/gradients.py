@@ -46,6 +46,7 @@ class _Step:
     values: content of the gradients at the end of the backward pass.
     taken: gradients that were copied into the vector, with their autograd version at that time.
     reached: parameters that got gradients in passes without a push.
+    absent: taken tensors that had no gradient.
     given: tensors whose gradients were pushed.
     buckets: pushed buckets and their tensors.
     is_broken: gradients were changed after they were pushed, so this worker can contribute nothing else.
@@ -56,6 +57,7 @@ class _Step:
     weight: float = 1.0
     taken: dict[int, tuple[Tensor | None, int]] = field(default_factory=dict)
     reached: set[int] = field(default_factory=set)
+    absent: set[int] = field(default_factory=set)
     given: set[int] = field(default_factory=set)
     buckets: list[tuple[Bucket, tuple[int, ...]]] = field(default_factory=list)
     is_broken: bool = False
@@ -79,7 +81,8 @@ class GradientStream:
 
     bucket_bytes: see ``BucketPlan``.
     as_views: make ``parameter.grad`` a view of the vector if the parameter has its dtype and is on its device.
-    others: tensors of ``handle`` that are not parameters. They are pushed at the end.
+    others: tensors of ``handle`` that are not parameters. They are pushed at the end. With some, ``handle`` has mean
+        gradients, and parameters without a gradient count with zeros; without, servers skip these.
     overflows: name of one of ``others``. It becomes 1 in a step in which gradients of this worker are not finite; these
         are pushed as zeros. None: such gradients raise.
     on_begin: called before the first gradient of a step is taken. Its errors end the backward pass.
@@ -123,19 +126,21 @@ class GradientStream:
         self.is_paused = False
         #: Autograd's number of the backward pass that produced gradients and has not ended (or failed); -1 for none.
         self._pass = -1
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        #: By parameter; None if backward passes do not push.
+        self._hooks: dict[int, torch.utils.hooks.RemovableHandle] | None = None
         _streams[id(handle)] = self
 
     # --- while the backward pass runs ---
 
     def listen(self) -> None:
-        """Register hooks, so that backward passes push."""
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]  # torch gives it no types
-                partial(self._on_gradient, number)
-            )
-            for number, parameter in enumerate(self._parameters)
-        ]
+        """Register hooks, so that backward passes push. A frozen parameter gets its hook in the first step at whose end
+        it is unfrozen; until then its gradients are pushed by ``complete``."""
+        self._hooks = self._hooks or {}
+        for number, parameter in enumerate(self._parameters):
+            if number not in self._hooks and parameter.requires_grad:
+                self._hooks[number] = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    partial(self._on_gradient, number)  # torch gives it no types
+                )
 
     def set_weight(self, weight: float) -> None:
         """Set the weight of this step's gradients in its mean.
@@ -152,9 +157,9 @@ class GradientStream:
 
     def close(self) -> None:
         """Remove the hooks. Gradients stay in place."""
-        for hook in self._hooks:
+        for hook in (self._hooks or {}).values():
             hook.remove()
-        self._hooks = []
+        self._hooks = None
         _streams.pop(id(self._handle), None)
 
     @contextmanager
@@ -197,14 +202,16 @@ class GradientStream:
         self._step.values.take((name, gradient) for name, gradient in taken if gradient is not None)
 
     def _take(self, number: int) -> None:
-        """Copy a gradient to its place in the vector, or zeros if there is none."""
+        """Copy a gradient to its place in the vector, or zeros if there is none, as for a frozen parameter."""
         if not self._step.taken:
             self._on_begin()
             self._plan.start_step()
         parameter, view = self._parameters[number], self._views[number]
         gradient = parameter.grad
+        self._step.absent.discard(number)
         if gradient is None:
             view.zero_()
+            self._step.absent.add(number)
         elif gradient is not view:
             if self._as_views:
                 view = self._views[number] = separate_kept(view, self.buffers[self._names[number]], self.name)
@@ -232,7 +239,7 @@ class GradientStream:
     def _push_pull_async(self, numbers: tuple[int, ...]) -> Bucket:
         names = [self._names[number] for number in numbers]
         try:
-            return self._handle.push_pull_async(names, self._step.weight)
+            return self._handle.push_pull_async(names, self._step.weight, self._absent(numbers))
         except NonFiniteGradientError:
             if self._overflows is None:
                 raise
@@ -240,6 +247,11 @@ class GradientStream:
             self.buffers[name].zero_()
         self.buffers[self._overflows].fill_(1.0)
         return self._handle.push_pull_async(names, self._step.weight)
+
+    def _absent(self, numbers: Iterable[int]) -> list[str]:
+        """Return the names of those tensors that the servers skip if no other worker has a gradient for them."""
+        has_flags = len(self._names) > len(self._views)
+        return [self._names[number] for number in numbers if not has_flags and number in self._step.absent]
 
     # --- at its end ---
 
@@ -264,7 +276,7 @@ class GradientStream:
         return [name for number, name in enumerate(self._names[: len(self._views)]) if number not in got]
 
     def complete(self) -> None:
-        """Push the remaining tensors. Parameters without a gradient count with zeros.
+        """Push the remaining tensors.
 
         Raises InvalidArgumentError if a gradient was changed after it was pushed.
         """
@@ -316,7 +328,8 @@ class GradientStream:
         """Push the whole step in one call, for steps that cannot be pushed in buckets."""
         self._take_rest()
         try:
-            weights = self._handle.push_pull(self._arrays, copy=False, weight=self._step.weight)
+            absent = self._absent(range(len(self._names)))
+            weights = self._handle.push_pull(self._arrays, copy=False, weight=self._step.weight, absent=absent)
         except NonFiniteGradientError:
             self._step.taken.clear()  # The retry copies them again.
             raise
@@ -330,8 +343,9 @@ class GradientStream:
     def discard(self) -> bool:
         """Discard the gradients of a backward pass that failed, or whose gradients were changed afterwards.
 
-        If some were pushed, which cannot be undone, push zeros for the others and return True: the step must still be
-        collected. Raises InvalidArgumentError if ``complete`` could still make a step of the pushed gradients.
+        If some were pushed, which cannot be undone, push the others as tensors without a gradient and return True: the
+        step must still be collected. Raises InvalidArgumentError if ``complete`` could still make a step of the pushed
+        gradients.
         """
         if not self._step.given:
             self._step.taken.clear()
@@ -347,6 +361,7 @@ class GradientStream:
         rest = tuple(number for number in range(len(self._names)) if number not in self._step.given)
         for number in rest:
             self.buffers[self._names[number]].zero_()
+        self._step.absent.update(rest)
         if rest and not self._step.is_dropped:
             self._give(rest)
         return True
@@ -359,10 +374,10 @@ class GradientStream:
             )
 
     def skip(self, weight: float) -> None:
-        """Make a step of zeros that count as ``weight``; 0 contributes nothing."""
+        """Make a step without any gradient, whose zeros count as ``weight``; 0 contributes nothing."""
         for buffer in self.buffers.values():
             buffer.zero_()
-        self._handle.push(self._arrays, weight)
+        self._handle.push(self._arrays, weight, self._names)
 
     def _take_rest(self) -> None:
         for number in range(len(self._parameters)):
@@ -376,3 +391,5 @@ class GradientStream:
     def _end(self) -> None:
         self._step.values.forget()
         self._step, self._pass = _Step(values=self._step.values), -1
+        if self._hooks is not None:
+            self.listen()

@@ -9,7 +9,7 @@ Not here: values (``values``), gradients (``gradients``).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -57,11 +57,19 @@ class ModelTensors:
         return "float64" if "float64" in dtypes else "float32"
 
 
-def inspect(model: nn.Module, wanted: Iterable[nn.Parameter] | None = None, *, has_values: bool = True) -> ModelTensors:
+def inspect(
+    model: nn.Module,
+    wanted: Iterable[nn.Parameter] | None = None,
+    *,
+    has_values: bool = True,
+    with_frozen: bool = False,
+) -> ModelTensors:
     """Return the tensors of ``model``.
 
     wanted: parameters of the model's optimizer; None for all with ``requires_grad``.
     has_values: False also accepts parameters on the meta device and on several devices.
+    with_frozen: count frozen parameters of the optimizer as trained, because the script may unfreeze them. Those that
+        servers cannot hold with the others stay fixed.
 
     Raises InvalidArgumentError for something that is no module, for a model without trained parameters, for parameters
     that are not the model's, on several devices, on the meta device or lazy, and for parameters and buffers that cannot
@@ -88,6 +96,9 @@ def inspect(model: nn.Module, wanted: Iterable[nn.Parameter] | None = None, *, h
         _check_trained(name, parameter, has_values=has_values)
     if has_values:
         _check_devices(trained)
+    if with_frozen and chosen is not None:
+        later = {name for name, one in named.items() if one in chosen and _may_be_unfrozen(one, trained)}
+        trained = {name: one for name, one in named.items() if name in trained or name in later}
     fixed = fixed_tensors(model, trained)
     for name, tensor in fixed.items():
         if not isinstance(tensor, nn.parameter.UninitializedParameter | nn.parameter.UninitializedBuffer):
@@ -135,6 +146,20 @@ def _check_trained(name: str, parameter: nn.Parameter, *, has_values: bool) -> N
     _check_written(name, parameter, "parameter")
 
 
+def _may_be_unfrozen(parameter: nn.Parameter, trained: Mapping[str, nn.Parameter]) -> bool:
+    """Return True for a frozen parameter whose values servers can hold beside those of ``trained``."""
+    device, dtypes = next(iter(trained.values())).device, {DTYPES[one.dtype] for one in trained.values()}
+    if parameter.requires_grad or isinstance(parameter, nn.parameter.UninitializedParameter):
+        return False
+    if parameter.device != device or DTYPES.get(parameter.dtype) not in dtypes | {"float32"}:
+        return False
+    try:
+        _check_written("", parameter, "parameter")
+    except InvalidArgumentError:
+        return False
+    return bool(torch.isfinite(parameter.detach()).all())
+
+
 def _check_written(name: str, tensor: Tensor, what: str) -> None:
     """Raise InvalidArgumentError for a tensor to which another worker's values cannot be written."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
@@ -175,11 +200,14 @@ class ModelParameters:
     """Parameters of a model at the time it was wrapped, and the frozen ones among them.
 
     wanted: as for ``inspect``. Other parameters may be unfrozen, because the script does not expect them to be trained.
+    trained: names of frozen parameters that may be unfrozen, because the servers hold them.
 
     Logs a warning for a SyncBatchNorm that synchronizes nothing.
     """
 
-    def __init__(self, model: nn.Module, wanted: Iterable[nn.Parameter] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, wanted: Iterable[nn.Parameter] | None = None, trained: Collection[str] = ()
+    ) -> None:
         chosen = None if wanted is None else set(wanted)
         _warn_of_own_statistics(model)
         self._model = model
@@ -187,7 +215,9 @@ class ModelParameters:
         self._frozen = {
             name: parameter
             for name, parameter in model.named_parameters()
-            if not parameter.requires_grad and (chosen is None or parameter in chosen)
+            if not parameter.requires_grad
+            and (chosen is None or parameter in chosen)
+            and name.replace(COMPILED, "") not in trained
         }
 
     def check(self) -> None:
@@ -200,8 +230,10 @@ class ModelParameters:
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:
                 raise InvalidArgumentError(
-                    f"parameter {name!r} was unfrozen after the model was wrapped, and its gradients are ignored: "
-                    "change the model first, then wrap it, in a new run or under another name="
+                    f"parameter {name!r} was unfrozen after the model was wrapped, and its gradients are ignored, "
+                    "because the servers do not hold it: pass it to the optimizer of torch from the start, frozen, and "
+                    "that to DistributedOptimizer; or change the model first, then wrap it, in a new run or under "
+                    "another name="
                 )
 
 
@@ -232,7 +264,7 @@ class ModelWatch:
         wanted: Iterable[nn.Parameter] | None = None,
     ) -> None:
         self._trained = dict(trained)
-        self._parameters = ModelParameters(model, wanted)
+        self._parameters = ModelParameters(model, wanted, trained.keys())
         self._known: dict[str, tuple[Any, ...]] = {}
         self._versions: dict[str, int] = {}
         self._values = Fingerprint()
@@ -258,8 +290,8 @@ class ModelWatch:
     def check(self) -> None:
         """Raise InvalidArgumentError for parameters that changed since ``accept``.
 
-        Detected are parameters that were added, removed, replaced, frozen, unfrozen, moved or cast; ``written`` finds
-        writes.
+        Detected are parameters that were added, removed, replaced, moved or cast, and unfrozen ones that servers do not
+        hold; ``written`` finds writes.
         """
         self._parameters.check()
         for name, parameter in self._trained.items():
@@ -281,9 +313,9 @@ class ModelWatch:
 
 
 def _state(parameter: nn.Parameter) -> tuple[Any, ...]:
-    return parameter.requires_grad, parameter.device, parameter.dtype, parameter.data_ptr()
+    return parameter.device, parameter.dtype, parameter.data_ptr()
 
 
 def _difference(known: tuple[Any, ...], state: tuple[Any, ...]) -> str:
-    verbs = ("frozen", "moved to another device", "cast to another dtype", "moved in memory")
+    verbs = ("moved to another device", "cast to another dtype", "moved in memory")
     return next(verb for verb, mine, theirs in zip(verbs, known, state, strict=True) if mine != theirs)

@@ -46,10 +46,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     model: its trained parameters are on one device. If some are float64 or complex128, the servers compute in float64,
         else in float32; complex parameters are trained as pairs, as by torch. All workers start with the values of the
-        lowest rank, including frozen parameters and buffers. A parameter without a gradient counts with zeros. Buffers,
-        such as running statistics, then belong to each worker, and snapshots contain them.
+        lowest rank, including frozen parameters and buffers. A parameter without a gradient on this worker counts with
+        zeros; without one on any worker it is skipped, as by torch. Buffers, such as running statistics, then belong to
+        each worker, and snapshots contain them.
     optimizer: an optimizer of torch.optim that works element by element, with its parameter groups, or a
         specification of psdist.optim. It runs on the servers. Parameters that torch's optimizer lacks are not trained.
+        Frozen ones that it has are held by the servers, and may be unfrozen at any time.
     scheduler: learning-rate scheduler of torch's optimizer, for BSP. The loop calls ``scheduler.step()`` after each
         step. The servers run a scheduler that ``convert_scheduler`` supports; the rates of others are sent to them. In
         a resumed run the scheduler is advanced to the run's step. None: the rates in ``param_groups`` are sent, as one
@@ -399,11 +401,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # --- what torch's optimizers have ---
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse once the optimizer is made: the servers store the parameters that the model had then."""
+        """Refuse once the optimizer is made: the servers store the parameters that it had then."""
         if self._is_made:
             raise InvalidArgumentError(
-                "parameters cannot be added to a DistributedOptimizer, because the servers store those that the model "
-                "had when it was wrapped. Change the model first, then wrap it"
+                "parameters cannot be added to a DistributedOptimizer, because the servers store those that the "
+                "optimizer had when it was wrapped. For layers that are trained later, pass them to the optimizer from "
+                "the start, frozen by requires_grad_(False), in a group of their own if they need one, and unfreeze "
+                "them later. For new layers change the model first, then wrap it"
             )
         super().add_param_group(param_group)
 
@@ -456,7 +460,7 @@ class _RemoteState(dict[str, Any]):
 
 
 def _tensors_to_train(model: nn.Module, wrapped: torch.optim.Optimizer | None) -> ModelTensors:
-    tensors = inspect(model, parameters_of(wrapped))
+    tensors = inspect(model, parameters_of(wrapped), with_frozen=True)
     check_free({**tensors.trained, **tensors.fixed})
     return merge_shared(model, tensors, wrapped)
 

@@ -46,13 +46,18 @@ def load_optimizer_state(
     """
     groups = [group for group in optimizer.param_groups for _ in group["params"]]
     ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    names = {parameter: name for name, parameter in inspect(model, ordered, has_values=False).trained.items()}
+    names = {
+        parameter: name
+        for name, parameter in inspect(model, ordered, has_values=False, with_frozen=True).trained.items()
+    }
     found = snapshots.load_optimizer_state(url, step, parameters)
     states: dict[int, dict[str, Tensor]] = {}
     for number, (group, parameter) in enumerate(zip(groups, ordered, strict=True)):
         if (name := names.get(parameter)) is None:  # A frozen parameter.
             continue
         if name not in found.tensors:
+            if not parameter.requires_grad:  # It was fixed in the run.
+                continue
             raise MissingTensorError(
                 f"snapshot {found.directory} has no parameter {name!r}: load it for the model that was trained"
             )

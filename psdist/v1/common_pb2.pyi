@@ -312,6 +312,18 @@ class ClusterMapDifference(_message.Message):
     paused: str
     def __init__(self, base: _Optional[int] = ..., epoch: _Optional[int] = ..., servers_gone: _Optional[_Iterable[str]] = ..., servers: _Optional[_Iterable[_Union[ServerEntry, _Mapping]]] = ..., workers_gone: _Optional[_Iterable[str]] = ..., workers: _Optional[_Iterable[_Union[WorkerEntry, _Mapping]]] = ..., parameters_gone: _Optional[_Iterable[str]] = ..., parameters: _Optional[_Iterable[_Union[ParametersEntry, _Mapping]]] = ..., paused: _Optional[str] = ...) -> None: ...
 
+class Lags(_message.Message):
+    __slots__ = ("slices", "starts", "sizes", "updates")
+    SLICES_FIELD_NUMBER: _ClassVar[int]
+    STARTS_FIELD_NUMBER: _ClassVar[int]
+    SIZES_FIELD_NUMBER: _ClassVar[int]
+    UPDATES_FIELD_NUMBER: _ClassVar[int]
+    slices: _containers.RepeatedScalarFieldContainer[int]
+    starts: _containers.RepeatedScalarFieldContainer[int]
+    sizes: _containers.RepeatedScalarFieldContainer[int]
+    updates: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, slices: _Optional[_Iterable[int]] = ..., starts: _Optional[_Iterable[int]] = ..., sizes: _Optional[_Iterable[int]] = ..., updates: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class ErrorDetail(_message.Message):
     __slots__ = ("code", "message", "details")
     class DetailsEntry(_message.Message):

@@ -172,7 +172,7 @@ class SnapshotReport(_message.Message):
         parameters: _containers.RepeatedScalarFieldContainer[str]
         def __init__(self, parameters: _Optional[_Iterable[str]] = ...) -> None: ...
     class Written(_message.Message):
-        __slots__ = ("parameters", "shard", "term", "file", "length", "digest", "versions", "digests", "state_names")
+        __slots__ = ("parameters", "shard", "term", "file", "length", "digest", "versions", "digests", "state_names", "lags")
         PARAMETERS_FIELD_NUMBER: _ClassVar[int]
         SHARD_FIELD_NUMBER: _ClassVar[int]
         TERM_FIELD_NUMBER: _ClassVar[int]
@@ -182,6 +182,7 @@ class SnapshotReport(_message.Message):
         VERSIONS_FIELD_NUMBER: _ClassVar[int]
         DIGESTS_FIELD_NUMBER: _ClassVar[int]
         STATE_NAMES_FIELD_NUMBER: _ClassVar[int]
+        LAGS_FIELD_NUMBER: _ClassVar[int]
         parameters: str
         shard: int
         term: int
@@ -191,7 +192,8 @@ class SnapshotReport(_message.Message):
         versions: _containers.RepeatedScalarFieldContainer[int]
         digests: bytes
         state_names: _containers.RepeatedScalarFieldContainer[str]
-        def __init__(self, parameters: _Optional[str] = ..., shard: _Optional[int] = ..., term: _Optional[int] = ..., file: _Optional[str] = ..., length: _Optional[int] = ..., digest: _Optional[bytes] = ..., versions: _Optional[_Iterable[int]] = ..., digests: _Optional[bytes] = ..., state_names: _Optional[_Iterable[str]] = ...) -> None: ...
+        lags: _common_pb2.Lags
+        def __init__(self, parameters: _Optional[str] = ..., shard: _Optional[int] = ..., term: _Optional[int] = ..., file: _Optional[str] = ..., length: _Optional[int] = ..., digest: _Optional[bytes] = ..., versions: _Optional[_Iterable[int]] = ..., digests: _Optional[bytes] = ..., state_names: _Optional[_Iterable[str]] = ..., lags: _Optional[_Union[_common_pb2.Lags, _Mapping]] = ...) -> None: ...
     class Failed(_message.Message):
         __slots__ = ("error",)
         ERROR_FIELD_NUMBER: _ClassVar[int]

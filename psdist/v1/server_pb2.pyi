@@ -22,7 +22,7 @@ class Identity(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., parameters: _Optional[str] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("identity", "step", "codec", "dtype", "pull_dtype", "abstain", "grad_norm", "mark", "held", "weight", "difference", "lr_factor", "written", "settings")
+    __slots__ = ("identity", "step", "codec", "dtype", "pull_dtype", "abstain", "grad_norm", "mark", "held", "weight", "difference", "lr_factor", "written", "settings", "absent")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,7 @@ class PushHeader(_message.Message):
     LR_FACTOR_FIELD_NUMBER: _ClassVar[int]
     WRITTEN_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    ABSENT_FIELD_NUMBER: _ClassVar[int]
     identity: Identity
     step: int
     codec: _common_pb2.Codec
@@ -51,7 +52,8 @@ class PushHeader(_message.Message):
     lr_factor: float
     written: bytes
     settings: GroupSettings
-    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., step: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., pull_dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., abstain: _Optional[bool] = ..., grad_norm: _Optional[float] = ..., mark: _Optional[int] = ..., held: _Optional[_Union[HeldWeights, _Mapping]] = ..., weight: _Optional[float] = ..., difference: _Optional[_Union[GradientDifference, _Mapping]] = ..., lr_factor: _Optional[float] = ..., written: _Optional[bytes] = ..., settings: _Optional[_Union[GroupSettings, _Mapping]] = ...) -> None: ...
+    absent: ElementRanges
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., step: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., pull_dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., abstain: _Optional[bool] = ..., grad_norm: _Optional[float] = ..., mark: _Optional[int] = ..., held: _Optional[_Union[HeldWeights, _Mapping]] = ..., weight: _Optional[float] = ..., difference: _Optional[_Union[GradientDifference, _Mapping]] = ..., lr_factor: _Optional[float] = ..., written: _Optional[bytes] = ..., settings: _Optional[_Union[GroupSettings, _Mapping]] = ..., absent: _Optional[_Union[ElementRanges, _Mapping]] = ...) -> None: ...
 
 class GroupSettings(_message.Message):
     __slots__ = ("settings",)
@@ -68,6 +70,14 @@ class GroupSetting(_message.Message):
     name: str
     value: float
     def __init__(self, group: _Optional[int] = ..., name: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+
+class ElementRanges(_message.Message):
+    __slots__ = ("starts", "sizes")
+    STARTS_FIELD_NUMBER: _ClassVar[int]
+    SIZES_FIELD_NUMBER: _ClassVar[int]
+    starts: _containers.RepeatedScalarFieldContainer[int]
+    sizes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, starts: _Optional[_Iterable[int]] = ..., sizes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Written(_message.Message):
     __slots__ = ("starts", "sizes", "values")
@@ -418,7 +428,7 @@ class ReplicateRequest(_message.Message):
         copy: int
         def __init__(self, lsn: _Optional[int] = ..., fill: _Optional[int] = ..., copy: _Optional[int] = ...) -> None: ...
     class SliceState(_message.Message):
-        __slots__ = ("slice", "array", "arrays", "version", "contributors", "producers", "square")
+        __slots__ = ("slice", "array", "arrays", "version", "contributors", "producers", "square", "lags")
         SLICE_FIELD_NUMBER: _ClassVar[int]
         ARRAY_FIELD_NUMBER: _ClassVar[int]
         ARRAYS_FIELD_NUMBER: _ClassVar[int]
@@ -426,6 +436,7 @@ class ReplicateRequest(_message.Message):
         CONTRIBUTORS_FIELD_NUMBER: _ClassVar[int]
         PRODUCERS_FIELD_NUMBER: _ClassVar[int]
         SQUARE_FIELD_NUMBER: _ClassVar[int]
+        LAGS_FIELD_NUMBER: _ClassVar[int]
         slice: int
         array: int
         arrays: int
@@ -433,7 +444,8 @@ class ReplicateRequest(_message.Message):
         contributors: _containers.RepeatedCompositeFieldContainer[Life]
         producers: _containers.RepeatedCompositeFieldContainer[ReplicateRequest.Producer]
         square: float
-        def __init__(self, slice: _Optional[int] = ..., array: _Optional[int] = ..., arrays: _Optional[int] = ..., version: _Optional[int] = ..., contributors: _Optional[_Iterable[_Union[Life, _Mapping]]] = ..., producers: _Optional[_Iterable[_Union[ReplicateRequest.Producer, _Mapping]]] = ..., square: _Optional[float] = ...) -> None: ...
+        lags: _common_pb2.Lags
+        def __init__(self, slice: _Optional[int] = ..., array: _Optional[int] = ..., arrays: _Optional[int] = ..., version: _Optional[int] = ..., contributors: _Optional[_Iterable[_Union[Life, _Mapping]]] = ..., producers: _Optional[_Iterable[_Union[ReplicateRequest.Producer, _Mapping]]] = ..., square: _Optional[float] = ..., lags: _Optional[_Union[_common_pb2.Lags, _Mapping]] = ...) -> None: ...
     class Producer(_message.Message):
         __slots__ = ("life", "next")
         LIFE_FIELD_NUMBER: _ClassVar[int]
@@ -445,7 +457,7 @@ class ReplicateRequest(_message.Message):
         __slots__ = ()
         def __init__(self) -> None: ...
     class Update(_message.Message):
-        __slots__ = ("lsn", "slice", "version", "dtype", "has_gradient", "lr_scale", "factor", "contributors", "sequence", "square", "assigned", "settings")
+        __slots__ = ("lsn", "slice", "version", "dtype", "has_gradient", "lr_scale", "factor", "contributors", "sequence", "square", "assigned", "settings", "absent")
         LSN_FIELD_NUMBER: _ClassVar[int]
         SLICE_FIELD_NUMBER: _ClassVar[int]
         VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -458,6 +470,7 @@ class ReplicateRequest(_message.Message):
         SQUARE_FIELD_NUMBER: _ClassVar[int]
         ASSIGNED_FIELD_NUMBER: _ClassVar[int]
         SETTINGS_FIELD_NUMBER: _ClassVar[int]
+        ABSENT_FIELD_NUMBER: _ClassVar[int]
         lsn: int
         slice: int
         version: int
@@ -470,7 +483,8 @@ class ReplicateRequest(_message.Message):
         square: float
         assigned: bool
         settings: _containers.RepeatedCompositeFieldContainer[GroupSetting]
-        def __init__(self, lsn: _Optional[int] = ..., slice: _Optional[int] = ..., version: _Optional[int] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., has_gradient: _Optional[bool] = ..., lr_scale: _Optional[float] = ..., factor: _Optional[float] = ..., contributors: _Optional[_Iterable[_Union[Life, _Mapping]]] = ..., sequence: _Optional[int] = ..., square: _Optional[float] = ..., assigned: _Optional[bool] = ..., settings: _Optional[_Iterable[_Union[GroupSetting, _Mapping]]] = ...) -> None: ...
+        absent: ElementRanges
+        def __init__(self, lsn: _Optional[int] = ..., slice: _Optional[int] = ..., version: _Optional[int] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., has_gradient: _Optional[bool] = ..., lr_scale: _Optional[float] = ..., factor: _Optional[float] = ..., contributors: _Optional[_Iterable[_Union[Life, _Mapping]]] = ..., sequence: _Optional[int] = ..., square: _Optional[float] = ..., assigned: _Optional[bool] = ..., settings: _Optional[_Iterable[_Union[GroupSetting, _Mapping]]] = ..., absent: _Optional[_Union[ElementRanges, _Mapping]] = ...) -> None: ...
     class Assign(_message.Message):
         __slots__ = ("lsn", "slice")
         LSN_FIELD_NUMBER: _ClassVar[int]

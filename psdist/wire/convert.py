@@ -463,5 +463,24 @@ def position_from_proto(message: scheduler_pb2.DataPosition) -> DataPosition:
     return _from_proto(DataPosition, message, done=done)
 
 
+def lags_to_proto(rows: Sequence[tuple[int, int, int, int]]) -> pb.Lags:
+    """Convert lags of slices, in rows of (slice, start, stop, number of updates)."""
+    return pb.Lags(
+        slices=[row[0] for row in rows],
+        starts=[row[1] for row in rows],
+        sizes=[row[2] - row[1] for row in rows],
+        updates=[row[3] for row in rows],
+    )
+
+
+def lags_from_proto(message: pb.Lags) -> tuple[tuple[int, int, int, int], ...]:
+    """Convert lags of slices. Callers that know the slices check that the lags are possible. Raises
+    InvalidArgumentError unless each row has all of its numbers."""
+    columns = (message.slices, message.starts, message.sizes, message.updates)
+    if len({len(column) for column in columns}) > 1:
+        raise InvalidArgumentError(f"lags with columns of {', '.join(str(len(column)) for column in columns)} numbers")
+    return tuple((index, start, start + size, updates) for index, start, size, updates in zip(*columns, strict=True))
+
+
 #: Functions with bounded caches.
 CACHED: Final = (_spec_from_bytes, _shard_from_bytes, _kept_spec, _kept_shard, _ranges_from_bytes)

@@ -281,7 +281,8 @@ def _file(written: pb.SnapshotReport.Written) -> ShardFile:
             f"{_DIGEST_BYTES} for each"
         )
     digests = tuple(data[at : at + _DIGEST_BYTES].hex() for at in range(0, len(data), _DIGEST_BYTES))
-    return ShardFile(written.file, written.length, written.digest.hex(), tuple(written.versions), digests)
+    lags = convert.lags_from_proto(written.lags)
+    return ShardFile(written.file, written.length, written.digest.hex(), tuple(written.versions), digests, lags)
 
 
 def connections(message: pb.Connections) -> list[pb.Connection]:

@@ -203,7 +203,8 @@ async def _load_slices(
         if machine is None or load.store.router.machines.get(number) is not machine:
             return
         position, shard = divmod(index, len(state.shards))
-        await load.store.load(index, _fitting(arrays, state, load.store), state.shards[shard].versions[position])
+        file = state.shards[shard]
+        await load.store.load(index, _fitting(arrays, state, load.store), file.versions[position], file.lags_of(index))
         load.bytes_done += sum(array.nbytes for array in arrays)
 
 

@@ -26,7 +26,7 @@ from psdist.errors import InternalError, PsdistError, SnapshotFailedError, Stora
 from psdist.snapshots import format as layout
 from psdist.snapshots.storage import Storage, Writer
 from psdist.v1 import scheduler_pb2 as pb
-from psdist.wire import status
+from psdist.wire import convert, status
 from psdist_server.core.cut_state import CopyBudget, CutState
 from psdist_server.kernels.arrays import Array
 from psdist_server.store.copy_on_write import SliceCopies
@@ -268,6 +268,7 @@ class SnapshotWriter:
             versions=part.copies.versions(slices),
             digests=b"".join(hashes.parts),
             state_names=state_names,
+            lags=convert.lags_to_proto(part.copies.lags.rows(slices)),
         )
         self._report(attempt.number, pb.SnapshotReport(written=written))
 

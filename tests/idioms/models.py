@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from tests.idioms.script import GLOO, INPUTS, TARGETS, Script, loss_of, net
-from tests.idioms.table import DIFFERENT, idiom, refused
+from tests.idioms.table import idiom, refused
 
 STEPS = 5
 CHANGED = refused("change the model first, then wrap it", "freeze and unfreeze layers before wrapping")
@@ -77,7 +77,7 @@ def frozen_in_optimizer(script: Script) -> Any:
     return trained(script, model)
 
 
-@idiom("unfreezing during training", optimizer=CHANGED, ddp=CHANGED)
+@idiom("unfreezing during training: `requires_grad_()` of a layer that the optimizer holds", ddp=CHANGED)
 def unfrozen(script: Script) -> Any:
     model = net()
     model[0].requires_grad_(False)
@@ -87,7 +87,7 @@ def unfrozen(script: Script) -> Any:
     return train(script, model, optimizer)
 
 
-@idiom("freezing during training", optimizer=CHANGED, ddp=UNREACHED)
+@idiom("freezing during training", ddp=UNREACHED)
 def frozen_later(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), sgd(model.parameters()))
     train(script, model, optimizer)
@@ -114,7 +114,7 @@ class Branches(nn.Module):
         return result + self.branch(inputs) if self.uses_branch else result
 
 
-@idiom("a branch without a gradient in some steps, with momentum", optimizer=DIFFERENT, ddp=UNREACHED)
+@idiom("a branch without a gradient in some steps, with momentum", ddp=UNREACHED)
 def unused_branch(script: Script) -> Any:
     model = Branches()
     model, optimizer = script.wrap(model, sgd(model.parameters()))
@@ -127,7 +127,7 @@ def unused_branch(script: Script) -> Any:
     return model
 
 
-@idiom("the same with `find_unused_parameters=True`", optimizer=DIFFERENT)
+@idiom("the same with `find_unused_parameters=True`")
 def unused_branch_found(script: Script) -> Any:
     model = Branches()
     optimizer: Any = sgd(model.parameters())
@@ -142,6 +142,13 @@ def unused_branch_found(script: Script) -> Any:
         loss_of(model, batch).backward()
         optimizer.step()
     return model
+
+
+@idiom("a layer that no step uses, with weight decay", ddp=UNREACHED)
+def unused_layer(script: Script) -> Any:
+    model = Branches()
+    model.uses_branch = False
+    return train(script, *script.wrap(model, torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)))
 
 
 @idiom("`nn.Embedding`")

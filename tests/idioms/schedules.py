@@ -334,7 +334,7 @@ def tensor_rate(script: Script) -> Any:
 
 @idiom(
     "`optimizer.add_param_group` for a head that is added during training",
-    optimizer=refused("parameters cannot be added", "add layers before wrapping"),
+    optimizer=refused("parameters cannot be added", "pass the layers from the start, frozen"),
 )
 def added_group(script: Script) -> Any:
     model = net()

@@ -54,9 +54,6 @@ OWN_GRADIENT = Outcome("each worker's own gradient, with a warning that names `c
 ROUNDED = Outcome("equal up to the rounding of bfloat16: gradients are averaged in float32", tolerance=2**-7)
 ROUNDED_MASTERS = Outcome("equal up to the rounding of bfloat16: the servers keep float32", tolerance=2**-7)
 
-#: Known differences, which this table is to end.
-DIFFERENT = Outcome("**different**", tolerance=float("inf"))
-
 
 def refused(pattern: str, remedy: str) -> Outcome:
     """Return the outcome of a script that is refused. pattern: of the message; remedy: a clause for the page."""

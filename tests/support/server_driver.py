@@ -33,8 +33,10 @@ from psdist.types import (
 )
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import server_pb2
+from psdist.wire import convert
+from psdist_server.core.lags import Ranges
 from psdist_server.server import ParameterServer, ServerRegistration
-from psdist_server.store.rpc_call import Call
+from psdist_server.store.rpc_call import Call, PushedGradient
 
 ME = Replica("server-0", 1)
 RUN = "run"
@@ -101,20 +103,24 @@ class Driver:
         gradient: Floats,
         mark: int = 0,
         slices: Iterable[int] | None = None,
+        absent: Ranges = (),
     ) -> Call:
         """Start a worker's push of some slices (default: all)."""
         member = entry.members[worker]
         identity = Identity(RUN, member.worker_id, member.incarnation, self.epoch, entry.spec.name)
         call = Call(identity, is_push=True, wants_weights=False, step=step, mark=mark)
+        call.gradient = PushedGradient(absent=absent)
         store = self.host.admission.store(entry.spec.name)
+        store.gradients.begin_push(call)
         for index in range(entry.slicing.count) if slices is None else slices:
             store.router.push_unchecked(call, index, 0, gradient[slice(*entry.slicing.bounds(index))], is_shared=True)
         call.asked_all()
         return call
 
-    async def train(self, entry: ParametersEntry, step: int, gradient: Floats) -> None:
+    async def train(self, entry: ParametersEntry, step: int, gradient: Floats, absent: Ranges = ()) -> None:
         """Complete one push of each worker."""
-        for call in [self.push(entry, worker, step, gradient) for worker in range(len(entry.members))]:
+        calls = [self.push(entry, worker, step, gradient, absent=absent) for worker in range(len(entry.members))]
+        for call in calls:
             await answered(call)
 
     # --- the scheduler's part -----------------------------------------------------------------------------------------
@@ -177,6 +183,7 @@ class Driver:
                     file.digest.hex(),
                     tuple(file.versions),
                     tuple(file.digests[i : i + 16].hex() for i in range(0, len(file.digests), 16)),
+                    convert.lags_from_proto(file.lags),
                 )
                 for _, file in sorted(mine.items())
             )

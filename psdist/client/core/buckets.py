@@ -40,6 +40,25 @@ class SliceIndex:
             start // self.slicing.slice_elements, -(-stop // self.slicing.slice_elements) if stop > start else 0
         )
 
+    def named(self, names: Iterable[str]) -> frozenset[int]:
+        """Return the numbers of tensors. Raises UnknownTensorError."""
+        if unknown := next((name for name in names if name not in self.numbers), None):
+            raise UnknownTensorError(
+                f"tensor {unknown!r:.100} is unknown: these parameters have {tensor_names(self.layout)}"
+            )
+        return frozenset(self.numbers[name] for name in names)
+
+    def ranges_of(self, numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
+        """Return the elements of tensors as ranges: (start, stop), ascending; neighbours as one range."""
+        ranges: list[tuple[int, int]] = []
+        for number in sorted(numbers):
+            start, stop = self.layout.offsets[number], self.layout.offsets[number + 1]
+            if ranges and ranges[-1][1] == start:
+                ranges[-1] = ranges[-1][0], stop
+            elif stop > start:
+                ranges.append((start, stop))
+        return tuple(ranges)
+
     def slices_of_all(self, numbers: Iterable[int]) -> frozenset[int]:
         """Return the slices that hold elements of any of these tensors."""
         return frozenset(index for number in numbers for index in self.slices_of(number))

@@ -104,7 +104,7 @@ class DifferenceEncoder(GradientEncoder):
             )
         return self._push
 
-    def _prepared(self, flat: Flat, number: int) -> segments.PreparedRegion:
+    def _prepared(self, push: EncodedSlices, flat: Flat, number: int) -> segments.PreparedRegion:
         """Return a region of the difference."""
         region, about = self._regions[number], segments.PushNumber(self.rank, self._ordinal)
         part, state = slice(region.start, region.stop), self._kept.get(region.start)

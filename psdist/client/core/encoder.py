@@ -43,12 +43,20 @@ class EncodedSlices:
     prepared: regions whose values are all known, by number.
     payloads: encoded slices.
     abstained: slices that are sent without values.
+    absent: (start, stop): elements without a gradient: their residual waits for the next one.
     """
 
     slicing: Slicing
     prepared: dict[int, segments.PreparedRegion] = field(default_factory=dict)
     payloads: dict[int, bytes | memoryview] = field(default_factory=dict)
     abstained: set[int] = field(default_factory=set)
+    absent: tuple[tuple[int, int], ...] = ()
+
+    def absent_within(self, start: int, stop: int) -> list[slice]:
+        """Return the elements of [start, stop) without a gradient, relative to ``start``."""
+        first = bisect_right(self.absent, start, key=lambda one: one[1])
+        last = bisect_left(self.absent, stop, first, key=lambda one: one[0])
+        return [slice(max(low, start) - start, min(high, stop) - start) for low, high in self.absent[first:last]]
 
     def decide(self, ready: ReadySlices) -> ReadySlices:
         """Return how ``ready`` slices are sent. Slices that were decided before are sent in the same way again."""
@@ -137,11 +145,16 @@ class DoubleBuffer:
     def __bool__(self) -> bool:
         return self.before.size > 0
 
+    def keep(self, parts: Iterable[slice]) -> None:
+        """Leave these ranges as they were before the push."""
+        if self:
+            for part in parts:
+                self.after[part] = self.before[part]
+
     def end_push(self, unchanged: Iterable[slice]) -> None:
         """Finish the push. unchanged: ranges without a payload."""
         if self:
-            for part in unchanged:
-                self.after[part] = self.before[part]
+            self.keep(unchanged)
             self.before, self.after = self.after, self.before
 
     def restore(self, values: NDArray[Any]) -> None:
@@ -202,7 +215,7 @@ class GradientEncoder:
         todo = [index for index in slices if index not in push.payloads]
         numbers = {number for index in todo for number in self._regions_of(index)}.difference(push.prepared)
         try:
-            for number, prepared in run(lambda number: (number, self._prepared(flat, number)), sorted(numbers)):
+            for number, prepared in run(lambda number: (number, self._prepared(push, flat, number)), sorted(numbers)):
                 push.prepared[number] = prepared
             for index, payload in run(lambda index: (index, self._encode_slice(push, index)), todo):
                 push.payloads[index] = payload
@@ -229,6 +242,9 @@ class GradientEncoder:
         if residual is not None:
             for one in prepared:
                 self._leave_out(one, max(start, one.region.start), min(stop, one.region.stop))
+            kept = [slice(part.start + start, part.stop + start) for part in push.absent_within(start, stop)]
+            self._residual.keep(kept)
+            self._velocity.keep(kept)
         return payload
 
     def _payload(
@@ -254,7 +270,7 @@ class GradientEncoder:
             sent = one.sent(start - at, stop - at, self._residual.after[part])
             self._velocity.after[part][sent] = 0.0
 
-    def _prepared(self, flat: Flat, number: int) -> segments.PreparedRegion:
+    def _prepared(self, push: EncodedSlices, flat: Flat, number: int) -> segments.PreparedRegion:
         """Return a region with its values. A region without a residual is read when its slices are encoded."""
         region, about = self._regions[number], segments.PushNumber(self.rank, self._ordinal)
         part, state = slice(region.start, region.stop), self._kept.get(region.start)
@@ -262,15 +278,16 @@ class GradientEncoder:
         if not _feedback(region):
             return segments.prepare(region, values, about, state)
         assert isinstance(region.codec, Compressor)
+        absent = push.absent_within(region.start, region.stop)
         if momentum := _momentum(region):
             before, after = self._velocity.before[part], self._velocity.after[part]
             if not segments.add_decayed(values, before, momentum, after):
                 after[...] = values
                 self.totals.overflows += 1
-            values = after
+            values = _without(after, absent, after)
         # If only some values are sent, the others already are the next residual.
         sums = (self._sums if _needs_sums(region) else self._residual.after)[part]
-        left_out, decay = self._residual.before[part], region.codec.residual_decay
+        left_out, decay = _without(self._residual.before[part], absent), region.codec.residual_decay
         prepared = segments.prepare_sum(region, values, left_out, decay, sums, about, state)
         if prepared is None:
             sums[...] = values
@@ -355,3 +372,13 @@ def _needs_sums(region: Region) -> bool:
 def _feedback(region: Region) -> bool:
     """Return True if a region has a residual."""
     return isinstance(region.codec, Compressor) and region.codec.feedback is True
+
+
+def _without(values: Flat, absent: Sequence[slice], out: Flat | None = None) -> Flat:
+    """Return ``values`` with zeros for the elements without a gradient: a copy if there are any, unless in ``out``."""
+    if not absent:
+        return values
+    changed = values.copy() if out is None else out
+    for part in absent:
+        changed[part] = 0.0
+    return changed

@@ -32,11 +32,13 @@ class PushOptions:
     lr_factor: factor on the learning rate of the update; None if other workers set it.
     settings: hyperparameters of the update that differ from the specification's; None if other workers set them.
     written: weights that the script wrote before this push; None if it wrote none.
+    absent: (start, stop): elements of the vector that this worker has no gradient for, ascending.
     """
 
     lr_factor: float | None = None
     settings: Settings | None = None
     written: WrittenWeights | None = None
+    absent: tuple[tuple[int, int], ...] = ()
 
 
 NO_OPTIONS: Final = PushOptions()

@@ -192,6 +192,14 @@ class DeviceVectors:
                 self._device.copy_in(self.gradients.at(start), values[start:stop], self._run.stream)
         self._run.wait()
 
+    def clear(self, vector: DeviceVector, numbers: Iterable[int]) -> None:
+        """Set tensors of these ``numbers`` in a vector of gradients to zeros."""
+        for number in numbers:
+            start, stop = self._layout.offsets[number], self._layout.offsets[number + 1]
+            if start < stop:
+                self._device.clear(vector.at(start), 4 * (stop - start), self._run.stream)
+        self._run.wait()
+
     def arrays(self, weights: Flat, *, copy: bool) -> dict[str, Any]:
         """Return the weights on the device, in their declared dtypes and shapes.
 

@@ -47,7 +47,8 @@ class InnerOptimizer:
             raise InvalidArgumentError(
                 f"the optimizer has {len(now)} parameter groups of {counts[1]} parameters, but had {len(self._known)} "
                 f"of {counts[0]} when it was given to psdist, and the servers train those: call add_param_group() "
-                "before wrapping. To train more parameters close() this optimizer, and wrap the model again under "
+                "before wrapping. Layers that are trained later are passed from the start, frozen by "
+                "requires_grad_(False). To train new parameters close() this optimizer, and wrap the model again under "
                 "another name="
             )
 

@@ -71,6 +71,7 @@ class OverlapProbe:
                 partial(self._on_gradient, number)
             )
             for number, (_, parameter) in enumerate(self._parameters)
+            if parameter.requires_grad  # A frozen one takes no hook. It gets no gradient that could change.
         ]
 
     @property

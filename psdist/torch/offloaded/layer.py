@@ -79,8 +79,8 @@ class OffloadedLayer:
         self.users = 0
         #: Memory for the layer's gradients.
         self.place = GradientPlace(is_shared=False)
-        #: Parameters whose gradient of this step was taken.
-        self.taken: set[str] = set()
+        #: Parameters whose gradient of this step was taken, and whether there was one.
+        self.taken: dict[str, bool] = {}
         #: Push of this step, once it was started.
         self.push: Bucket | None = None
         #: True if parts of this step's push may have been sent.
@@ -193,7 +193,7 @@ class OffloadedLayer:
 
     def _drop_memory(self) -> None:
         for name, parameter in self.parameters.items():
-            mark_freed(parameter, name, self.taken)
+            mark_freed(parameter, name, self.taken.keys())
         self._memory.release()
         self.state = Residence.AWAY
 
@@ -213,7 +213,7 @@ class OffloadedLayer:
         else:
             with torch.no_grad():
                 place.copy_(gradient.to_dense() if gradient.layout is not torch.strided else gradient)
-        self.taken.add(name)
+        self.taken[name] = gradient is not None
         return len(self.taken) == len(self.parameters)
 
     def complete(self) -> None:
@@ -227,7 +227,8 @@ class OffloadedLayer:
 
         Returns False if the push was dropped because this worker had been expelled. Raises as ``Parameters.push``.
         """
-        self.push = unless_dropped(lambda: self.handle.push_async(list(self.parameters), weight))
+        absent = [name for name, has_gradient in self.taken.items() if not has_gradient]
+        self.push = unless_dropped(lambda: self.handle.push_async(list(self.parameters), weight, absent))
         if self.push is None:
             self._end_push()
             return False

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from psdist.hyperparameters import Settings
+from psdist_server.core.lags import Ranges
 
 G = TypeVar("G")
 #: A worker's sequence of pushes: the worker's id and the incarnation in which the sequence began. A worker that died
@@ -60,6 +61,7 @@ class ReplicaUpdate(Generic[G]):
     square: the slice's sum of squares (clipping).
     assigned: weights that the slice is set to before the update; None if it keeps its own.
     size: bytes of the gradient and of these weights.
+    absent: elements that the update skips.
     """
 
     lsn: int
@@ -73,3 +75,4 @@ class ReplicaUpdate(Generic[G]):
     assigned: G | None = None
     size: int = 0
     settings: Settings = ()
+    absent: Ranges = ()

@@ -13,7 +13,8 @@ No NaN or Inf of a contribution reaches the weights: the contribution is left ou
 (of the whole slice if contributions have weights), and its position is returned. A block whose sum overflows is not
 updated. An update by the mean of ``combine``, or by the mean that ``apply`` wrote out, gives the same bytes as the
 update by its parts. Encoded contributions give the same bytes as their decoded values. The content of a released
-slice is lost, except what workers read, which stays readable until ``reclaim``.
+slice is lost, except what workers read, which stays readable until ``reclaim``. Elements that an update skips keep
+weights and state, and their scalars follow from their own number of updates (``core.lags``).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from psdist.consistency import sums
 from psdist.errors import InternalError, InvalidArgumentError
 from psdist.hyperparameters import Settings
 from psdist.types import GroupRange, ParametersEntry
+from psdist_server.core.lags import LagTable, Ranges, pieces
 from psdist_server.kernels import encoded, kernels
 from psdist_server.kernels.interpreted import BLOCK, CODES
 from psdist_server.kernels.memory import AnonymousMemory, WeightsMemory, joined
@@ -66,6 +68,7 @@ class Update:
     divisor: divides the only part, if that is a sum; 0 if each part is one contribution.
     assigned: float32[n] that the weights are set to first; None if they keep their values.
     settings: hyperparameters that differ from the specification's.
+    absent: elements that no part has a gradient for, and whose values are zeros in each: they are skipped.
     """
 
     index: int
@@ -80,6 +83,7 @@ class Update:
     divisor: float = 0.0
     assigned: Array | None = None
     settings: Settings = ()
+    absent: Ranges = ()
 
     def scaled(self, lr_scale: float) -> Update:
         """Return this update with another factor on its learning rate, besides its own."""
@@ -103,12 +107,14 @@ class Applied(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GroupSegment:
-    """A range of a slice whose elements belong to one group: its start, and the addresses of its kernel's arrays."""
+    """A range of a slice whose elements belong to one group and have the same lag: its start, and the addresses of its
+    kernel's arrays."""
 
     start: int
     size: int
     group: int
     addresses: tuple[int, ...]
+    lag: int = 0
 
 
 #: Position of an update in its batch, the update, and one segment of its slice.
@@ -146,6 +152,7 @@ class DenseParameters:
         self._private = tuple(AnonymousMemory(self.slicing.total) for _ in range(states + (self.published is not None)))
         self.states = tuple(memory.array for memory in self._private[:states])
         self._arrived: dict[int, set[int]] = {}
+        self.lags = LagTable()
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -191,6 +198,7 @@ class DenseParameters:
         for index in gone:
             for table in (self._runs, self._segments, self._arrived):
                 table.pop(index, None)
+            self.lags.set(index, ())
         self.installed.difference_update(gone)
         self.held = self.held.difference(gone)
         self.indices = tuple(sorted(self.held))
@@ -216,6 +224,7 @@ class DenseParameters:
             self.published.begin(index, weights)
         self.weights.sequence[index] = 2 * version
         self.rule.initialize(weights, states, self._runs[index])
+        self.lags.set(index, ())
         self._stored(index, dict(enumerate(arrays)))
         self.installed.add(index)
 
@@ -270,10 +279,12 @@ class DenseParameters:
             self.installed.add(index)
 
     def digest(self, index: int) -> bytes:
-        """Return a 16-byte digest of the arrays of a slice (xxh3_128)."""
+        """Return a 16-byte digest of the arrays of a slice and its lags (xxh3_128)."""
         state = xxhash.xxh3_128()
         for array in self.export(index):
             state.update(array.data)
+        if lags := self.lags.of(index):
+            state.update(np.array(lags, "<i8").data)
         return state.digest()
 
     def read(self, index: int, dtype: str) -> memoryview:
@@ -348,20 +359,23 @@ class DenseParameters:
     def _apply(self, updates: Sequence[Update]) -> list[Bad]:
         sequence = self.weights.sequence
         # By the settings' identity, because hashing the settings of many groups would take longer than a small kernel.
-        by_scalars: dict[tuple[int, float, int, int], list[SegmentJob]] = {}
+        by_scalars: dict[tuple[int, float, int, int, int], list[SegmentJob]] = {}
         for number, update in enumerate(updates):
             if update.parts:
                 sequence[update.index] = 2 * update.step + 1
-                for segment in self._segments[update.index]:
-                    key = (update.step, update.lr_scale, id(update.settings), segment.group)
+                is_plain = not update.absent and not self.lags.of(update.index)
+                segments = self._segments if is_plain else None
+                for segment in segments[update.index] if segments else self._segments_of(update.index, update.absent):
+                    key = (update.step, update.lr_scale, id(update.settings), segment.group, segment.lag)
                     by_scalars.setdefault(key, []).append((number, update, segment))
         bad: list[set[int]] = [set() for _ in updates]
-        for (step, lr_scale, _, group), jobs in by_scalars.items():
-            scalars = self.rule.scalars(step, lr_scale, jobs[0][1].settings)[group]
+        for (step, lr_scale, _, group, lag), jobs in by_scalars.items():
+            scalars = self.rule.scalars(step, lr_scale, jobs[0][1].settings, lag)[group]
             if scalars is not None:
                 for row, parts in self._run(jobs, scalars):
                     bad[jobs[row][0]].update(parts)
         for update in updates:
+            skip_absent(update, self.lags)
             if self.published is not None and update.assigned is not None:
                 self.published.begin(update.index, self.export_weights(update.index))
             elif self.published is not None and update.parts:
@@ -399,13 +413,14 @@ class DenseParameters:
         first = self.slicing.bounds(index)[0]
         return [kernels.address_of(array) + 4 * first for array in self._arrays()[: 1 + len(self.states)]]
 
-    def _segments_of(self, index: int) -> tuple[GroupSegment, ...]:
+    def _segments_of(self, index: int, absent: Ranges = ()) -> tuple[GroupSegment, ...]:
+        """Return the segments of all elements of a slice but ``absent``."""
         bases = self._addresses(index)
         return tuple(
             GroupSegment(
-                start, stop - start, group, tuple(bases[array] + 4 * start for array in self.rule.arrays[group])
+                start, stop - start, group, tuple(bases[array] + 4 * start for array in self.rule.arrays[group]), lag
             )
-            for start, stop, group in self._runs[index]
+            for start, stop, group, lag in pieces(self._runs[index], self.lags.of(index), absent)
         )
 
 
@@ -415,6 +430,16 @@ def _memory() -> Array:
     if memory is None:
         memory = _thread.memory = np.zeros(2 * BLOCK, np.float32)
     return memory
+
+
+def skip_absent(update: Update, lags: LagTable) -> None:
+    """Count the elements that an update has skipped, and clear them in the mean that it wrote out."""
+    if not update.parts:
+        return
+    lags.skip(update.index, update.absent)
+    for start, stop in update.absent:
+        if update.mean is not None:
+            update.mean[start:stop] = 0.0
 
 
 def division_of(update: Update, sums: bool) -> tuple[np.float32, np.float32]:

@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from psdist.compression.compiled import Kernel
 from psdist.errors import DTypeMismatchError
 from psdist.types import WORDS, ParametersEntry
+from psdist_server.core.lags import pieces
 from psdist_server.kernels import kernels
-from psdist_server.kernels.arrays import Array, Bad, DenseParameters, Gradient, Update
+from psdist_server.kernels.arrays import Array, Bad, DenseParameters, Gradient, Update, skip_absent
 from psdist_server.kernels.optimizers import Rule
 
 Doubles = NDArray[np.float64]
@@ -81,16 +82,17 @@ class DoubleParameters(DenseParameters):
             if mean.values is not None:
                 sequence[update.index] = 2 * update.step + 1
                 self._update(update, mean.values)
+            skip_absent(update, self.lags)
         sequence[update.index] = 2 * update.step + 2
         return left_out
 
     def _update(self, update: Update, mean: Doubles) -> None:
         """Update the weights and state of a slice by its mean."""
         every = [array.view(np.float64) for array in self.export(update.index)]
-        scalars = self.rule.scalars(update.step, update.lr_scale, update.settings)
         with np.errstate(all="ignore"):
-            for start, stop, group in self._runs[update.index]:
-                if (mine := scalars[group]) is None:
+            for start, stop, group, lag in pieces(self._runs[update.index], self.lags.of(update.index), update.absent):
+                mine = self.rule.scalars(update.step, update.lr_scale, update.settings, lag)[group]
+                if mine is None:
                     continue
                 element, arrays = _element_of(self.rule.kernels[group]), [every[at] for at in self.rule.arrays[group]]
                 for at in range(start // 2, stop // 2, _PIECE):

@@ -42,8 +42,8 @@ _FTRL_RATE_MIN: Final = 1e-38
 class Rule:
     """Update rule of one optimizer specification.
 
-    state_since: the version at which the state began. The optimizer's own count of updates starts there; schedules
-        count from version 0.
+    state_since: the version at which the state began. The optimizer's own count of updates starts there, less the
+        updates that an element skipped; schedules count from version 0.
     state_names: the state arrays of each slice, in order; each is of ``dtype`` and of the slice's length.
 
     dtype: float32, or float64 for ``double``, whose arrays of float32 hold one value in two elements.
@@ -64,7 +64,7 @@ class Rule:
         self.arrays = tuple(
             (0, *(1 + self.state_names.index(name) for name in spec.group_state_names(group))) for group in spec.groups
         )
-        self._scalars_kept: tuple[tuple[int, float, Settings], Scalars] | None = None
+        self._scalars_kept: tuple[tuple[int, float, Settings, int], Scalars] | None = None
 
     def initialize(self, weights: Floats, states: Sequence[Floats], runs: Sequence[Run]) -> None:
         """Set the ``states`` of a slice to their values before the first update, for these float32[n] ``weights``.
@@ -85,27 +85,30 @@ class Rule:
                 signs = np.sign(weights.view(self._dtype)[part])
                 states[0].view(self._dtype)[part] = signs * self._dtype(-values["l1"])
 
-    def scalars(self, step: int, lr_scale: float, settings: Settings = ()) -> Scalars:
+    def scalars(self, step: int, lr_scale: float, settings: Settings = (), lag: int = 0) -> Scalars:
         """Return the kernel's arguments, of ``dtype``, for each group at this step; None if the update is skipped.
 
         settings: hyperparameters that differ from the specification's, as ``Optimizer.check_settings`` returns them.
+        lag: number of updates that the elements have skipped since the state began. Schedules do not skip any.
 
         The last result is cached, since all slices of a step share it.
         """
         known = self._scalars_kept
-        if known is not None and known[0] == (step, lr_scale, settings):
+        if known is not None and known[0] == (step, lr_scale, settings, lag):
             return known[1]
         groups = [dict(values) for values in self._groups]
         for group, name, value in settings:
             groups[group][name] = value
         with np.errstate(over="ignore"):
-            made = tuple(self._group_scalars(*one, step, float(lr_scale)) for one in enumerate(groups))
-        self._scalars_kept = ((step, lr_scale, settings), made)
+            made = tuple(self._group_scalars(*one, step, float(lr_scale), lag) for one in enumerate(groups))
+        self._scalars_kept = ((step, lr_scale, settings, lag), made)
         return made
 
-    def _group_scalars(self, group: int, values: Values, step: int, lr_scale: float) -> tuple[np.float32, ...] | None:
+    def _group_scalars(
+        self, group: int, values: Values, step: int, lr_scale: float, lag: int
+    ) -> tuple[np.float32, ...] | None:
         factor = self._schedules[group].factor(max(step - self.spec.delay, self.state_since))
-        scalars = self._scalars(values, values["lr"] * factor, lr_scale, step - self.state_since)
+        scalars = self._scalars(values, values["lr"] * factor, lr_scale, step - lag - self.state_since)
         return None if scalars is None else tuple(map(self._dtype, scalars))
 
 

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from psdist.types import ParametersEntry
 from psdist_server.core.events import Aggregate, Apply
+from psdist_server.core.lags import Ranges, common, within
 from psdist_server.core.slice_records import ReplicaUpdate
 from psdist_server.kernels.arrays import Applied, Array, Bad, DenseParameters, Gradient, Update
 from psdist_server.kernels.optimizers import clip_factor
@@ -119,6 +120,7 @@ class Applier:
             is_encoded=is_encoded,
             weights=weights,
             assigned=self._assigned(effect),
+            absent=self._absent(effect),
         )
         if isinstance(effect, Aggregate):
             self._kernels.submit(index, self._combine, _Job(effect, update), self._combined)
@@ -130,7 +132,7 @@ class Applier:
             )
         else:
             if self._max_grad_norm and values:  # One push, scaled down by its own norm (SSP and ASP).
-                factor = clip_factor(self._gradients.norm(effect.parts[0]), self._max_grad_norm)
+                factor = clip_factor(self._gradients.pushed(effect.parts)[0].norm, self._max_grad_norm)
                 update = replace(update, factor=factor)
             self._deliver(_Job(effect, update.scaled(effect.lr_scale)))
 
@@ -138,6 +140,13 @@ class Applier:
         """Return the weights that the slice is set to before its update, or None. No kernel is writing the slice."""
         writes = self._gradients.writes(effect.writer)
         return None if writes is None else writes.onto(self._dense.export_weights(effect.index))
+
+    def _absent(self, effect: Apply | Aggregate) -> Ranges:
+        """Return the elements of a slice that no contribution has a gradient for."""
+        if not self._gradients.absent_edges:
+            return ()
+        start, stop = self._dense.slicing.bounds(effect.index)
+        return common(within(one.absent, start, stop) for one in self._gradients.pushed(effect.parts))
 
     def norm_known(self, step: int, norm: float) -> None:
         """BSP: set the global norm of ``step``, by which the aggregated slices are clipped."""
@@ -283,4 +292,5 @@ def _replica_update(job: _Job, lsn: int) -> ReplicaUpdate[Gradient]:
         square=job.square,
         assigned=assigned,
         size=sum(array.nbytes for array in (gradient, assigned) if array is not None),
+        absent=job.update.absent if gradient is not None else (),
     )

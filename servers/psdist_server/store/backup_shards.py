@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from psdist.consistency import BSP
@@ -27,6 +28,7 @@ from psdist.types import ITEM_BYTES, ParametersEntry, ParametersSpec, Replica, S
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import convert, status
 from psdist.wire.frames import Frame
+from psdist_server.core.lags import Lags, checked, ranges_of
 from psdist_server.core.replication import BackupReplication, stale_term
 from psdist_server.core.slice_records import Producer, ReplicaUpdate, SliceRecord
 from psdist_server.core.stated_settings import SettingsCheck
@@ -53,6 +55,14 @@ class _QueuedUpdate(NamedTuple):
     sender: Replica
 
 
+@dataclass(slots=True)
+class _IncomingSlice:
+    """A slice of a copy, as far as it has arrived."""
+
+    arrays: list[Array] = field(default_factory=list)
+    lags: Lags = ()
+
+
 class BackupShards:
     """The shards of one parameter set that this server holds for other primaries.
 
@@ -77,7 +87,7 @@ class BackupShards:
         self._clipping = spec.optimizer.max_grad_norm > 0 and not self._asynchronous
         self._fail = fail
         self._settings_check = SettingsCheck(spec.optimizer)
-        self._incoming: dict[int, list[Array]] = {}
+        self._incoming: dict[int, _IncomingSlice] = {}
         #: Weights that the next update of a slice begins with, and the lsn of that update.
         self._assigned: dict[int, tuple[int, Array]] = {}
         self._queues: dict[int, deque[_QueuedUpdate | Callable[[], None]]] = {}
@@ -206,12 +216,15 @@ class BackupShards:
     def _on_state(self, machine: BackupReplication, state: pb.ReplicateRequest.SliceState, payload: memoryview) -> None:
         index = state.slice
         self._check_slice(machine, index)
-        arrays = self._incoming.setdefault(index, [])
-        if state.array != len(arrays) or state.arrays != self._dense.array_count:
+        found = self._incoming.setdefault(index, _IncomingSlice())
+        if state.array != len(found.arrays) or state.arrays != self._dense.array_count:
             raise InvalidArgumentError(f"array {state.array} of {state.arrays} of slice {index} is out of order")
         values = self._values(index, payload, "float32")
-        arrays.append(values)  # type: ignore[arg-type]  # float32, as asked for one line above
-        if len(arrays) < state.arrays:
+        if not found.arrays:
+            rows, sizes = convert.lags_from_proto(state.lags), {index: self._dense.slicing.size(index)}
+            found.lags = checked(rows, sizes, "a copy").get(index, ())
+        found.arrays.append(values)  # type: ignore[arg-type]  # float32, as asked for above
+        if len(found.arrays) < state.arrays:
             return
         del self._incoming[index]
         record = SliceRecord(
@@ -225,7 +238,8 @@ class BackupShards:
             self._norms.record(version - 1, index, state.square)
 
         def install() -> None:
-            for number, array in enumerate(arrays):
+            self._dense.lags.set(index, found.lags)
+            for number, array in enumerate(found.arrays):
                 self._dense.install_state(index, number, array, version)
 
         self._enqueue(index, install)
@@ -263,7 +277,14 @@ class BackupShards:
         parts = [update.gradient] if update.gradient is not None else []
         factor = message.update.factor if message.update.HasField("factor") else None
         dense = Update(
-            update.index, update.version, parts, update.lr_scale, factor, assigned=assigned, settings=update.settings
+            update.index,
+            update.version,
+            parts,
+            update.lr_scale,
+            factor,
+            assigned=assigned,
+            settings=update.settings,
+            absent=update.absent,
         )
         self._enqueue(update.index, _QueuedUpdate(number, term, update.lsn, dense, update.square, sender))
 
@@ -292,6 +313,7 @@ class BackupShards:
         gradient = None
         if message.has_gradient:
             gradient = self._values(message.slice, payload, convert.dtype_from_proto(message.dtype))
+        absent, elements = message.absent, self._dense.slicing.size(message.slice)
         return ReplicaUpdate(
             lsn=message.lsn,
             index=message.slice,
@@ -302,6 +324,7 @@ class BackupShards:
             lr_scale=message.lr_scale,
             square=message.square,
             settings=self._settings_check.check(convert.settings_from_proto(message.settings)),
+            absent=ranges_of(absent.starts, absent.sizes, elements, "the elements that an update skips"),
         )
 
     def _check_slice(self, machine: BackupReplication, index: int) -> None:

@@ -22,6 +22,7 @@ from functools import partial
 from typing import Final, Generic, NamedTuple, TypeVar
 
 from psdist_server.core.cut_state import CutState
+from psdist_server.core.lags import LagTable
 from psdist_server.kernels.arrays import Array, DenseParameters
 from psdist_server.kernels.memory import MemoryPool
 from psdist_server.kernels.pool import KernelLauncher
@@ -67,6 +68,8 @@ class SliceCopies:
         self._kernels = kernels
         self._resume = resume
         self._copies: dict[int, Array] = {}
+        #: Lags of the copied slices.
+        self.lags = LagTable()
         #: Writers waiting for a slice to reach the cut, or to be copied.
         self._awaited: dict[int, asyncio.Future[None]] = {}
         #: Slices at the cut that will change soon, and the number of them being copied.
@@ -89,6 +92,7 @@ class SliceCopies:
         return CopyTarget(self._acquire(index), partial(self._copied, index))
 
     def _acquire(self, index: int) -> Array:
+        self.lags.set(index, self._dense.lags.of(index))  # No kernel writes the slice before it is copied.
         memory = self._copies[index] = self.pool.acquire(index, self.state.sizes[index] // 4)
         return memory
 

@@ -39,6 +39,7 @@ from psdist_server.core.events import (
     SliceApplied,
     SliceLoaded,
 )
+from psdist_server.core.lags import Lags
 from psdist_server.core.replication import BackupReplication
 from psdist_server.core.role_changes import RoleChanges, make_shard
 from psdist_server.kernels.arrays import Array, DenseParameters, gradient_of
@@ -148,15 +149,16 @@ class ParameterStore:
         self.dense.install(index, values)
         self._installed(index)
 
-    async def load(self, index: int, arrays: Sequence[Array], version: int) -> None:
+    async def load(self, index: int, arrays: Sequence[Array], version: int, lags: Lags = ()) -> None:
         """Set a slice served here from a snapshot. arrays: float32[n] each, weights first; only these are used if the
-        map says so."""
+        map says so. lags: of the slice."""
         weights_only = self.entry.restore is not None and self.entry.restore.weights_only
 
         def write() -> None:
             if weights_only:
                 self.dense.install(index, arrays[0], version)
                 return
+            self.dense.lags.set(index, lags)
             for number, array in enumerate(arrays):
                 self.dense.install_state(index, number, array, version)
 

@@ -17,17 +17,19 @@ import numpy as np
 from psdist.compression import segments
 from psdist.consistency import BSP, check_weight
 from psdist.errors import InvalidArgumentError, MalformedPayloadError, NonFiniteGradientError
-from psdist.types import ITEM_BYTES, ParametersSpec, Slicing
+from psdist.types import ITEM_BYTES, WORDS, ParametersSpec, Slicing
 from psdist.v1 import server_pb2
+from psdist.wire.limits import TENSORS_MAX
 from psdist_server.core.contribution_comparison import ContributionComparison
 from psdist_server.core.gradient_estimates import GradientEstimates
+from psdist_server.core.lags import RangeEdges
 from psdist_server.core.stated_settings import Decision, SettingsCheck, Stated
 from psdist_server.kernels import kernels
 from psdist_server.kernels.arrays import Bad, Gradient, gradient_of
 from psdist_server.kernels.double import all_finite
 from psdist_server.kernels.encoded import is_encoded
 from psdist_server.kernels.written_slice import WrittenSlice
-from psdist_server.store.rpc_call import Call
+from psdist_server.store.rpc_call import Call, PushedGradient
 from psdist_server.store.statistics import Counters
 
 
@@ -67,6 +69,8 @@ class PendingGradients:
         #: A push stated a learning rate or hyperparameters.
         self._has_settings = False
         self._settings_check = SettingsCheck(spec.optimizer)
+        #: False while no push has named elements without a gradient.
+        self.absent_edges = RangeEdges(spec.name, slicing.total, WORDS[spec.dtype])
         self._spec = spec
         self._slicing = slicing
         self._counters = counters
@@ -82,8 +86,8 @@ class PendingGradients:
         """Check the header of a push.
 
         Raises InvalidArgumentError if a required global norm is missing, if the weight is out of range or nothing is
-        averaged, if the factor on the learning rate or a hyperparameter is out of range, and for written weights that
-        the optimizer cannot take.
+        averaged, if the factor on the learning rate or a hyperparameter is out of range, for written weights that the
+        optimizer cannot take, and for elements without a gradient that are not those of tensors.
         """
         needed, norm = self._needs_norm and not call.abstain, call.gradient.norm
         if needed and not (math.isfinite(norm) and norm >= 0):
@@ -95,6 +99,8 @@ class PendingGradients:
         if call.gradient.written:
             self._spec.check_assignable()
         self._check_settings(call)
+        if call.gradient.absent:
+            self.absent_edges.add(call.gradient.absent, TENSORS_MAX)
         if self._spec.dtype != "float32" and (call.is_encoded or call.dtype != "float32"):
             raise InvalidArgumentError(
                 f"{self._spec.name!r} is in {self._spec.dtype}: send gradients as DTYPE_FLOAT32, without segments"
@@ -226,9 +232,9 @@ class PendingGradients:
             workers = [self._by_token[token].call.identity.worker_id for token in tokens]
             self.comparison.compare(step, dict(zip(workers, values, strict=True)))
 
-    def norm(self, token: int) -> float:
-        """Return the global norm of a contribution's gradient, as sent by the worker."""
-        return self._by_token[token].call.gradient.norm
+    def pushed(self, tokens: Iterable[int]) -> list[PushedGradient]:
+        """Return the properties of the whole gradients that contributions belong to."""
+        return [self._by_token[token].call.gradient for token in tokens]
 
     def weights(self, tokens: Iterable[int]) -> tuple[float, ...]:
         """Return the weight of each contribution; empty if all have the default weight."""

@@ -236,8 +236,9 @@ class Replicator:
         """Send a quiescent slice."""
         record, arrays = self.contents.record(index), self._dense.export(index)
         square = self._norms.known(record.version - 1).get(index, 0.0)
+        lags = self._dense.lags.rows([index])
         for number, array in enumerate(arrays):
-            state = state_message(record, square, index, number, len(arrays))
+            state = state_message(record, square, index, number, len(arrays), lags)
             stream.send(pb.ReplicateRequest(shard=machine.number, term=machine.term, state=state), array.copy())
         machine.copied(stream.replica, index)
         self._compare(machine, stream, index)

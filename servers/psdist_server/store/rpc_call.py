@@ -19,6 +19,7 @@ from psdist.hyperparameters import Settings
 from psdist.types import GradientDifference, Identity
 from psdist.v1 import common_pb2, server_pb2
 from psdist.wire import convert, limits
+from psdist_server.core.lags import Ranges, ranges_of
 
 _tokens = itertools.count(1)
 
@@ -64,6 +65,7 @@ class PushedGradient:
     lr_factor: factor on the learning rate of its update; None if other members decide.
     written: digest of the weights that the script wrote before it; empty if it wrote none.
     settings: hyperparameters of its update, unchecked until the push begins; None if other members decide.
+    absent: elements of the vector that it has no gradient for.
     """
 
     norm: float = 0.0
@@ -72,11 +74,12 @@ class PushedGradient:
     lr_factor: float | None = None
     written: bytes = b""
     settings: Settings | None = None
+    absent: Ranges = ()
 
     @classmethod
     def from_header(cls, header: server_pb2.PushHeader) -> PushedGradient:
-        """Read a header. Raises InvalidArgumentError for a difference that is not encoded, and for a digest of another
-        size; LimitExceededError as ``settings_from_proto``."""
+        """Read a header. Raises InvalidArgumentError for a difference that is not encoded, for a digest of another
+        size, and for too many ranges or ranges in disorder; LimitExceededError as ``settings_from_proto``."""
         difference: GradientDifference | None = None
         if header.HasField("difference"):
             if header.codec != common_pb2.CODEC_SEGMENTS:
@@ -90,7 +93,16 @@ class PushedGradient:
             )
         has_settings = header.HasField("settings")
         settings = convert.settings_from_proto(header.settings.settings) if has_settings else None
-        return cls(header.grad_norm, weight, difference, lr_factor, header.written, settings)
+        absent = _absent(header.absent) if header.HasField("absent") else ()
+        return cls(header.grad_norm, weight, difference, lr_factor, header.written, settings, absent)
+
+
+def _absent(message: server_pb2.ElementRanges) -> Ranges:
+    if len(message.starts) > limits.TENSORS_MAX:
+        raise InvalidArgumentError(
+            f"{len(message.starts)} ranges without a gradient: send at most {limits.TENSORS_MAX}, one for each tensor"
+        )
+    return ranges_of(message.starts, message.sizes, limits.ELEMENTS_MAX, "the elements without a gradient")
 
 
 @dataclass

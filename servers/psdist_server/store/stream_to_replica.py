@@ -28,6 +28,7 @@ from psdist.types import Replica
 from psdist.v1 import common_pb2
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import convert, status
+from psdist_server.core.lags import LagRows
 from psdist_server.core.replication import PrimaryReplication, ReplicaState
 from psdist_server.core.slice_records import Producer, ReplicaUpdate, SliceRecord
 from psdist_server.kernels.arrays import Gradient
@@ -342,11 +343,14 @@ def update_messages(
         assigned=assigned is not None,
         settings=convert.settings_to_proto(update.settings) if whole else (),
     )
+    if gradient is not None and update.absent:
+        starts, sizes = zip(*((start, stop - start) for start, stop in update.absent), strict=True)
+        message.absent.CopyFrom(pb.ElementRanges(starts=starts, sizes=sizes))
     yield pb.ReplicateRequest(shard=machine.number, term=machine.term, update=message), gradient
 
 
 def state_message(
-    record: SliceRecord, square: float, index: int, array: int, arrays: int
+    record: SliceRecord, square: float, index: int, array: int, arrays: int, lags: LagRows
 ) -> pb.ReplicateRequest.SliceState:
     """Return the message for one array of a slice. square: sum of squares of the slice's last step."""
     return pb.ReplicateRequest.SliceState(
@@ -360,4 +364,5 @@ def state_message(
             for producer, following in record.producers.items()
         ],
         square=square,
+        lags=convert.lags_to_proto(lags) if lags and array == 0 else None,
     )

@@ -127,7 +127,7 @@ def test_frozen_unused_and_sparse_parameters(alone: Context, name: str) -> None:
     other = copy.deepcopy(model)
     optimizer = DistributedOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), name=name, bucket_cap_mb=1e-4)
     plain = torch.optim.SGD(other.parameters(), lr=0.1)
-    assert "frozen.weight" not in optimizer.handle.names
+    assert "frozen.weight" in optimizer.handle.names, "it may be unfrozen"
     for step in range(3):
         numbers = torch.randint(10, (8,), generator=torch.Generator().manual_seed(step))
         for trained, by in ((model, optimizer), (other, plain)):
@@ -324,8 +324,8 @@ def test_a_model_that_was_changed_is_seen_before_anything_is_sent(
     wrapped: tuple[nn.Module, DistributedOptimizer],
 ) -> None:
     model, optimizer = wrapped
-    model[0].weight.requires_grad_(False)
-    with pytest.raises(InvalidArgumentError, match="was frozen after the model was wrapped"):
+    model[0] = copy.deepcopy(model[0])
+    with pytest.raises(InvalidArgumentError, match="were added, replaced or removed after it was wrapped"):
         loss_of(model, BATCHES(0)).backward()
     assert optimizer.handle.step == 0
 
@@ -430,16 +430,6 @@ def test_steps_that_were_made_elsewhere_take_the_scheduler_along(alone: Context,
         optimizer.handle.push({key: np.zeros(one.shape, np.float32) for key, one in model.named_parameters()})
     train(model, optimizer, scheduler)
     assert scheduler.last_epoch == optimizer.handle.step == 2 * STEPS + 3
-
-
-def test_a_parameter_that_is_unfrozen_later_is_told(alone: Context, name: str) -> None:
-    model = mlp()
-    model[0].weight.requires_grad_(False)
-    optimizer = DistributedOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), name=name)
-    train(model, optimizer)
-    model[0].weight.requires_grad_(True)
-    with pytest.raises(InvalidArgumentError, match=r"'0\.weight' was unfrozen after the model was wrapped"):
-        train(model, optimizer)
 
 
 def test_a_state_is_of_one_parameter_set(alone: Context, name: str) -> None:

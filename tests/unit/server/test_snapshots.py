@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from psdist import optim
-from psdist.consistency import ASP, SSP, Consistency
-from psdist.errors import StorageError
+from psdist.consistency import ASP, BSP, SSP, Consistency
+from psdist.errors import InvalidArgumentError, StorageError
 from psdist.snapshots.format import Manifest
 from psdist.snapshots.reader import SliceReader, verify
 from psdist.snapshots.storage import Storage, Writer
@@ -21,7 +21,7 @@ from psdist.types import ParametersEntry, Restore
 from psdist_server import snapshot_writer
 from psdist_server.kernels.optimizers import Rule
 from psdist_server.snapshot_loader import ShardLoaded, ShardLoadFailed
-from psdist_server.store import cut_controller
+from psdist_server.store import cut_controller, pending_gradients
 from tests.support import reference
 from tests.support.server_driver import Driver, Floats, answered, entry_of, memory
 
@@ -88,6 +88,74 @@ async def test_what_was_trained_meanwhile_is_not_in_the_snapshot(
     assert {version for file in files for version in file.versions} == {1}
     manifest, _ = await driver.commit([entry], files)
     await assert_holds(driver, manifest, wanted)
+
+
+@pytest.mark.parametrize("ahead", [True, False], ids=["copied ahead", "copied by updates"])
+async def test_lags_are_those_at_the_cut_and_come_back(
+    driver: Driver, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not ahead:
+        monkeypatch.setattr(cut_controller, "ACTIVE_SECONDS", 0.0)
+    entry = await driver.create(entry_of(optimizer=optim.Adam(lr=0.1), workers=2), noise())
+    dense = driver.host.admission.store("p").dense
+    absent = ((100, 5000), (20_000, 20_001))
+    await driver.train(entry, 0, np.zeros(TOTAL, np.float32), absent)
+    wanted, lags = driver.arrays(), dense.lags.rows(dense.indices)
+    assert lags[0] == (0, 100, 4096, 1)
+    driver.prepare(1, {"p": 1})
+    assert (await driver.report()).prepared.accepted
+    driver.cut(1)
+    for step in range(1, 4):
+        await driver.train(entry, step, np.zeros(TOTAL, np.float32), ((0, TOTAL),))
+    files = await driver.written(3)
+    driver.end(1)
+    manifest, restore = await driver.commit([entry], files)
+    assert manifest.format == 5
+    assert dense.lags.rows(dense.indices) != lags
+    other = Driver(driver.storage)
+    await other.follow(loading(restore, 1, optimizer=optim.Adam(lr=0.1)))
+    await until(other, lambda: len(other.host.reports()) == 3)
+    assert other.arrays() == wanted
+    assert other.host.admission.store("p").dense.lags.rows(dense.indices) == lags
+    await other.close()
+
+
+@pytest.mark.parametrize("consistency", [BSP(), ASP()], ids=["bsp", "asp"])
+async def test_a_tensor_that_one_worker_has_a_gradient_for_is_updated(driver: Driver, consistency: Consistency) -> None:
+    """In ASP each push decides alone."""
+    entry = entry_of(workers=2, optimizer=optim.SGD(lr=1.0), consistency=consistency)
+    entry = await driver.create(entry, np.zeros(TOTAL, np.float32))
+    gradient = np.full(TOTAL, 2.0, np.float32)
+    calls = [
+        driver.push(entry, 0, 0, gradient, absent=((0, 10), (20, 30))),
+        driver.push(entry, 1, 0, gradient, absent=((5, 25),)),
+    ]
+    for call in calls:
+        await answered(call)
+    weights = driver.host.admission.store("p").dense.export(0)[0]
+    lags = driver.host.admission.store("p").dense.lags.of(0)
+    if isinstance(consistency, BSP):
+        assert lags == ((5, 10, 1), (20, 25, 1))
+        assert weights[[0, 5, 10, 20, 25]].tolist() == [-2.0, 0.0, -2.0, 0.0, -2.0]
+    else:
+        assert lags == ((0, 5, 1), (5, 10, 2), (10, 20, 1), (20, 25, 2), (25, 30, 1))
+        assert weights[[0, 5, 10, 20, 25, 30]].tolist() == [-2.0, 0.0, -2.0, 0.0, -2.0, -4.0]
+
+
+async def test_ranges_beyond_the_vector_are_refused(driver: Driver) -> None:
+    entry = await driver.create(entry_of(), noise())
+    with pytest.raises(InvalidArgumentError, match=f"name whole values of its {TOTAL} elements"):
+        driver.push(entry, 0, 0, noise(), absent=((0, TOTAL + 1),))
+
+
+async def test_ever_new_ranges_are_refused(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would divide slices into ever more pieces."""
+    monkeypatch.setattr(pending_gradients, "TENSORS_MAX", 2)
+    entry = await driver.create(entry_of(), noise())
+    await driver.train(entry, 0, noise(), ((0, 10), (20, 30)))
+    await driver.train(entry, 1, noise(), ((0, 10),))
+    with pytest.raises(InvalidArgumentError, match=r"have 5 ends: name whole tensors, at most 2"):
+        driver.push(entry, 0, 2, noise(), absent=((0, 11),))
 
 
 async def test_a_cut_is_armed_before_it_is_reached(driver: Driver) -> None:

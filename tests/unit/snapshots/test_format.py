@@ -196,8 +196,8 @@ def test_another_form_of_the_same_values_is_refused() -> None:
 
 
 def test_a_newer_format_names_the_remedy() -> None:
-    values = json.loads(manifest_of().to_bytes()) | {"format": 5, "parameters": "as they are in format 5"}
-    with pytest.raises(StorageError, match=r"m has format 5, .* up to 4: use the psdist that wrote it"):
+    values = json.loads(manifest_of().to_bytes()) | {"format": 6, "parameters": "as they are in format 6"}
+    with pytest.raises(StorageError, match=r"m has format 6, .* up to 5: use the psdist that wrote it"):
         Manifest.from_bytes(as_json(values), "m")
     record = {"format": 2, "anything": "else"}
     with pytest.raises(StorageError, match="format 2"):

@@ -44,6 +44,27 @@ def test_only_what_the_optimizer_has_is_trained() -> None:
         inspect(model[0], model.parameters())
 
 
+def test_frozen_parameters_of_the_optimizer_are_held_if_servers_can() -> None:
+    model = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(6))
+    for layer in model[1:]:
+        layer.requires_grad_(False)
+    model[2].double()
+    model[3].weight.data.fill_(-torch.inf)
+    model[4].weight = nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False)
+    assert list(inspect(model, model.parameters()).trained) == ["0.weight"]
+    held = inspect(model, model.parameters(), with_frozen=True)
+    assert list(held.trained) == ["0.weight", "1.weight", "5.weight"]
+    assert list(held.fixed) == ["2.weight", "3.weight", "4.weight"]
+    assert list(inspect(model, with_frozen=True).trained) == ["0.weight"]
+    watch = ModelWatch(model, held.trained, model.parameters())
+    model[1].requires_grad_(True)
+    model[0].requires_grad_(False)
+    watch.check()
+    model[2].requires_grad_(True)
+    with pytest.raises(InvalidArgumentError, match=r"'2\.weight' was unfrozen"):
+        watch.check()
+
+
 def test_names_are_those_of_the_model_before_it_was_compiled() -> None:
     model = nn.Sequential(nn.Linear(2, 3))
     assert list(inspect(torch.compile(model, backend="eager")).trained) == ["0.weight", "0.bias"]
@@ -138,8 +159,8 @@ def replace_layer(model: nn.Module) -> None:
     model[2] = nn.Linear(3, 1)
 
 
-def freeze(model: nn.Module) -> None:
-    model[2].requires_grad_(False)
+def unfreeze(model: nn.Module) -> None:
+    model[0].requires_grad_(True)
 
 
 @torch.no_grad()
@@ -151,7 +172,7 @@ def write(model: nn.Module) -> None:
     ("change", "said"),
     [
         (replace_layer, "were added, replaced or removed"),
-        (freeze, "'2.weight' was frozen"),
+        (unfreeze, "'0.weight' was unfrozen .*: pass it to the optimizer of torch from the start, frozen"),
         (lambda model: model.bfloat16(), "'1.weight' was cast"),
         (lambda model: model.append(nn.Linear(1, 1)), "were added"),
     ],

@@ -67,6 +67,11 @@ def _write_options(header: pb.PushHeader, options: PushOptions) -> None:
         header.ClearField("settings")
     else:
         header.settings.CopyFrom(pb.GroupSettings(settings=convert.settings_to_proto(options.settings)))
+    if options.absent:
+        starts, sizes = zip(*((start, stop - start) for start, stop in options.absent), strict=True)
+        header.absent.CopyFrom(pb.ElementRanges(starts=starts, sizes=sizes))
+    else:
+        header.ClearField("absent")
 
 
 def method_of(request: Request) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -33,6 +35,19 @@ def test_a_cut_agrees_with_the_elements(sizes: list[int], slice_elements: int) -
     assert {(n, index) for n in range(len(sizes)) for index in cut.slices_of(n)} == pairs
     assert {(n, index) for index in range(cut.slicing.count) for n in cut.tensors_of(index)} == pairs
     assert cut.touching == tuple(len(cut.tensors_of(index)) for index in range(cut.slicing.count))
+
+
+@given(st.data(), SIZES)
+def test_tensors_are_ranges_of_elements(data: st.DataObject, sizes: list[int]) -> None:
+    index = make_cut(sizes, 4)
+    chosen = data.draw(st.sets(st.integers(0, len(sizes) - 1)))
+    ranges = index.ranges_of(index.named(names(sorted(chosen))))
+    owners = [number for number, size in enumerate(sizes) for _ in range(size)]
+    expected = {element for element, number in enumerate(owners) if number in chosen}
+    assert {element for start, stop in ranges for element in range(start, stop)} == expected
+    assert all(one[0] < one[1] < other[0] for one, other in pairwise(ranges))
+    with pytest.raises(UnknownTensorError, match="tensor 'x' is unknown: these parameters have t0"):
+        index.named(["x"])
 
 
 @given(st.data(), SIZES, st.integers(1, 8))

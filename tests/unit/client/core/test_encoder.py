@@ -100,6 +100,42 @@ def test_a_push_that_is_made_again_is_the_same_bytes() -> None:
     assert not encoder.encode(push, gradient(3), EVERY), "of a push that is over nothing is encoded"
 
 
+@pytest.mark.parametrize(
+    "codec",
+    [
+        Int8(block=64),
+        OneBit(),
+        TopK(0.05),
+        TopK(0.05, momentum=0.9, error_feedback=True),
+        ChunkedTopK(k=2, chunk=64),
+        PowerSGD(rank=2),
+        RandomK(0.05, error_feedback=True),
+    ],
+    ids=repr,
+)
+def test_a_residual_waits_while_its_tensor_has_no_gradient(codec: Codec) -> None:
+    """The residual of the other tensors is that without it: the codec treats each tensor separately."""
+    encoders = [encoder_of(PerTensor({"*": codec}, min_elements=64, min_vector=64)) for _ in range(2)]
+    for encoder in encoders:
+        pushed(encoder, gradient(0))
+    one, other = encoders
+    start, stop = LAYOUT.offsets[3], LAYOUT.offsets[4]  # "w2"
+    mine = slice(start, stop)
+    residual, velocity = one.state()["residual"].copy(), one.state()["velocity"].copy()
+    flat = gradient(1)
+    flat[mine] = 0.0
+    one.begin_push().absent = ((start, stop),)
+    sent = pushed(one, flat)
+    without = pushed(other, flat)
+    assert residual[mine].any() and not sent[mine].any()
+    assert (one.state()["residual"][mine] == residual[mine]).all()
+    assert (one.state()["velocity"] == velocity)[mine].all() if velocity.size else True
+    others = np.ones(LAYOUT.total, bool)
+    others[mine] = False
+    assert (sent == without)[others].all()
+    assert (one.state()["residual"] == other.state()["residual"])[others].all()
+
+
 def test_slices_that_abstain_keep_their_residual() -> None:
     encoder = encoder_of()
     pushed(encoder, gradient(0))

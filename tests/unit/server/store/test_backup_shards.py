@@ -205,3 +205,38 @@ def test_an_update_without_the_weights_that_it_begins_with_breaks_the_stream(
         backup.take(stream, ZEROS.tobytes(), assign=pb.ReplicateRequest.Assign(lsn=announced, slice=0))
     with pytest.raises(InvalidArgumentError, match="without its assigned weights"):
         backup.take(stream, update=assigned(1))
+
+
+def test_lags_come_with_copies_and_grow_with_updates(backup: Backup) -> None:
+    answers = backup.open()
+    backup.take(answers, begin=pb.ReplicateRequest.Begin(lsn=0))
+    lags = common_pb2.Lags(slices=[0], starts=[10], sizes=[5], updates=[3])
+    for index in range(SLICES):
+        state = pb.ReplicateRequest.SliceState(slice=index, array=0, arrays=1, lags=lags if index == 0 else None)
+        backup.take(answers, ZEROS.tobytes(), state=state)
+    backup.take(answers, end=pb.ReplicateRequest.End())
+    assert backup.dense.lags.rows(range(SLICES)) == ((0, 10, 15, 3),)
+    absent = pb.ElementRanges(starts=[12], sizes=[8])
+    update = pb.ReplicateRequest.Update(
+        lsn=1, slice=0, dtype=common_pb2.DTYPE_FLOAT32, has_gradient=True, lr_scale=1.0, absent=absent
+    )
+    backup.take(answers, (ZEROS + 1).tobytes(), update=update)
+    backup.kernels.end(0)
+    assert backup.dense.lags.of(0) == ((10, 12, 3), (12, 15, 4), (15, 20, 1))
+    weights = backup.dense.export(0)[0]
+    assert (weights[12:20] == 0.0).all() and (weights[:12] == -1.0).all() and (weights[20:] == -1.0).all()
+
+
+@pytest.mark.parametrize(
+    ("lags", "text"),
+    [
+        (common_pb2.Lags(slices=[1], starts=[0], sizes=[5], updates=[3]), "slice 1 in a copy"),
+        (common_pb2.Lags(slices=[0], starts=[4090], sizes=[7], updates=[3]), "4096 of slice 0 in a copy"),
+        (common_pb2.Lags(slices=[0], starts=[0], sizes=[7]), "columns of 1, 1, 1, 0 numbers"),
+    ],
+)
+def test_lags_that_a_copy_cannot_have_are_refused(backup: Backup, lags: common_pb2.Lags, text: str) -> None:
+    answers = backup.open()
+    backup.take(answers, begin=pb.ReplicateRequest.Begin(lsn=0))
+    with pytest.raises(InvalidArgumentError, match=text):
+        backup.take(answers, ZEROS.tobytes(), state=pb.ReplicateRequest.SliceState(slice=0, arrays=1, lags=lags))
