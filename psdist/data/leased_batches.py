@@ -9,7 +9,7 @@ from psdist.data.batch_machine import BatchMachine, Item, SampleGroup
 from psdist.data.padding import Batch
 from psdist.data.sample_source import IndexedSamples, ReadSample
 
-#: Ranges that are held at a time. The scheduler allows more, but what one worker holds others cannot have.
+#: Ranges that are held at a time. The scheduler allows more, but other workers need some, too.
 RANGES_HELD: Final = 16
 
 

@@ -3,7 +3,7 @@
 ``DistributedOptimizer`` trains a model on parameter servers in any consistency mode and replaces the script's
 optimizer. ``DistributedDataParallel`` averages gradients through the servers for a script that keeps its own optimizer.
 ``offload`` trains a model that does not fit into a worker's memory. ``LeasedDataLoader`` feeds workers that come and
-go. ``import psdist`` alone never imports torch.
+go. ``SyncBatchNorm`` normalizes over all workers' batches. ``import psdist`` alone never imports torch.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ except ModuleNotFoundError as error:
 
 from psdist.torch.conversion import convert_optimizer, convert_scheduler
 from psdist.torch.data_parallel import DistributedDataParallel
+from psdist.torch.layers.sync_batch_norm import SyncBatchNorm
 from psdist.torch.leased_loader import LeasedDataLoader
 from psdist.torch.offloading import OffloadedOptimizer, offload
 from psdist.torch.optimizer import DistributedOptimizer
@@ -25,6 +26,7 @@ __all__ = [
     "DistributedOptimizer",
     "LeasedDataLoader",
     "OffloadedOptimizer",
+    "SyncBatchNorm",
     "convert_optimizer",
     "convert_scheduler",
     "load_optimizer_state",

@@ -246,7 +246,7 @@ def _warn_of_own_statistics(model: nn.Module) -> None:
         logger.warning(
             "SyncBatchNorm %r (one of %d in the model) computes the statistics of each worker's own batches, as "
             "torch.distributed is not initialized: call torch.distributed.init_process_group('gloo') before wrapping a "
-            "model that is on a GPU, or use an ordinary BatchNorm",
+            "model that is on a GPU, or convert the model by psdist.torch.SyncBatchNorm after it",
             found[0].replace(COMPILED, ""), len(found),
         )  # fmt: skip
 

@@ -28,7 +28,7 @@ _DIRECTORY_PREFIX: Final = "psdist-launch-"
 _REPORT: Final = "report.json"
 #: Flags of ``psdist run`` that ``launch`` uses itself.
 _OWN: Final = ("lifeline_fd", "report_file")
-#: Flags that say what a script is, and make no sense for a function.
+#: Flags for kinds of scripts, which do not apply to a function.
 _OF_SCRIPTS: Final = ("module", "no_python")
 
 
@@ -38,7 +38,7 @@ class LaunchResult:
 
     run_id: name of the run.
     status: exit status of the run, which is 0.
-    returned: what the function returned, by rank; empty for a script.
+    returned: return values of the function by rank; empty for a script.
     """
 
     run_id: str

@@ -73,7 +73,7 @@ class RunProcess:
     def run_to_end(self, timeout: float | None = None) -> int | None:
         """Show the output until the run has ended; returns its exit status.
 
-        timeout: seconds after which the run is told to end; then the result is None.
+        timeout: seconds after which the run is ended in order; then the result is None.
 
         Raises KeyboardInterrupt once the run has ended after Ctrl-C. Each further one is passed on, too.
         """

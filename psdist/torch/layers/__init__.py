@@ -1,0 +1,1 @@
+"""Layers whose forward and backward passes need the other workers."""
