@@ -93,11 +93,22 @@ def convert_settings(
     base = max(range(len(groups)), key=lambda number: len(groups[number]["params"]))
     spec = kind(**hyperparameters[base])
     changes = [_changes(spec, values) for values in hyperparameters]
+    named = _names_of_groups(groups, names)
     if len(set(ends)) > 1:
         schedule = replace(schedule, end_factor=ends[base])  # type: ignore[call-arg]  # only schedules with one have ends
         for number, end in enumerate(ends):
             changes[number] |= {END_FACTOR: end} if end != ends[base] else {}
-    return replace(spec, overrides=_overrides(changes, _names_of_groups(groups, names)), schedule=schedule)
+    # Equal groups may differ later. They are one only if that takes too many patterns.
+    apart = [values or {"lr": spec.values()["lr"]} if number != base else {} for number, values in enumerate(changes)]
+    overrides = _overrides(apart, named)
+    if len(overrides) > _PATTERNS:
+        overrides = _overrides(changes, named)
+    if len(overrides) > _PATTERNS:
+        raise InvalidArgumentError(
+            f"the parameter groups need {len(overrides)} overrides, more than {_PATTERNS}: group parameters by "
+            "patterns that psdist.optim.override can name, such as '*.bias', and pass a specification of psdist.optim"
+        )
+    return replace(spec, overrides=overrides, schedule=schedule)
 
 
 def check_same_state(
@@ -167,11 +178,6 @@ def _overrides(changes: Sequence[Mapping[str, float]], names: Sequence[Sequence[
     for number in changed:
         others = kept + [name for other in changed if other != number for name in names[other]]
         out += [optim.override(pattern, **changes[number]) for pattern in _patterns(names[number], others)]
-    if len(out) > _PATTERNS:
-        raise InvalidArgumentError(
-            f"the parameter groups need {len(out)} overrides, more than {_PATTERNS}: group parameters by patterns "
-            "that psdist.optim.override can name, such as '*.bias', and pass a specification of psdist.optim"
-        )
     return tuple(out)
 
 
@@ -296,17 +302,15 @@ def end_factors(scheduler: lr_scheduler.LRScheduler) -> list[float]:
     """Return the fraction of its rate at which each parameter group ends, of a schedule that ``convert_settings``
     takes. Empty if the scheduler has no such rate.
 
-    Raises InvalidArgumentError for a group whose rate is 0 at first and then rises: no factor on it gives such rates.
+    Raises _NoScheduleError for a group whose rate is 0 at first and then rises: no factor on it gives such rates.
     """
     last = scheduler._schedulers[-1] if isinstance(scheduler, lr_scheduler.SequentialLR) else scheduler
     if type(last) is not lr_scheduler.CosineAnnealingLR:
         return []
     rates = [float(rate) for rate in last.base_lrs]
     if last.eta_min and not all(rates):
-        raise InvalidArgumentError(
-            f"{type(last).__name__} cannot be used: eta_min={last.eta_min:g} with a parameter group of lr=0, but the "
-            "servers multiply its rate by a factor. Use eta_min=0, or psdist.torch.DistributedDataParallel, which "
-            "keeps your optimizer and scheduler"
+        raise _NoScheduleError(
+            f"eta_min={last.eta_min:g} with a parameter group of lr=0, but a schedule multiplies its rate"
         )
     return [last.eta_min / rate if rate else 0.0 for rate in rates]
 

@@ -41,7 +41,7 @@ from psdist.torch.offloaded.layer import OffloadedLayer
 from psdist.torch.offloaded.materializer import Init, Materializer
 from psdist.torch.offloaded.passes import Passes
 from psdist.torch.offloaded.turns import take_turns
-from psdist.torch.optimizer import groups_of, parameters_of, specification_of
+from psdist.torch.optimizer import groups_and_defaults, parameters_of, specification_of
 from psdist.torch.rates import LearningRates, check_scheduler
 from psdist.torch.values import initial_values, share_fixed, weight_of
 from psdist.types import NonFinite
@@ -154,11 +154,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._rates = rates
         self._parameters_then = then
         self._trained = {name: one for layer in layers for name, one in layer.parameters.items()}
-        super().__init__(groups_of(spec, self._trained) if wrapped is None else wrapped.param_groups, spec.values())
+        super().__init__(*groups_and_defaults(spec, self._trained, wrapped))
         if wrapped is not None:
             self.param_groups = wrapped.param_groups  # the same objects that its scheduler writes to
         self._align()
-        rates.attach(self.param_groups)
+        rates.attach(self.param_groups, [(layer.handle, layer.parameters) for layer in self._layers])
         passes.listen(self._check)
         self._inner = InnerOptimizer(wrapped, self, "optimizer that offload() returned")
         self._is_made = True
@@ -174,8 +174,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         closure: recomputes the loss and its gradients and returns the loss; called once. ``step`` returns its result.
 
         BSP: returns when all workers have made this step. If this worker had been expelled, some layers may include its
-        gradient and others not; a warning was logged. Raises InvalidArgumentError for learning rates that the servers
-        do not have; PushDroppedError as ``on_drop`` says; and the errors of ``Parameters.push``. Calling it again then
+        gradient and others not; a warning was logged. Raises InvalidArgumentError for settings that the servers cannot
+        change; PushDroppedError as ``on_drop`` says; and the errors of ``Parameters.push``. Calling it again then
         retries the same step.
         """
         result = None
@@ -195,9 +195,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _check(self) -> None:
         """Check model and rates before anything of a step is sent."""
         self._inner.check_groups()
-        factor = self._rates.check(self.param_groups)
-        for layer in self._layers if factor is not None else ():
-            layer.handle.lr_factor = factor
+        self._rates.send(self.param_groups)
         self._parameters_then.check()
         for name, parameter in self._trained.items():
             if not parameter.requires_grad:

@@ -54,8 +54,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Frozen ones that it has are held by the servers, and may be unfrozen at any time.
     scheduler: learning-rate scheduler of torch's optimizer, for BSP. The loop calls ``scheduler.step()`` after each
         step. The servers run a scheduler that ``convert_scheduler`` supports; the rates of others are sent to them. In
-        a resumed run the scheduler is advanced to the run's step. None: the rates in ``param_groups`` are sent, as one
-        factor for all groups; in BSP all workers must use the same rates.
+        a resumed run the scheduler is advanced to the run's step. None: the rates in ``param_groups`` are sent. So are
+        all other numbers there that change. In BSP all workers must set the same ones.
     consistency: psdist.BSP() by default, SSP(n) or ASP().
     compression, pull_dtype, non_finite, on_drop, reset_optimizer: as for ``Client.parameters``.
     reduction: "sum" adds the workers' gradients up and does not divide them, for losses that are sums over the samples
@@ -137,11 +137,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._join: UnevenInputs | None = None
         self._means: MeanGradients | None = None
         self._rates = LearningRates(spec, wrapped, scheduler, self.handle)
-        super().__init__(groups_of(spec, tensors.trained) if wrapped is None else wrapped.param_groups, spec.values())
+        super().__init__(*groups_and_defaults(spec, tensors.trained, wrapped))
         if wrapped is not None:
             self.param_groups = wrapped.param_groups  # the same objects that its scheduler writes to
         self.state.default_factory = _RemoteState
-        self._rates.attach(self.param_groups)
+        self._rates.attach(self.param_groups, [(self.handle, tensors.trained)])
         self._inner = InnerOptimizer(wrapped, self, "DistributedOptimizer")
         self._overlap = OverlapChoice(
             overlap, not spec.max_grad_norm or isinstance(consistency, BSP), name, self.context.world_size,
@@ -158,8 +158,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         BSP: returns when all workers have made this step. If the step was dropped, because this worker had been
         expelled or the run rolled back to a snapshot, a warning was logged, and the weights are those to continue
-            with. Raises InvalidArgumentError for a model or gradients that were changed meanwhile, and for learning
-            rates that the servers do not have; PushDroppedError as ``on_drop`` says; and the errors of
+            with. Raises InvalidArgumentError for a model or gradients that were changed meanwhile, and for settings
+            that the servers cannot change; PushDroppedError as ``on_drop`` says; and the errors of
             ``Parameters.push_pull``. After errors other than these, calling it again retries the same step.
 
         torch's GradScaler needs pushes in ``step``, see ``overlap``. In BSP all workers skip a step in which any
@@ -244,9 +244,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._writes.watch.check()
         self._inner.check_groups()
         self._writes.send()
-        factor = self._rates.check(self.param_groups)
-        if factor is not None:
-            self.handle.lr_factor = factor
+        self._rates.send(self.param_groups)
         if self._join is not None:
             self._join.begin_step()
 
@@ -387,7 +385,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _make_empty_step(self, join: UnevenInputs) -> None:
         if join.is_scaled and self._loss_scale.overflows_anywhere(mine=False):
             return
-        self.handle.lr_factor = None  # Workers with a batch set it.
+        self.handle.settings = None  # Workers with a batch set them.
         self._stream.skip(float(join.counts_joined))
         self._rates.on_empty_step(self.param_groups)
 
@@ -419,10 +417,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         step = self.handle.step
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
-        return {"state": {}, "param_groups": groups, "psdist": {"name": self.handle.name, "step": step}}
+        own = {"name": self.handle.name, "step": step, **self._rates.state()}
+        return {"state": {}, "param_groups": groups, "psdist": own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Check that this run is at the step at which ``state_dict`` was made, and load the rates that the script sets.
+        """Check that this run is at the step at which ``state_dict`` was made, and load the settings that the script
+        sets.
 
         A run resumes from its own snapshots, with the same ``--run-id``. Raises InvalidArgumentError for the state of
         another optimizer or model, and for another step.
@@ -443,7 +443,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"this state is of step {saved['step']}, but the run is at step {self.handle.step}: the optimizer's "
                 "state comes from the run's snapshots. Start the run with its earlier --run-id"
             )
-        self._rates.load(self.param_groups, state_dict["param_groups"])
+        self._rates.load(self.param_groups, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a DistributedOptimizer belongs to this process and cannot be copied or pickled")
@@ -495,6 +495,14 @@ def specification_of(
 
 def _with_max_norm(spec: Optimizer, max_grad_norm: float | None) -> Optimizer:
     return spec if max_grad_norm is None else replace(spec, max_grad_norm=max_grad_norm)
+
+
+def groups_and_defaults(
+    spec: Optimizer, trained: Mapping[str, nn.Parameter], wrapped: torch.optim.Optimizer | None
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the parameter groups and the defaults of an optimizer of torch: those of ``wrapped``, to which torch then
+    adds nothing, or those of the specification."""
+    return (groups_of(spec, trained), spec.values()) if wrapped is None else (wrapped.param_groups, wrapped.defaults)
 
 
 def groups_of(spec: Optimizer, trained: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:

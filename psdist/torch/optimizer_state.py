@@ -37,6 +37,7 @@ def load_optimizer_state(
         settings, such as the learning rate, do not change; its previous state is replaced.
     url, step, parameters: as for ``psdist.load_snapshot``.
 
+    ASGD's step size is computed from the specification, as snapshots do not contain settings that the script changed.
     State takes the dtype of its parameter here. After SSP and ASP, Adam's step count is that of the slice with the
     fewest updates. Weights are not loaded.
 

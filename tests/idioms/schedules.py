@@ -18,12 +18,17 @@ NO_COUNTERPART = refused(
     "has no counterpart on the servers", "use `DistributedDataParallel`, which keeps the optimizer"
 )
 DENSE = refused("SparseAdam does not support dense gradients", "use `Adam`")
-FIXED = refused("the servers have it for the whole run", "keep the setting, or use `DistributedDataParallel`")
 
 
 def sgd(model: nn.Module, lr: float = 0.1, **settings: Any) -> torch.optim.SGD:
     """Return an optimizer whose steps show each difference of rates."""
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, **settings)
+
+
+def in_groups(model: nn.Module) -> torch.optim.SGD:
+    """Return an optimizer with a group for each layer, which begin equal."""
+    groups = [{"params": layer.parameters()} for layer in model.children() if list(layer.parameters())]
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
 
 
 def train(script: Script, model: Any, optimizer: Any, scheduler: Any = None) -> Any:
@@ -195,9 +200,27 @@ def lambda_lr(script: Script) -> Any:
     return scheduled(script, lambda inner: lr_scheduler.LambdaLR(inner, lambda step: min(1.0, (step + 1) / 4)))
 
 
-@idiom("`OneCycleLR`, which cycles the momentum, too", optimizer=FIXED)
+@idiom("`LambdaLR` with a function for each group")
+def lambda_lr_by_group(script: Script) -> Any:
+    model = net()
+    inner = in_groups(model)
+    scheduler = lr_scheduler.LambdaLR(inner, [lambda step: min(1.0, (step + 1) / 4), lambda step: 0.7**step])
+    model, optimizer = script.wrap(model, inner)
+    return train(script, model, optimizer, scheduler)
+
+
+@idiom("`OneCycleLR`, which cycles the momentum, too")
 def one_cycle(script: Script) -> Any:
     return scheduled(script, lambda inner: lr_scheduler.OneCycleLR(inner, max_lr=0.2, total_steps=STEPS + 1))
+
+
+@idiom("`OneCycleLR` of `AdamW`, which cycles the first of the betas")
+def one_cycle_of_betas(script: Script) -> Any:
+    model = net()
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    scheduler = lr_scheduler.OneCycleLR(inner, max_lr=0.02, total_steps=STEPS + 1)
+    model, optimizer = script.wrap(model, inner)
+    return train(script, model, optimizer, scheduler)
 
 
 @idiom("`OneCycleLR(cycle_momentum=False)`")
@@ -299,14 +322,10 @@ def rates_set_late(script: Script) -> Any:
     return model
 
 
-@idiom(
-    "rates by hand that differ by group",
-    optimizer=refused("multiply all rates by one factor", "change all rates by one factor"),
-)
+@idiom("rates by hand that differ by group")
 def group_rates_by_hand(script: Script) -> Any:
     model = net()
-    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
-    model, optimizer = script.wrap(model, torch.optim.SGD(groups, lr=0.1, momentum=0.9))
+    model, optimizer = script.wrap(model, in_groups(model))
     for number, batch in enumerate(script.batches(STEPS)):
         optimizer.param_groups[0]["lr"] = 0.1 * 0.5**number
         optimizer.zero_grad()
@@ -315,7 +334,7 @@ def group_rates_by_hand(script: Script) -> Any:
     return model
 
 
-@idiom("weight decay that changes: `group['weight_decay'] = ...`", optimizer=FIXED)
+@idiom("weight decay that changes: `group['weight_decay'] = ...`")
 def weight_decay_by_hand(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), sgd(model, weight_decay=0.1))
     for number, batch in enumerate(script.batches(STEPS)):
@@ -323,6 +342,20 @@ def weight_decay_by_hand(script: Script) -> Any:
         optimizer.zero_grad()
         loss_of(model, batch).backward()
         optimizer.step()
+    return model
+
+
+@idiom("`ASGD` with a scheduler, and with settings that change by hand")
+def asgd_settings(script: Script) -> Any:
+    inner = torch.optim.ASGD((model := net()).parameters(), lr=0.05, t0=2)
+    scheduler = lr_scheduler.MultiStepLR(inner, [2, 4], gamma=0.5)
+    model, optimizer = script.wrap(model, inner)
+    for number, batch in enumerate(script.batches(STEPS)):
+        optimizer.param_groups[0] |= {"lambd": 0.01 * number, "alpha": 0.75 + 0.1 * number, "t0": 2 - number % 2}
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+        scheduler.step()
     return model
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 
 import psdist
 from psdist.client.context import Context
@@ -100,9 +101,34 @@ def test_an_interval_of_steps_is_that_of_what_is_trained(tmp_path: Path) -> None
     assert "1.running_mean" in psdist.load_snapshot(str(tmp_path))
 
 
-@pytest.mark.parametrize("wrap", [DistributedOptimizer, offload])
-def test_rates_without_a_schedule_of_the_servers_resume_with_the_weights(
-    tmp_path: Path, wrap: Callable[..., Any]
+def with_rates(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return inner, lr_scheduler.LambdaLR(inner, lambda step: min(1.0, step / 4) * 0.9**step)
+
+
+def with_cycle(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return inner, lr_scheduler.OneCycleLR(inner, 0.1, total_steps=10)
+
+
+def with_groups(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+    groups = [{"params": layer.parameters()} for layer in (model[0], model[2])]  # type: ignore[index]
+    inner = torch.optim.ASGD(groups, lr=0.1)
+    return inner, lr_scheduler.LambdaLR(inner, [lambda step: 0.9**step, lambda step: 1 / (1 + step)])
+
+
+@pytest.mark.parametrize(
+    ("wrap", "make"),
+    [
+        (DistributedOptimizer, with_rates),
+        (offload, with_rates),
+        (DistributedOptimizer, with_cycle),
+        (offload, with_groups),
+        (DistributedOptimizer, with_groups),
+    ],
+)
+def test_settings_that_the_servers_do_not_schedule_resume_with_the_weights(
+    tmp_path: Path, wrap: Callable[..., Any], make: Callable[[nn.Module], tuple[torch.optim.Optimizer, Any]]
 ) -> None:
     """Check the bytes of an uninterrupted run: the scheduler of the second life is advanced to the step of the
     first."""
@@ -111,8 +137,7 @@ def test_rates_without_a_schedule_of_the_servers_resume_with_the_weights(
 
     def train(context: Context, steps: int) -> bytes:
         model = copy.deepcopy(at_first)
-        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: min(1.0, step / 4) * 0.9**step)
+        inner, scheduler = make(model)
         optimizer = wrap(model, inner, scheduler, context=context)
         for step in range(optimizer.handle.step, optimizer.handle.step + steps):
             optimizer.zero_grad()

@@ -15,7 +15,7 @@ from psdist import optim
 from psdist.errors import InvalidArgumentError
 from psdist.optim import group_of
 from psdist.torch import convert_optimizer, convert_scheduler
-from psdist.torch.conversion import _SPECIFICATIONS
+from psdist.torch.conversion import _SPECIFICATIONS, schedule_or_none
 
 
 def model() -> nn.Module:
@@ -134,6 +134,15 @@ def test_many_parameters_of_one_group_need_few_overrides() -> None:
         convert_optimizer(torch.optim.AdamW(mixed), names(module))
 
 
+def test_equal_groups_stay_apart_because_they_may_differ_later() -> None:
+    module = nn.ModuleList(nn.Linear(2, 2) for _ in range(300))
+    groups = [{"params": [layer.weight for layer in module]}, {"params": [layer.bias for layer in module]}]
+    spec = convert_optimizer(torch.optim.AdamW(groups, lr=0.5), names(module))
+    assert spec.overrides == (optim.override("*.bias", lr=0.5),)
+    halves = [{"params": list(module[:150].parameters())}, {"params": list(module[150:].parameters())}]
+    assert convert_optimizer(torch.optim.AdamW(halves, lr=0.5), names(module)) == optim.AdamW(lr=0.5)
+
+
 def test_every_optimizer_of_torch_is_converted_or_refused() -> None:
     """A new one in torch must be decided here."""
     refused = {"Optimizer", "LBFGS", "SparseAdam", "Adafactor", "Muon"}
@@ -248,8 +257,10 @@ def test_a_cosine_of_a_group_without_a_rate() -> None:
     first, second = (nn.Parameter(torch.zeros(2)) for _ in "ab")
     optimizer = torch.optim.SGD([{"params": [first], "lr": torch.tensor(0.1)}, {"params": [second], "lr": 0.0}], lr=0.1)
     assert convert_scheduler(lr_scheduler.CosineAnnealingLR(optimizer, 10)) == optim.Cosine(10)
-    with pytest.raises(InvalidArgumentError, match=r"eta_min=0\.01 with a parameter group of lr=0, .* Use eta_min=0"):
-        convert_scheduler(lr_scheduler.CosineAnnealingLR(optimizer, 10, eta_min=0.01))
+    scheduler = lr_scheduler.CosineAnnealingLR(optimizer, 10, eta_min=0.01)
+    with pytest.raises(InvalidArgumentError, match=r"eta_min=0\.01 with a parameter group of lr=0.* pass it as sched"):
+        convert_scheduler(scheduler)
+    assert schedule_or_none(scheduler) is None, "the rates are sent"
 
 
 @pytest.mark.parametrize("warmup", [0, 5])

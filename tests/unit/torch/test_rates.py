@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,8 +16,9 @@ from psdist import optim
 from psdist.client.sync_client import Parameters
 from psdist.consistency import BSP
 from psdist.errors import InvalidArgumentError
+from psdist.torch.optimizer import groups_of as torch_groups
 from psdist.torch.optimizer import specification_of
-from psdist.torch.rates import LearningRates, check_scheduler
+from psdist.torch.rates import LearningRates, ServerGroups, check_scheduler
 
 SCHEDULERS: dict[str, Callable[[Any], lr_scheduler.LRScheduler]] = {
     "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, T_max=50),
@@ -80,10 +82,10 @@ class Loop:
     def assert_following(self) -> None:
         """Check that the servers use the rates that the script shows, which are torch's."""
         sent = self.rates.check(self.groups)
-        factor = self.spec.schedule.factor(self.handle.step) if sent is None else sent
+        factor = self.spec.schedule.factor(self.handle.step)
         shown = [float(group["lr"]) for group in self.groups]
         base = [self.spec.group_values(group)["lr"] for group in range(2)]
-        assert shown == pytest.approx([base[0] * factor, base[1] * factor])
+        assert shown == pytest.approx([values.get("lr", base[number]) * factor for number, values in enumerate(sent)])
         alone = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(2))], "lr": lr} for lr in (0.1, 0.01)])
         other = self.make(alone)
         for _ in range(self.handle.step):
@@ -152,20 +154,25 @@ def test_a_rate_that_is_a_tensor_stays_the_script_s_tensor() -> None:
 
 def rates_of(optimizer: torch.optim.Optimizer, spec: optim.Optimizer | None = None, step: int = 0) -> LearningRates:
     """Return the rates of an optimizer whose scheduler, if it has one, was not passed."""
-    parameters = {str(number): one for number, one in enumerate(optimizer.param_groups[0]["params"])}
+    parameters = {f"{number}.w": one["params"][0] for number, one in enumerate(optimizer.param_groups)}
     spec = specification_of(optimizer, parameters, None) if spec is None else spec
     rates = LearningRates(spec, optimizer, None, cast(Parameters, SimpleNamespace(step=step)))
     rates.attach(optimizer.param_groups)
     return rates
 
 
+def sent_rates(rates: LearningRates, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Return the rate of each group that the next push carries."""
+    return [values["lr"] for values in rates.check(optimizer.param_groups)]
+
+
 def test_a_rate_that_is_a_tensor_may_be_written_to() -> None:
     rate = torch.tensor(0.5)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=rate)
     rates = rates_of(optimizer)
-    assert rates.check(optimizer.param_groups) == 1.0
+    assert sent_rates(rates, optimizer) == [0.5]
     rate.fill_(0.125)
-    assert rates.check(optimizer.param_groups) == 0.25
+    assert sent_rates(rates, optimizer) == [0.125]
 
 
 def test_rates_that_the_script_sets_are_sent() -> None:
@@ -173,7 +180,7 @@ def test_rates_that_the_script_sets_are_sent() -> None:
     rates = rates_of(optimizer)
     optimizer.param_groups[0]["lr"] = 0.25
     rates.on_irregular_step(optimizer.param_groups)
-    assert rates.check(optimizer.param_groups) == 0.5
+    assert sent_rates(rates, optimizer) == [0.25]
     rates.on_step(optimizer.param_groups)
     assert optimizer.param_groups[0]["lr"] == 0.25
 
@@ -185,7 +192,7 @@ def test_a_scheduler_that_is_not_given_may_be_stepped_at_will() -> None:
     rates = rates_of(optimizer)
     for data_epoch in range(4):
         for _ in range(3):
-            assert rates.check(optimizer.param_groups) == data_epoch / 4
+            assert sent_rates(rates, optimizer) == [data_epoch / 8]
             optimizer.step()
             rates.on_step(optimizer.param_groups)
         scheduler.step()
@@ -194,58 +201,103 @@ def test_a_scheduler_that_is_not_given_may_be_stepped_at_will() -> None:
 def test_rates_beside_a_schedule_of_the_servers_are_refused() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.5)
     rates = rates_of(optimizer, optim.SGD(lr=0.5, schedule=optim.Step(10)))
-    assert rates.check(optimizer.param_groups) is None
+    assert rates.check(optimizer.param_groups)[0].keys().isdisjoint(["lr"])
     optimizer.param_groups[0]["lr"] = 0.25
     with pytest.raises(InvalidArgumentError, match=r"was changed from 0\.5 to 0\.25, .* leave schedule= out"):
         rates.check(optimizer.param_groups)
 
 
-@pytest.mark.parametrize(("key", "value"), [("momentum", 0.8), ("weight_decay", 0.1), ("nesterov", True)])
-def test_other_settings_are_those_of_the_servers(key: str, value: Any) -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.5, momentum=0.9)
-    rates = rates_of(optimizer)
-    optimizer.param_groups[0][key] = value
-    with pytest.raises(InvalidArgumentError, match=rf"{key} of parameter group 0 was changed ") as raised:
-        rates.check(optimizer.param_groups)
-    assert ("cycle_momentum=False" in str(raised.value)) == (key == "momentum")
+def groups_of(optimizer: torch.optim.Optimizer, spec: optim.Optimizer | None = None) -> ServerGroups:
+    """Return the servers' groups of an optimizer whose parameters are named by their numbers in it."""
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    trained = {f"{number}.w": one for number, one in enumerate(parameters)}
+    return ServerGroups(spec or specification_of(optimizer, trained, None), trained, optimizer.param_groups)
+
+
+def in_groups(*rates: float, **settings: Any) -> torch.optim.SGD:
+    """Return an optimizer with one parameter in each group."""
+    return torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(2))], "lr": lr} for lr in rates], **settings)
+
+
+def test_every_number_of_a_group_is_sent_by_its_name_on_the_servers() -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(2))], lr=torch.tensor(0.5))
+    rates, groups = rates_of(optimizer), groups_of(optimizer)
+    assert groups.settings(rates.check(optimizer.param_groups)) == {}
+    optimizer.param_groups[0] |= {"lr": 0.25, "betas": (0.8, torch.tensor(0.5)), "weight_decay": 0}
+    expected = {"lr": 0.25, "beta1": 0.8, "beta2": 0.5, "weight_decay": 0.0}
+    assert groups.settings(rates.check(optimizer.param_groups)) == {0: expected}
+
+
+def test_groups_change_independently() -> None:
+    """Check it for groups that began equal, and for one that began without a rate."""
+    optimizer = in_groups(0.1, 0.1, 0.0, momentum=0.9)
+    rates, groups = rates_of(optimizer), groups_of(optimizer)
+    assert groups.settings(rates.check(optimizer.param_groups)) == {}
+    for group, lr in zip(optimizer.param_groups, (0.1, 0.02, 0.5), strict=True):
+        group["lr"] = lr
+    optimizer.param_groups[1]["momentum"] = 0.5
+    changed = groups.settings(rates.check(optimizer.param_groups)).values()
+    assert sorted(changed, key=len) == [{"lr": 0.5}, {"lr": 0.02, "momentum": 0.5}]
 
 
 @pytest.mark.parametrize(
-    ("rates", "said"),
+    ("key", "value", "said"),
     [
-        (
-            [0.1, 0.0, 0.0],
-            r"group 1 went from 0\.01 to 0, and that of group 0 from 0\.1 to 0\.1, but .*DataParallel",
-        ),
-        ([0.0, 0.01, 0.0], r"group 1 went from 0\.01 to 0\.01, and that of group 0 from 0\.1 to 0"),
-        ([0.1, 0.01, 0.5], r"group 2 is 0\.5, but was 0 when the optimizer was wrapped"),
-        ([-0.1, -0.01, 0.0], r"group 0 is -0\.1: use 0 or more"),
+        ("momentum", 0.0, r"parameter group 1: momentum cannot change from 0\.9 to 0 .* use a value above 0"),
+        ("nesterov", True, "parameter group 1: nesterov cannot change from 0 to 1"),
+        ("weight_decay", -0.1, r"parameter group 1: sgd weight_decay=-0\.1 is out of range"),
+        ("lr", -0.1, r"parameter group 1: sgd lr=-0\.1 is out of range: use a number from 0"),
     ],
 )
-def test_all_groups_have_one_factor(rates: list[float], said: str) -> None:
-    optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(2))], "lr": lr} for lr in (0.1, 0.01, 0.0)])
-    made = rates_of(optimizer)
-    for factor in (0.3, -1e-17):
-        for group, lr in zip(optimizer.param_groups, (0.1, 0.01, 0.0), strict=True):
-            group["lr"] = factor * lr
-        assert made.check(optimizer.param_groups) == pytest.approx(max(factor, 0.0))
-    for group, lr in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = lr
-    with pytest.raises(InvalidArgumentError, match=said):
-        made.check(optimizer.param_groups)
+def test_settings_that_the_servers_cannot_change_are_refused(key: str, value: Any, said: str) -> None:
+    optimizer = in_groups(0.1, 0.2, momentum=0.9)
+    rates, groups = rates_of(optimizer), groups_of(optimizer)
+    optimizer.param_groups[1][key] = value
+    with pytest.raises(InvalidArgumentError, match=f"{said}.*DistributedDataParallel keeps the optimizer"):
+        groups.settings(rates.check(optimizer.param_groups))
+
+
+def test_equal_groups_of_too_many_patterns_change_equally() -> None:
+    optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(2))]} for _ in range(300)], lr=0.1)
+    rates, groups = rates_of(optimizer), groups_of(optimizer)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.05
+    assert groups.settings(rates.check(optimizer.param_groups)) == {0: {"lr": 0.05}}
+    optimizer.param_groups[7]["lr"] = 0.01
+    with pytest.raises(InvalidArgumentError, match=r"parameter groups 0 and 7 were equal .* change both equally"):
+        groups.settings(rates.check(optimizer.param_groups))
+
+
+def test_a_rate_that_rounds_below_zero_is_zero() -> None:
+    optimizer = in_groups(0.1, 0.2)
+    rates = rates_of(optimizer)
+    optimizer.param_groups[0]["lr"] = -1e-17
+    assert sent_rates(rates, optimizer) == [0.0, 0.2]
+
+
+def test_settings_of_a_specification_may_change() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    spec = optim.AdamW(lr=0.5, betas=(0.9, 0.99))
+    shown = torch_groups(spec, {"w": parameter})
+    rates = LearningRates(spec, None, None, cast(Parameters, SimpleNamespace(step=0)))
+    rates.attach(shown)
+    groups = ServerGroups(spec, {"w": parameter}, shown)
+    assert groups.settings(rates.check(shown)) == {}
+    shown[0] |= {"beta1": 0.8, "lr": 0.25}
+    assert groups.settings(rates.check(shown)) == {0: {"beta1": 0.8, "lr": 0.25}}
 
 
 def test_a_rate_may_not_change_between_the_pushes_of_a_step() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.5)
     rates = rates_of(optimizer)
     rates.check_unchanged(optimizer.param_groups)
-    assert rates.check(optimizer.param_groups) == 1.0
+    assert sent_rates(rates, optimizer) == [0.5]
     optimizer.param_groups[0]["lr"] = 0.25
-    with pytest.raises(InvalidArgumentError, match=r"is 0\.5 now, and 1 in the pushes\. Set it before backward"):
+    with pytest.raises(InvalidArgumentError, match=r"lr of parameter group 0 .* from 0\.5 to 0\.25 .* before backward"):
         rates.check_unchanged(optimizer.param_groups)
     rates.on_step(optimizer.param_groups)
     rates.check_unchanged(optimizer.param_groups)
-    assert rates.check(optimizer.param_groups) == 0.5
+    assert sent_rates(rates, optimizer) == [0.25]
 
 
 @pytest.mark.parametrize("kind", [lr_scheduler.ExponentialLR, lr_scheduler.MultiplicativeLR])
@@ -290,11 +342,6 @@ def test_a_worker_that_starts_later_is_warned_of_its_rates_once(
     [
         (lr_scheduler.ReduceLROnPlateau, "leave it out of scheduler=, and step it in the loop"),
         (lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.StepLR(o, 3)]), "leave it out of scheduler="),
-        (lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=10), "make it with cycle_momentum=False"),
-        (
-            lambda o: lr_scheduler.CyclicLR(o, 0.1, 0.2, cycle_momentum=True),
-            "make it with cycle_momentum=False",
-        ),
     ],
 )
 def test_schedulers_that_cannot_be_given(make: Callable[[Any], Any], said: str) -> None:
@@ -311,13 +358,75 @@ def test_a_loop_past_the_end_of_a_cosine_is_told_what_ended(name: str, last: int
         loop.steps(1)
 
 
-def test_rates_that_asgd_would_use_one_step_later_are_refused() -> None:
+ASGD_NAMES = ("lr", "alpha", "t0", "lambd", "lambd_before")
+
+
+def test_asgd_has_the_step_size_of_the_step_before() -> None:
+    """As in torch, which computes it at the end of a step. A saved state has the numbers of the last step, too."""
+    optimizer = torch.optim.ASGD([nn.Parameter(torch.zeros(2))], lr=1.0, lambd=0.5)
+    rates, groups = rates_of(optimizer), optimizer.param_groups
+    sent = []
+    for step in range(3):
+        groups[0] |= {"lr": 1.0 + step, "lambd": 0.5 + step, "alpha": 2.0 + step, "t0": 3.0 + step}
+        sent.append([rates.check(groups)[0][name] for name in ASGD_NAMES])
+        rates.on_step(groups)
+    assert sent == [[1.0, 2.0, 3.0, 0.5, 0.5], [1.0, 2.0, 3.0, 1.5, 0.5], [2.0, 3.0, 4.0, 2.5, 1.5]]
+    other = torch.optim.ASGD([nn.Parameter(torch.zeros(2))], lr=1.0, lambd=0.5)
+    resumed = rates_of(other)
+    saved = {"param_groups": optimizer.state_dict()["param_groups"], "psdist": rates.state()}
+    resumed.load(other.param_groups, json.loads(json.dumps(saved)))
+    assert [resumed.check(other.param_groups)[0][name] for name in ASGD_NAMES] == [3.0, 4.0, 5.0, 2.5, 2.5]
+
+
+def test_asgd_of_a_given_scheduler_resumes_with_the_rate_of_the_step_before() -> None:
     parameter = nn.Parameter(torch.zeros(2))
-    optimizer = torch.optim.ASGD([parameter])
-    spec = specification_of(optimizer, {"w": parameter}, None)
-    rates = LearningRates(spec, optimizer, None, cast(Parameters, SimpleNamespace(step=0)))
+    optimizer = torch.optim.ASGD([parameter], lr=1.0)
+    scheduler = lr_scheduler.MultiStepLR(optimizer, [5], 0.5)
+    handle = SimpleNamespace(step=5)
+    spec = specification_of(optimizer, {"w": parameter}, scheduler)
+    rates = LearningRates(spec, optimizer, scheduler, cast(Parameters, handle))
     rates.attach(optimizer.param_groups)
-    assert rates.check(optimizer.param_groups) == 1.0
-    optimizer.param_groups[0]["lr"] = 0.02
-    with pytest.raises(InvalidArgumentError, match="ASGD uses a changed rate one step later"):
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert sent_rates(rates, optimizer) == [1.0]
+    handle.step = 0
+    assert sent_rates(rates, optimizer) == [1.0] and optimizer.param_groups[0]["lr"] == 1.0
+
+
+def test_a_rate_of_zero_is_one_that_rprop_takes() -> None:
+    optimizer = torch.optim.Rprop([nn.Parameter(torch.zeros(2))], lr=0.1)
+    rates, groups = rates_of(optimizer), groups_of(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.0
+    assert 0.0 < groups.settings(rates.check(optimizer.param_groups))[0]["lr"] < 1e-37
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("jump", [5, -4, -10])
+def test_a_scheduler_that_cycles_the_momentum_follows_the_servers(kind: Any, jump: int) -> None:
+    def make(optimizer: Any) -> lr_scheduler.LRScheduler:
+        return lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=60)
+
+    def made() -> tuple[torch.optim.Optimizer, lr_scheduler.LRScheduler]:
+        settings = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+        optimizer = kind([nn.Parameter(torch.zeros(2))], lr=0.1, **settings)
+        return optimizer, make(optimizer)
+
+    optimizer, scheduler = made()
+    parameters = {"w": optimizer.param_groups[0]["params"][0]}
+    handle = SimpleNamespace(step=0)
+    spec = specification_of(optimizer, parameters, scheduler)
+    rates = LearningRates(spec, optimizer, scheduler, cast(Parameters, handle))
+    rates.attach(optimizer.param_groups)
+    for _ in range(10):
         rates.check(optimizer.param_groups)
+        handle.step += 1
+        rates.on_step(optimizer.param_groups)
+        scheduler.step()
+    handle.step += jump
+    sent = rates.check(optimizer.param_groups)[0]
+    other, reference = made()
+    for _ in range(handle.step):
+        other.step()
+        reference.step()
+    (group,) = other.param_groups
+    momentum = ("momentum", group["momentum"]) if kind is torch.optim.SGD else ("beta1", group["betas"][0])
+    assert sent["lr"] == pytest.approx(group["lr"]) and sent[momentum[0]] == pytest.approx(momentum[1])
