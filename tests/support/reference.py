@@ -109,9 +109,14 @@ def _own_states(spec: Optimizer, values: Mapping[str, float], states: States) ->
     return [state for name, state in by_name if name not in needed or values[needed[name]]]
 
 
+def _with_decay(h: Mapping[str, float], w: Floats, g: Floats) -> Floats:
+    """Return the gradient with L2 decay. As in torch, 0 adds nothing, not even for infinite weights."""
+    return g + h["weight_decay"] * w if np.float32(h["weight_decay"]) else g
+
+
 def _sgd(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: int, rate: float) -> None:
     """https://docs.pytorch.org/docs/2.13/generated/torch.optim.SGD.html"""
-    g = g + h["weight_decay"] * w
+    g = _with_decay(h, w, g)
     if h["momentum"]:
         b = states[0]
         b[:] = h["momentum"] * b + (1.0 if age == 0 else 1 - h["dampening"]) * g  # b is zero before the first update
@@ -124,7 +129,7 @@ def _asgd(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: int
     (average,) = states
     eta = rate / (1 + h.get("lambd_before", h["lambd"]) * rate * age) ** h["alpha"]
     weight = np.float32(1 / max(1, age - h["t0"]))
-    g = g + h["weight_decay"] * w
+    g = _with_decay(h, w, g)
     w[:] = w * (1 - h["lambd"] * eta) - eta * g
     average[:] = w if weight == 1 else average + (w - average) * weight
 
@@ -147,7 +152,7 @@ def _adam(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: int
     if h["decoupled_weight_decay"]:
         _adamw(h, w, states, g, age, rate)
     else:
-        _adam_step(h, w, states, g + h["weight_decay"] * w, age, rate)
+        _adam_step(h, w, states, _with_decay(h, w, g), age, rate)
 
 
 def _adamw(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: int, rate: float) -> None:
@@ -176,11 +181,9 @@ def _moments(h: Mapping[str, float], states: States, g: Floats) -> tuple[Floats,
 
 
 def _decayed(h: Mapping[str, float], w: Floats, g: Floats, rate: float) -> Floats:
-    """Return the gradient with L2 decay, or with 0 times the weights (which is NaN if they are infinite) after these
-    have decayed."""
+    """Return the gradient with L2 decay, or the gradient after the weights have decayed."""
     if not h["decoupled_weight_decay"]:
-        return g + h["weight_decay"] * w
-    g = g + 0.0 * w
+        return _with_decay(h, w, g)
     w[:] = w * (1 - rate * h["weight_decay"])
     return g
 
@@ -188,7 +191,7 @@ def _decayed(h: Mapping[str, float], w: Floats, g: Floats, rate: float) -> Float
 def _adamax(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: int, rate: float) -> None:
     """https://docs.pytorch.org/docs/2.13/generated/torch.optim.Adamax.html"""
     m, largest = states
-    g = g + h["weight_decay"] * w
+    g = _with_decay(h, w, g)
     m[:] = m + (1 - h["beta1"]) * (g - m)
     largest[:] = np.maximum(h["beta2"] * largest, np.abs(g) + h["eps"])
     w[:] = w - rate / (1 - h["beta1"] ** (age + 1)) * m / largest
@@ -225,7 +228,7 @@ def _radam(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: in
 def _adagrad(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: int, rate: float) -> None:
     """https://docs.pytorch.org/docs/2.13/generated/torch.optim.Adagrad.html"""
     (total,) = states
-    g = g + h["weight_decay"] * w
+    g = _with_decay(h, w, g)
     total[:] = total + g * g
     w[:] = w - rate / (1 + age * h["lr_decay"]) * g / (np.sqrt(total) + h["eps"])
 
@@ -233,7 +236,7 @@ def _adagrad(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: 
 def _adadelta(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: int, rate: float) -> None:
     """https://docs.pytorch.org/docs/2.13/generated/torch.optim.Adadelta.html"""
     v, changes = states
-    g = g + h["weight_decay"] * w
+    g = _with_decay(h, w, g)
     v[:] = h["rho"] * v + (1 - h["rho"]) * g * g
     delta = np.sqrt(changes + h["eps"]) / np.sqrt(v + h["eps"]) * g
     changes[:] = h["rho"] * changes + (1 - h["rho"]) * delta * delta
@@ -247,7 +250,7 @@ def _rmsprop(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: 
     centered variance negative, torch gives NaN; here it is 0.
     """
     v = states[0]
-    g = g + h["weight_decay"] * w
+    g = _with_decay(h, w, g)
     v[:] = h["alpha"] * v + (1 - h["alpha"]) * g * g
     variance = v
     if h["centered"]:
@@ -268,7 +271,7 @@ def _lion(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: int
     (m,) = states
     c = h["beta1"] * m + (1 - h["beta1"]) * g
     sign = (c > 0).astype(np.float32) - (c < 0).astype(np.float32)
-    w[:] = w - rate * (sign + h["weight_decay"] * w)
+    w[:] = w - rate * _with_decay(h, w, sign)
     m[:] = h["beta2"] * m + (1 - h["beta2"]) * g
 
 

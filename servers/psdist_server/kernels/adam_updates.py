@@ -26,7 +26,7 @@ def _adam(
     root: Any,
     eps: Any,
 ) -> Any:
-    gradient = sign * g + decay * w
+    gradient = select(decay != ZERO, sign * g + decay * w, sign * g)
     mean = m + take1 * (gradient - m)
     square = keep2 * v + take2 * gradient * gradient
     return w - size * mean / (np.sqrt(square) * root + eps), mean, square
@@ -61,7 +61,7 @@ def _adam_amsgrad(
     root: Any,
     eps: Any,
 ) -> Any:
-    gradient = sign * g + decay * w
+    gradient = select(decay != ZERO, sign * g + decay * w, sign * g)
     mean = m + take1 * (gradient - m)
     square = keep2 * v + take2 * gradient * gradient
     largest = select(square > top, square, top)
@@ -155,7 +155,7 @@ def adamw_amsgrad(
 def _adamax(
     w: Any, m: Any, top: Any, g: Any, sign: Any, decay: Any, take1: Any, keep2: Any, size: Any, eps: Any
 ) -> Any:
-    gradient = sign * g + decay * w
+    gradient = select(decay != ZERO, sign * g + decay * w, sign * g)
     mean = m + take1 * (gradient - m)
     kept = keep2 * top
     reached = np.abs(gradient) + eps
@@ -193,7 +193,7 @@ def _nadam(
     root: Any,
     eps: Any,
 ) -> Any:
-    gradient = sign * g + decay * w
+    gradient = select(decay != ZERO, sign * g + decay * w, sign * g)
     mean = m + take1 * (gradient - m)
     square = keep2 * v + take2 * gradient * gradient
     inverse = ONE / (np.sqrt(square) * root + eps)
@@ -230,7 +230,7 @@ def _radam(
     rectified: Any,
     eps: Any,
 ) -> Any:
-    gradient = sign * g + decay * w
+    gradient = select(decay != ZERO, sign * g + decay * w, sign * g)
     mean = m + take1 * (gradient - m)
     square = keep2 * v + take2 * gradient * gradient
     divisor = select(rectified > ZERO, np.sqrt(square) + eps, ONE)

@@ -13,7 +13,7 @@ from psdist_server.kernels.interpreted import BLOCK
 
 @part_of_kernel
 def _adagrad(w: Any, total: Any, g: Any, sign: Any, rate: Any, decay: Any, eps: Any) -> Any:
-    gradient = sign * g + decay * w
+    gradient = select(decay != ZERO, sign * g + decay * w, sign * g)
     square = total + gradient * gradient
     return w - rate * gradient / (np.sqrt(square) + eps), square
 
@@ -35,7 +35,7 @@ def adagrad(
 def _adadelta(
     w: Any, v: Any, moved: Any, g: Any, sign: Any, rate: Any, decay: Any, keep: Any, take: Any, eps: Any
 ) -> Any:
-    gradient = sign * g + decay * w
+    gradient = select(decay != ZERO, sign * g + decay * w, sign * g)
     square = keep * v + take * gradient * gradient
     delta = np.sqrt(moved + eps) / np.sqrt(square + eps) * gradient
     return w - rate * delta, square, keep * moved + take * delta * delta
@@ -56,7 +56,7 @@ def adadelta(
 
 @part_of_kernel
 def _rmsprop(w: Any, v: Any, g: Any, sign: Any, rate: Any, decay: Any, keep: Any, take: Any, eps: Any) -> Any:
-    gradient = sign * g + decay * w
+    gradient = select(decay != ZERO, sign * g + decay * w, sign * g)
     square = keep * v + take * gradient * gradient
     return w - rate * gradient / (np.sqrt(square) + eps), square
 
@@ -78,7 +78,7 @@ def rmsprop(
 def _rmsprop_momentum(
     w: Any, v: Any, buffer: Any, g: Any, sign: Any, rate: Any, decay: Any, keep: Any, take: Any, eps: Any, momentum: Any
 ) -> Any:
-    gradient = sign * g + decay * w
+    gradient = select(decay != ZERO, sign * g + decay * w, sign * g)
     square = keep * v + take * gradient * gradient
     velocity = momentum * buffer + gradient / (np.sqrt(square) + eps)
     return w - rate * velocity, square, velocity
@@ -101,7 +101,7 @@ def rmsprop_momentum(
 def _rmsprop_centered(
     w: Any, v: Any, mean: Any, g: Any, sign: Any, rate: Any, decay: Any, keep: Any, take: Any, eps: Any
 ) -> Any:
-    gradient = sign * g + decay * w
+    gradient = select(decay != ZERO, sign * g + decay * w, sign * g)
     square = keep * v + take * gradient * gradient
     average = mean + take * (gradient - mean)
     variance = square - average * average
@@ -137,7 +137,7 @@ def _rmsprop_centered_momentum(
     eps: Any,
     momentum: Any,
 ) -> Any:
-    gradient = sign * g + decay * w
+    gradient = select(decay != ZERO, sign * g + decay * w, sign * g)
     square = keep * v + take * gradient * gradient
     average = mean + take * (gradient - mean)
     variance = square - average * average

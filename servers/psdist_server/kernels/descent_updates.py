@@ -11,7 +11,7 @@ from psdist_server.kernels.interpreted import BLOCK
 
 @part_of_kernel
 def _sgd(w: Any, g: Any, sign: Any, rate: Any, decay: Any) -> Any:
-    return w - rate * (sign * g + decay * w)
+    return w - rate * select(decay != ZERO, sign * g + decay * w, sign * g)
 
 
 @updates_by(_sgd, scalars=3)
@@ -29,7 +29,7 @@ def sgd(
 
 @part_of_kernel
 def _sgd_momentum(w: Any, buffer: Any, g: Any, sign: Any, rate: Any, decay: Any, keep: Any, take: Any) -> Any:
-    gradient = sign * g + decay * w
+    gradient = select(decay != ZERO, sign * g + decay * w, sign * g)
     velocity = keep * buffer + take * gradient
     return w - rate * velocity, velocity
 
@@ -49,7 +49,7 @@ def sgd_momentum(
 
 @part_of_kernel
 def _sgd_nesterov(w: Any, buffer: Any, g: Any, sign: Any, rate: Any, decay: Any, keep: Any, take: Any) -> Any:
-    gradient = sign * g + decay * w
+    gradient = select(decay != ZERO, sign * g + decay * w, sign * g)
     velocity = keep * buffer + take * gradient
     return w - rate * (gradient + keep * velocity), velocity
 
@@ -69,7 +69,7 @@ def sgd_nesterov(
 
 @part_of_kernel
 def _asgd(w: Any, average: Any, g: Any, sign: Any, rate: Any, decay: Any, shrink: Any, take: Any) -> Any:
-    gradient = sign * g + decay * w
+    gradient = select(decay != ZERO, sign * g + decay * w, sign * g)
     moved = w * shrink - rate * gradient
     return moved, select(take == ONE, moved, average + (moved - average) * take)
 
@@ -119,7 +119,7 @@ def rprop(
 def _lion(w: Any, m: Any, g: Any, rate: Any, decay: Any, keep1: Any, take1: Any, keep2: Any, take2: Any) -> Any:
     mixed = keep1 * m + take1 * g
     sign = select(mixed > ZERO, ONE, ZERO) - select(mixed < ZERO, ONE, ZERO)
-    return w - rate * (sign + decay * w), keep2 * m + take2 * g
+    return w - rate * select(decay != ZERO, sign + decay * w, sign), keep2 * m + take2 * g
 
 
 @updates_by(_lion, scalars=6)

@@ -25,9 +25,9 @@ Arguments of all kernels, for n segments (a segment is a range of one slice whos
 
 The arithmetic of each optimizer is one function, ``_adam`` for Adam: new weights and state from old ones and the
 gradient. Its arguments are w (weights), the state, g (gradient) and the scalars; ``sign`` is -1 to maximize, else 1.
-Weight decay 0 is not a special case, since the loops are bound by memory anyway. Choices are ``select``, which is
-vectorized. The function is compiled into the kernel for single elements. Until the kernel is compiled, numpy runs it on
-whole arrays (``interpreted.update``), and gives the same bytes.
+Weight decay 0 adds nothing to the gradient, not even for infinite weights, as in torch. Choices are ``select``, which
+is vectorized. The function is compiled into the kernel for single elements. Until the kernel is compiled, numpy runs it
+on whole arrays (``interpreted.update``), and gives the same bytes.
 
 The kernels check nothing. Only ``arrays`` calls them. They are written out one by one, because numba caches compiled
 code across runs only for functions that no factory made.

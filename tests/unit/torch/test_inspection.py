@@ -209,7 +209,7 @@ def test_a_batch_norm_that_synchronizes_nothing_is_reported(tmp_path: Path, capl
     (record,) = caplog.records
     assert (record.name, record.levelname) == ("psdist", "WARNING")
     assert record.getMessage().startswith("SyncBatchNorm '1' (one of 2 in the model) computes the statistics of each")
-    assert "init_process_group('gloo')" in record.getMessage() and "ordinary BatchNorm" in record.getMessage()
+    assert "init_process_group('gloo')" in record.getMessage() and "psdist.torch.SyncBatchNorm" in record.getMessage()
     caplog.clear()
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
     try:

@@ -126,6 +126,26 @@ def test_agrees_with_torch(kind: str, given: dict[str, Any]) -> None:
         assert distance(state, theirs.state[parameter][name].numpy()) < 1e-6, name
 
 
+@against_torch
+def test_infinite_weights_and_zeros_are_as_in_torch(kind: str, given: dict[str, Any]) -> None:
+    """A weight decay of 0 adds nothing: 0 times infinity would be NaN."""
+    without = {} if kind == "Rprop" else {"weight_decay": 0.0}
+    spec, parameter, theirs = both(kind, given | without)
+    rule = Rule(spec)
+    weights, steps = start(), [gradient(0), gradient(1)]
+    weights[:4], steps[0][:4], steps[1][2:4] = (np.inf, -np.inf, np.inf, 1.0), (1.0, 1.0, 0.0, -0.0), 0.0
+    parameter.data = torch.from_numpy(weights.copy())
+    states = tuple(np.empty(SIZE, np.float32) for _ in rule.state_names)
+    rule.initialize(weights, states, WHOLE)
+    for step, gradients in enumerate(steps):
+        parameter.grad = torch.from_numpy(gradients.copy())
+        theirs.step()
+        update(rule, weights, states, gradients, step)
+    expected = {"": parameter.detach(), **{name: theirs.state[parameter][name] for name in rule.state_names}}
+    for ours, exact in zip((weights, *states), expected.values(), strict=True):
+        np.testing.assert_allclose(ours[:4], exact.numpy()[:4], rtol=1e-5)
+
+
 def changed(spec: optim.Optimizer, step: int) -> dict[str, float]:
     """Return all hyperparameters that may change, as a script could set them at a step."""
     found: dict[str, float] = {}
