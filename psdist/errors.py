@@ -155,8 +155,8 @@ class FutureStepError(PsdistError, code="future_step", status="FAILED_PRECONDITI
 
 
 class WrittenWeightsError(PsdistError, code="written_weights", status="FAILED_PRECONDITION"):
-    """The workers of a step wrote different values to its weights. Slices of the step that were not applied before stay
-    unchanged, and pushing it again delivers them."""
+    """The workers of a step wrote different values to its weights. Nothing of the step is applied, and nothing of this
+    worker's push is left on the servers."""
 
 
 class SequenceGapError(PsdistError, code="sequence_gap", status="FAILED_PRECONDITION"):

@@ -27,6 +27,7 @@ NUMBERS: Final = {
     "SETS_SEEDS": "1000",
     "SNAPSHOT_SEEDS": "200",
     "LOST_SEEDS": "200",
+    "WRITES_SEEDS": "200",
     "KILLS": "25",
     "INTERRUPTS": "12",
     "ROUNDS": "2000",
@@ -50,7 +51,8 @@ PARTS: Final = (
     Part(
         "sim",
         "{SEEDS} simulated runs, {ORDINARY_SEEDS} of ordinary life, {SETS_SEEDS} with several sets, "
-        "{SNAPSHOT_SEEDS} with snapshots, {LOST_SEEDS} that lose their record or snapshots; ablations",
+        "{SNAPSHOT_SEEDS} with snapshots, {LOST_SEEDS} that lose their record or snapshots, {WRITES_SEEDS} that write "
+        "weights; ablations",
     ),
     Part("chaos", "{KILLS} faults and {INTERRUPTS} interrupts of each kind, {ROUNDS} barriers, on real processes"),
     Part("fuzz", "{INPUTS} payloads for each group of decoders, and some with bounds checked"),

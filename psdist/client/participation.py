@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from psdist.client.core import routing
 from psdist.client.core.push_sequence import NO_OPTIONS, PendingRequest, PushSequence
 from psdist.client.core.routing import RoutingPlan, ServerNews
+from psdist.client.core.written_weights import WrittenWeights
 from psdist.client.session.activity import ReportedWait
 from psdist.client.session.membership import WorkerMembership
 from psdist.client.session.registration import Registration
@@ -80,6 +81,47 @@ class Incarnation:
     continues: bool
 
 
+class PendingWrite:
+    """Weights that the script wrote before its next push. They belong to one push of one sequence."""
+
+    def __init__(self) -> None:
+        #: The weights, or None to agree with those of the others; the sequence's origin; the push's number, and its
+        #: withdrawn attempts.
+        self._made: tuple[WrittenWeights | None, Registration, int, int] | None = None
+
+    def put(self, weights: WrittenWeights | None, now: Incarnation) -> None:
+        """Write these weights with the next push; None agrees with the writes of other workers."""
+        is_nothing = weights is not None and weights.is_empty
+        self._made = None if is_nothing else (weights, now.origin, now.sequence.step, now.sequence.attempt)
+
+    def clear(self) -> None:
+        """Forget the weights, because their push was answered or dropped."""
+        self._made = None
+
+    def _is_due(self, now: Incarnation) -> bool:
+        return self._made is not None and (self._made[1] is now.origin and self._made[2] == now.sequence.step)
+
+    def weights(self, now: Incarnation) -> WrittenWeights | None:
+        """Return the weights for the next push; None for none."""
+        return self._made[0] if self._made is not None and self._is_due(now) else None
+
+    def unrefused(self, now: Incarnation) -> WrittenWeights | None:
+        """Return the same, unless servers refused them: later writes replace them."""
+        return self.weights(now) if self._made is not None and self._made[3] == now.sequence.attempt else None
+
+    def follows(self, now: Incarnation) -> bool:
+        """Return True if the next push agrees with the writes of other workers."""
+        return self._is_due(now) and self.weights(now) is None
+
+    def take_overdue(self, now: Incarnation) -> int | None:
+        """Drop weights of a push that this worker no longer makes. Returns the push's number, or None."""
+        overdue = self._made
+        if overdue is None or self._is_due(now):
+            return None
+        self._made = None
+        return overdue[2] if overdue[0] is not None else None
+
+
 class Participation:
     """This worker's part in the parameter set that was ``created``. is_member: True if it pushes; else it only
     reads."""
@@ -100,8 +142,10 @@ class Participation:
         self._layout = created.layout
         #: Rollbacks of the values that this worker's state and pushes have followed.
         self.generation = created.entry.generation
-        #: Parts of the next push besides its gradient.
+        #: Parts of all later pushes besides their gradients, writes and attempts.
         self.options = NO_OPTIONS
+        #: Weights that the script wrote before the next push.
+        self.writes = PendingWrite()
         #: The incarnation that takes part.
         self.current = self._make_incarnation(created, session.membership.registration, None)
 
@@ -216,14 +260,16 @@ class Participation:
             self._session.iterations.push_began(self.name)
         return mark
 
-    def begin_push(self) -> PendingRequest:
-        """Return the next push, with all slices unanswered."""
-        return self.sequence.begin_push(self.options)
+    def begin_push(self, *, abstains: bool = False) -> PendingRequest:
+        """Return the next push, with all slices unanswered. abstains: it has no gradient at all."""
+        follows = abstains or self.writes.follows(self.current)
+        written, attempt = self.writes.weights(self.current), self.sequence.attempt
+        return self.sequence.begin_push(replace(self.options, written=written, follows_writes=follows, attempt=attempt))
 
     def end_push(self, progress: PendingRequest, *, seen: bool) -> None:
         """Retire an answered push. seen: the answers carried the weights."""
         self.sequence.end_push(progress, seen=seen)
-        self.options = replace(self.options, written=None)
+        self.writes.clear()
         self._is_recorded = False
         self._session.activities.throughput.push_ended(self.name)
         self._session.snapshots.states.push_finished(self.name)
@@ -231,7 +277,7 @@ class Participation:
 
     def on_dropped(self) -> None:
         """Retire a dropped push of this worker, with the weights that it wrote: those of the servers replace them."""
-        self.options = replace(self.options, written=None)
+        self.writes.clear()
         self._session.snapshots.marks.dropped += 1
         self._session.iterations.order.drop_push(self.name, has_begun=self._is_recorded)
         self.is_outdated = self._is_recorded = False

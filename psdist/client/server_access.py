@@ -33,7 +33,7 @@ from psdist.client.transport.shm.attachment import SharedMemory
 from psdist.client.transport.tcp.connecting import TcpTransport
 from psdist.client.transport.transport import Transport, Transports
 from psdist.compression import Cast, Codec, Float32
-from psdist.errors import FencedError, WaitTimeoutError
+from psdist.errors import FencedError, WaitTimeoutError, WrittenWeightsError
 from psdist.settings.config import TransportName
 from psdist.types import DType
 
@@ -201,6 +201,17 @@ class ServerAccess:
             self.traffic, target, encoded, weight,
         )  # fmt: skip
         return self.delivery.deliver(request, part.current.routes.plan)
+
+    async def withdraw_push(self, error: WrittenWeightsError) -> bool:
+        """Withdraw the push under way from all servers, after some refused it with ``error``.
+
+        Returns False if some slice has applied it, because a worker that wrote differently left meanwhile: the push is
+        then completed as it is.
+        """
+        sequence = self.participation.sequence
+        withdrawal = sequence.begin_withdrawal(int(error.details.get("attempt", 0)))
+        await self.push(withdrawal, None, 0.0)
+        return sequence.end_withdrawal(withdrawal)
 
     async def pull(self, target: PullTarget) -> None:
         """Pull the weights into ``target``."""

@@ -40,6 +40,7 @@ from psdist.errors import (
     NonFiniteGradientError,
     PsdistError,
     WaitTimeoutError,
+    WrittenWeightsError,
     copy_error,
 )
 from psdist.metrics.phases import Phase
@@ -79,7 +80,7 @@ class PushStep:
         norm: float = 0.0,
         absent: tuple[tuple[int, int], ...] = (),
     ) -> None:
-        self.progress = servers.participation.begin_push()
+        self.progress = servers.participation.begin_push(abstains=values is None or not weight)
         if absent:
             self.leave_out(absent)
         self.values = values
@@ -399,7 +400,15 @@ class BucketStep(PushStep):
             self._broken = None
             self._failures.clear()
             await self._servers.shared_memory.withdraw()
+            if isinstance(error, WrittenWeightsError):
+                await self._servers.withdraw_push(error)
+                self.update_options()
         raise copy_error(error)
+
+    def update_options(self) -> None:
+        """Push tensors that are given from now on with the script's newest options."""
+        options = self._servers.participation.begin_push(abstains=not self.weight).options
+        self.progress.options = replace(options, absent=self.progress.options.absent)
 
     async def _end_tasks(self) -> None:
         tasks = list(self.tasks)

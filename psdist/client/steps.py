@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -37,7 +37,7 @@ from psdist.client.step import AsyncBucket, BucketStep, Gradient, PushStep, Step
 from psdist.client.transport.buffer_pool import PullTarget
 from psdist.consistency import BSP, SSP, check_weight
 from psdist.device.device import device_number
-from psdist.errors import FencedError, InvalidArgumentError, NotMemberError
+from psdist.errors import FencedError, InvalidArgumentError, NotMemberError, WrittenWeightsError
 from psdist.metrics.phases import Phase
 from psdist.off_loop import in_thread, off_loop
 from psdist.settings import script_errors
@@ -172,7 +172,9 @@ class Steps:
                     await self.retry(self.encoding.keep_state)
                 if self._participation.is_outdated:
                     self._results.discard()
+                _drop_overdue_write(self._servers, self.drops)
                 yield
+                _drop_overdue_write(self._servers, self.drops)
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
@@ -268,10 +270,12 @@ class Steps:
             await self._servers.shared_memory.share_gradients()
         return bucket
 
-    async def assign(self, values: Mapping[str, ArrayLike]) -> None:
+    async def assign(self, values: Mapping[str, ArrayLike] | None) -> None:
         """See ``AsyncParameters.assign``."""
         check_member(self._participation)
-        self._spec.check_assignable()
+        if values is not None:
+            self._spec.check_assignable()
+        participation, before = self._participation, self._participation.current
         step = self._bucket_step if self._bucket_step is not None and self._bucket_step.open else None
         if step is None:
             await self.retry(self._begin)
@@ -280,13 +284,20 @@ class Steps:
                 f"weights of {self._participation.name!r} are written in the middle of step {step.number}: "
                 "gradients of it were pushed already. Write before its first gradient"
             )
-        participation, before = self._participation, self._participation.options
-        written = await off_loop(
-            self._layout.total, lambda: WrittenWeights.copied(self._layout, values, before.written)
-        )
-        participation.options = replace(before, written=None if written.is_empty else written)
+        if participation.sequence.partly_applied:
+            raise InvalidArgumentError(
+                f"step {participation.sequence.step} of {participation.name!r} is applied in part with what was "
+                "written before: push its gradient again first"
+            )
+        written = None
+        if values is not None:
+            earlier = participation.writes.unrefused(participation.current)
+            written = await off_loop(self._layout.total, lambda: WrittenWeights.copied(self._layout, values, earlier))
+        # If this worker rejoined above without the push that the values are for, the call drops them at its end.
+        is_late = before.origin is not participation.current.origin
+        participation.writes.put(written, before if is_late else participation.current)
         if step is not None:
-            step.progress.options = participation.options
+            step.update_options()
 
     async def gradient_buffers(self, device: str | None, is_checked: bool) -> dict[str, Any]:
         """See ``AsyncParameters.gradient_buffers``."""
@@ -351,10 +362,12 @@ class Steps:
             except BaseException:  # This includes cancellation. Servers may still read memory that is the user's again.
                 await self._servers.shared_memory.withdraw()
                 raise
-        except BaseException:
+        except BaseException as error:
             if self.encoding is not None:
                 self.encoding.discard_unsent()
-            raise
+            if not isinstance(error, WrittenWeightsError) or await self._servers.withdraw_push(error):
+                raise
+            return await self._push_once(push)
         step.absorb(parts)
         self._on_pushed(step.progress, step.abstains, seen=step.reads)
         return target
@@ -505,3 +518,16 @@ def check_member(participation: Participation) -> None:
             f"{participation.name!r} was opened for reading: pass init and optimizer to client.parameters() to take "
             "part"
         )
+
+
+def _drop_overdue_write(servers: ServerAccess, drops: DropCounter) -> None:
+    """Drop weights that the script wrote before a push that this worker no longer makes, and report that."""
+    participation = servers.participation
+    if (number := participation.writes.take_overdue(participation.current)) is None:
+        return
+    reason = servers.expulsion.reason or "the other workers made that step without this one"
+    drops.add_write(
+        f"weights that the script wrote before push {number} of {participation.name!r} were dropped: {reason}; the "
+        f"next push is {participation.sequence.step}",
+        servers.expulsion,
+    )

@@ -557,22 +557,28 @@ class Parameters(Blocking[AsyncParameters]):
         with self._phases.call(Phase.PUSH):
             return Bucket(loop.shared().call(self._async.push_async(gradients, weight, absent)), self._phases)
 
-    def assign(self, values: Mapping[str, ArrayLike]) -> None:
+    def assign(self, values: Mapping[str, ArrayLike] | None) -> None:
         """Write weights: the servers set these tensors to ``values`` with this worker's next push, before its update.
 
         values: arrays of some tensors by name, copied before this returns: finite numbers, in the tensors' shapes.
-            Tensors that are not named keep their values. Another ``assign`` before that push adds to them.
+            Tensors that are not named keep their values. Another ``assign`` before that push adds to them. None writes
+            nothing, and agrees in BSP with the writes of the others before that step: for a worker that makes steps
+            without the script's loop.
 
         The optimizer's state stays as it is, so momentum continues, as it does in one process whose script writes to
-        its weights. Reads show the values once the push is applied. If the push is dropped, so are they.
+        its weights. Reads show the values once the push is applied. The values belong to that one push: a worker that
+        rejoins continues it with them. If it is dropped, or given up because this worker was expelled or the
+        run rolled back to a snapshot, they are dropped, too, and a warning says so.
 
         BSP: all workers write the same before the same step, or none does: otherwise all of their pushes raise
         WrittenWeightsError, which names the ranks, and none is applied. Only a worker that has just joined, or
-        contributes nothing, need not write. SSP and ASP: any worker may write, and the last write of an element wins.
+        contributes nothing, need not write. After that error the next push has the same values again, or those of
+        another ``assign`` in their place; ``assign({})`` takes them back. SSP and ASP: any worker may write, and the
+        last write of an element wins.
 
         A push with values goes by gRPC, not by a faster transport. Raises UnknownTensorError, ShapeMismatchError,
         DTypeMismatchError; InvalidArgumentError for NaN or Inf, for a step whose buckets were begun, and with FTRL,
-        which computes weights from its state; NotMemberError.
+        which computes weights from its state; NotMemberError; PushDroppedError according to ``on_drop``.
         """
         loop.shared().call(self._async.assign(values))
 

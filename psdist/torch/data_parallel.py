@@ -34,7 +34,7 @@ from psdist.torch.gradients import GradientStream, check_free
 from psdist.torch.guards.averaged_gradients import AveragedGradients
 from psdist.torch.guards.ddp_attributes import DDPAttributes, ignored_names
 from psdist.torch.inspection import ModelParameters, ModelTensors, inspect
-from psdist.torch.uneven_inputs import UnevenInputs
+from psdist.torch.uneven_inputs import UnevenBatches, UnevenInputs
 from psdist.torch.values import as_real, write_into
 
 logger = logging.getLogger("psdist")
@@ -64,7 +64,7 @@ _UNSUPPORTED: Final[dict[str, Any]] = {
 }
 
 
-class DistributedDataParallel(DDPAttributes):
+class DistributedDataParallel(UnevenBatches, DDPAttributes):
     """Wraps ``module`` so that each backward pass ends with the mean of all workers' gradients, or their sum.
 
     module: as for ``DistributedOptimizer``. All workers start with the values of the lowest rank.
@@ -196,19 +196,6 @@ class DistributedDataParallel(DDPAttributes):
         finally:
             self.require_backward_grad_sync = before
 
-    def set_weight(self, weight: float) -> None:
-        """Set the weight of this worker's gradient in the mean of the next step.
-
-        weight: for example the number of samples or tokens that the loss is the mean of. Workers with uneven batches
-            then make the step of a single process with all batches. 0 contributes nothing.
-
-        Call it before the backward pass that pushes. The weight is 1 again after the step. Raises InvalidArgumentError
-        after that pass, for a weight that is out of range, and outside BSP.
-        """
-        if self._join is not None:
-            self._join.check_weight()
-        self._stream.set_weight(weight)
-
     @contextmanager
     def join(
         self,
@@ -238,19 +225,18 @@ class DistributedDataParallel(DDPAttributes):
                 "join() with require_forward_param_sync=False: workers without a batch cannot tell that the others "
                 "copy no buffers. Pass broadcast_buffers=False when you wrap the model"
             )
-        slots = self.context.world_size
         self._join = join = UnevenInputs(
-            self.context, f"{self.handle.name}/join", slots,
+            self.context, f"{self.handle.name}/join",
             counts_joined=divide_by_initial_world_size, raises_early=throw_on_early_termination,
         )  # fmt: skip
         try:
             yield
             self._stream.check_idle()
             join.finish(self._make_empty_step)
-            if 0 < len(join.active) < slots:
+            if (source := join.last_source) is not None:
                 tensors = {**self._trained, **dict(self.module.named_buffers())}
                 last = TensorBroadcast(self.context.client, f"{self.handle.name}/joined", lambda: tensors)
-                last.send(is_source=self.context.rank == min(join.active))
+                last.send(is_source=self.context.rank == source)
         finally:
             self._join = None
 

@@ -24,6 +24,7 @@ from psdist.compression import Codec
 from psdist.consistency import BSP, Consistency, Reduction, with_reduction
 from psdist.errors import InvalidArgumentError
 from psdist.optim import Constant, Optimizer, group_of
+from psdist.torch.broadcast import TensorBroadcast
 from psdist.torch.conversion import convert_settings, end_factors, schedule_or_none
 from psdist.torch.gradient_vector.bucket_plan import bucket_bytes_of
 from psdist.torch.gradients import GradientStream, check_free
@@ -35,13 +36,13 @@ from psdist.torch.kept_buffers import KeptBuffers
 from psdist.torch.loss_scale import LossScale
 from psdist.torch.mean_gradients import MeanGradients
 from psdist.torch.rates import LearningRates, check_scheduler, shown_settings
-from psdist.torch.uneven_inputs import UnevenInputs
+from psdist.torch.uneven_inputs import UnevenBatches, UnevenInputs
 from psdist.torch.values import TensorWriter, initial_values, share_fixed
 from psdist.torch.writes import WeightWrites
 from psdist.types import DType, NonFinite
 
 
-class DistributedOptimizer(torch.optim.Optimizer):
+class DistributedOptimizer(UnevenBatches, torch.optim.Optimizer):
     """Trains ``model`` through psdist, in place of ``optimizer``, with its loop unchanged.
 
     model: its trained parameters are on one device. If some are float64 or complex128, the servers compute in float64,
@@ -324,19 +325,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.average_gradients()
         return nn.utils.clip_grad_norm_(self._trained.values(), max_norm, norm_type, error_if_nonfinite, foreach)
 
-    def set_weight(self, weight: float) -> None:
-        """Set the weight of this worker's gradient in the mean of the next step.
-
-        weight: for example the number of samples or tokens that the loss is the mean of. Workers with uneven batches
-            then make the step of a single process with all batches. 0 contributes nothing.
-
-        Call it before the backward pass that pushes. The weight is 1 again after the step. Raises InvalidArgumentError
-        after that pass, for a weight that is out of range, and outside BSP.
-        """
-        if self._join is not None:
-            self._join.check_weight()
-        self._stream.set_weight(weight)
-
     @contextmanager
     def join(
         self,
@@ -346,8 +334,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> Iterator[None]:
         """Return a context for training loops whose workers have different numbers of batches.
 
-        A worker that leaves the context makes the steps of the others until no worker has a batch. Afterwards all
-        models have the same weights.
+        A worker that leaves the context makes the steps of the others until no worker has a batch, and takes the
+        weights that the others write. Afterwards all models have the same weights.
 
         divide_by_initial_world_size: a worker without a batch counts in the mean with zeros. False: the mean is over
             the others.
@@ -368,24 +356,35 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "End the script of a worker that has no batch left"
             )
         self._join = join = UnevenInputs(
-            self.context, f"{self.handle.name}/join", 1,
+            self.context, f"{self.handle.name}/join",
             counts_joined=divide_by_initial_world_size, raises_early=throw_on_early_termination,
         )  # fmt: skip
         try:
             yield
             self._stream.check_idle()
+            before = self.handle.step
             if join.is_begun:  # The others wait for the step of a backward pass that failed.
                 self._make_empty_step(join)
                 join.end_step()
-            join.finish(lambda _: self._make_empty_step(join))
-            self._pull()
+            join.finish(lambda _: self._make_empty_step(join), self._writes.has_any)
+            self._end_join(join, is_last=self.handle.step == before)
         finally:
             self._join = None
+
+    def _end_join(self, join: UnevenInputs, *, is_last: bool) -> None:
+        """Load the weights of the last step, with what was written after it. is_last: this worker had a batch then."""
+        if not is_last:
+            self._pull()
+        if join.has_written and (source := join.last_source) is not None:
+            last = TensorBroadcast(self.context.client, f"{self.handle.name}/joined", lambda: self._trained)
+            last.send(is_source=self.context.rank == source)
+            last.release_memory()
 
     def _make_empty_step(self, join: UnevenInputs) -> None:
         if join.is_scaled and self._loss_scale.overflows_anywhere(mine=False):
             return
-        self.handle.settings = None  # Workers with a batch set them.
+        self.handle.settings = None  # Workers with a batch set them, and write the weights.
+        self.handle.assign(None)
         self._stream.skip(float(join.counts_joined))
         self._rates.on_empty_step(self.param_groups)
 

@@ -19,33 +19,58 @@ import numpy as np
 from psdist.client.context import Context
 from psdist.errors import InvalidArgumentError, UnevenInputsError
 from psdist.optim import Mean
+from psdist.torch.gradients import GradientStream
 
 _TENSOR: Final = "has_batch"
 #: Tensor that reports a scaled loss: the step then starts with another small one, see ``loss_scale``.
 _SCALED: Final = "is_scaled"
+#: Tensor that reports writes to the weights after the model's last step.
+_WRITTEN: Final = "has_written"
 #: Tolerance of float32 sums over workers.
 _ROUNDING: Final = 1e-4
+
+
+class UnevenBatches:
+    """Base of the classes that push a model's gradients: batches of different sizes have weights."""
+
+    _stream: GradientStream
+    _join: UnevenInputs | None
+
+    def set_weight(self, weight: float) -> None:
+        """Set the weight of this worker's gradient in the mean of the next step.
+
+        weight: for example the number of samples or tokens that the loss is the mean of. Workers with uneven batches
+            then make the step of a single process with all batches. 0 contributes nothing.
+
+        Call it before the backward pass that pushes. The weight is 1 again after the step. Raises InvalidArgumentError
+        after that pass, for a weight that is out of range, and outside BSP.
+        """
+        if self._join is not None:
+            self._join.check_weight()
+        self._stream.set_weight(weight)
 
 
 class UnevenInputs:
     """One ``with`` block of uneven inputs.
 
     name: parameter set of the small steps.
-    slots: workers whose ranks differ modulo this number can be told apart.
     counts_joined: a worker without a batch counts in the mean of a step, with zeros.
     raises_early: raise UnevenInputsError in all workers when the first one runs out of batches.
     """
 
-    def __init__(self, context: Context, name: str, slots: int, *, counts_joined: bool, raises_early: bool) -> None:
+    def __init__(self, context: Context, name: str, *, counts_joined: bool, raises_early: bool) -> None:
         self.counts_joined = counts_joined
         self._raises_early = raises_early
         self._rank = context.rank
-        self._flags = np.zeros(slots, np.float32)
-        self._scaled = np.zeros(1, np.float32)
-        self._handle = context.client.parameters(name, {_TENSOR: self._flags, _SCALED: self._scaled}, Mean())
+        self._flags = np.zeros(context.world_size, np.float32)
+        self._scaled, self._written = np.zeros(1, np.float32), np.zeros(1, np.float32)
+        self._values = {_TENSOR: self._flags, _SCALED: self._scaled, _WRITTEN: self._written}
+        self._handle = context.client.parameters(name, self._values, Mean())
         self._is_begun = False
         #: True if workers scale the loss of this step.
         self.is_scaled = False
+        #: True if a worker wrote to the weights after the last step of the model.
+        self.has_written = False
         #: Ranks that had a batch in the last step of the model.
         self.active: frozenset[int] = frozenset()
 
@@ -72,24 +97,34 @@ class UnevenInputs:
         """Record that the step of the model is made."""
         self._is_begun = False
 
-    def finish(self, make_step: Callable[[frozenset[int]], None]) -> None:
+    @property
+    def last_source(self) -> int | None:
+        """Lowest rank that made the last step with a batch. None if all workers did, or none."""
+        return min(self.active) if 0 < len(self.active) < len(self._flags) else None
+
+    def finish(
+        self, make_step: Callable[[frozenset[int]], None], has_written: Callable[[], bool] = lambda: False
+    ) -> None:
         """Make the steps of the others after this worker's last batch, until no worker has one.
 
         make_step: makes one step; called with the ranks that have a batch.
+        has_written: returns True if this worker wrote to the weights after its last step.
 
         Raises UnevenInputsError.
         """
-        self._scaled[0] = False
+        self._scaled[0], self._written[0] = False, has_written()
         while active := self._tell(has_batch=False)[0]:
             self.active = active
             if self._raises_early:
                 self._raise()
             make_step(active)
+            self._written[0] = False  # The others have made these writes, too.
 
     def _tell(self, *, has_batch: bool) -> tuple[frozenset[int], bool]:
         """Return the ranks that have a batch, and whether they are all workers."""
         self._flags[self._rank % len(self._flags)] = has_batch
-        answer = self._handle.push_pull({_TENSOR: self._flags, _SCALED: self._scaled}, copy=False)
+        answer = self._handle.push_pull(self._values, copy=False)
+        self.has_written = bool(answer[_WRITTEN][0] > 0)
         means, self.is_scaled = answer[_TENSOR], bool(answer[_SCALED][0] > 0)
         # Each worker adds 1 divided by their number.
         return frozenset(np.flatnonzero(means).tolist()), float(means.sum()) > 1.0 - _ROUNDING

@@ -50,6 +50,11 @@ class WeightWrites:
                 self._trained[name].data = memory.copy_(now)
                 self._moved.add(name)
 
+    def has_any(self) -> bool:
+        """Return True if the script wrote to the weights since the latest step."""
+        self.take_back()
+        return bool(self._moved or self.watch.written())
+
     def send(self) -> None:
         """Let the next push assign the weights that the script wrote since the latest step.
 

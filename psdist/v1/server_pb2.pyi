@@ -22,7 +22,7 @@ class Identity(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., parameters: _Optional[str] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("identity", "step", "codec", "dtype", "pull_dtype", "abstain", "grad_norm", "mark", "held", "weight", "difference", "lr_factor", "written", "settings", "absent")
+    __slots__ = ("identity", "step", "codec", "dtype", "pull_dtype", "abstain", "grad_norm", "mark", "held", "weight", "difference", "lr_factor", "written", "settings", "absent", "follows_writes", "attempt", "withdraws")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +38,9 @@ class PushHeader(_message.Message):
     WRITTEN_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     ABSENT_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWS_WRITES_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    WITHDRAWS_FIELD_NUMBER: _ClassVar[int]
     identity: Identity
     step: int
     codec: _common_pb2.Codec
@@ -53,7 +56,10 @@ class PushHeader(_message.Message):
     written: bytes
     settings: GroupSettings
     absent: ElementRanges
-    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., step: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., pull_dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., abstain: _Optional[bool] = ..., grad_norm: _Optional[float] = ..., mark: _Optional[int] = ..., held: _Optional[_Union[HeldWeights, _Mapping]] = ..., weight: _Optional[float] = ..., difference: _Optional[_Union[GradientDifference, _Mapping]] = ..., lr_factor: _Optional[float] = ..., written: _Optional[bytes] = ..., settings: _Optional[_Union[GroupSettings, _Mapping]] = ..., absent: _Optional[_Union[ElementRanges, _Mapping]] = ...) -> None: ...
+    follows_writes: bool
+    attempt: int
+    withdraws: bool
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., step: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., pull_dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., abstain: _Optional[bool] = ..., grad_norm: _Optional[float] = ..., mark: _Optional[int] = ..., held: _Optional[_Union[HeldWeights, _Mapping]] = ..., weight: _Optional[float] = ..., difference: _Optional[_Union[GradientDifference, _Mapping]] = ..., lr_factor: _Optional[float] = ..., written: _Optional[bytes] = ..., settings: _Optional[_Union[GroupSettings, _Mapping]] = ..., absent: _Optional[_Union[ElementRanges, _Mapping]] = ..., follows_writes: _Optional[bool] = ..., attempt: _Optional[int] = ..., withdraws: _Optional[bool] = ...) -> None: ...
 
 class GroupSettings(_message.Message):
     __slots__ = ("settings",)

@@ -1,7 +1,7 @@
 """``python -m tests.simulation [KIND]``: run many seeds, or one with its trace.
 
 KIND: "snapshots"; "ordinary" for runs of ordinary life; "lost" for runs that lose the scheduler's store or their
-snapshots; or "sets" for scripts that train several parameter sets.
+snapshots; "sets" for scripts that train several parameter sets; or "writes" for scripts that write weights.
 """
 
 from __future__ import annotations

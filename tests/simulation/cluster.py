@@ -337,11 +337,19 @@ class World:
         oracle, options = self.oracle, self.options
         return await client.parameters(
             NAME,
-            init={"w": oracle.initial.reshape(-1)},
+            init=self.tensors_of(oracle.initial.reshape(-1)),
             optimizer=options.optimizer,
             consistency=options.consistency,
             slice_elements=oracle.slice_elements,
         )
+
+    def tensors_of(self, vector: Any) -> dict[str, Any]:
+        """Return a whole vector as the tensors of the parameter set."""
+        return {"w": vector}
+
+    def vector_of(self, tensors: dict[str, Any]) -> Any:
+        """Return all tensors as one vector."""
+        return tensors["w"]
 
     async def _train(self, life: Life) -> None:
         steps = self.steps_left(life.worker)
@@ -390,16 +398,12 @@ class World:
         how = self.workload.random()
         if how < self.options.pulls:
             await self._read(client, life, handle)
+        await self._before_push(life, handle)
         others, acked = self.members_beside(life, client.session.membership.view.cluster), self.oracle.acked
         before = handle.statistics()
         push = self.oracle.begins(life, handle.step)
         handle.lr_factor, handle.settings = self.oracle.lr_factor(push.step), self.oracle.settings(push.step)
-        gradients = {"w": self.oracle.gradient(push.slot)}
-        weights = None
-        if self.workload.random() < self.options.bare_pushes:
-            await handle.push(gradients)
-        else:
-            weights = (await handle.push_pull(gradients))["w"]
+        weights = await self._push(handle, push)
         after = handle.statistics()
         if after.dropped > before.dropped:
             self.counts["dropped"] += 1
@@ -414,6 +418,17 @@ class World:
         if weights is not None:
             self._saw(life, handle, weights, others, acked)
 
+    async def _before_push(self, life: Life, handle: AsyncParameters) -> None:
+        """Prepare the next push: here it has only a gradient."""
+
+    async def _push(self, handle: AsyncParameters, push: Push) -> Any:
+        """Send a push. Returns the new weights, or None if it does not ask for them."""
+        gradients = self.tensors_of(self.oracle.gradient(push.slot))
+        if self.workload.random() < self.options.bare_pushes:
+            await handle.push(gradients)
+            return None
+        return self.vector_of(await handle.push_pull(gradients))
+
     def _acked(self, life: Life, handle: AsyncParameters, push: Push, ignored: int) -> None:
         # After a lost answer, a slice answers the repeated push with "ignored" although it has applied the push.
         self.counts["said to be ignored"] += ignored > 0
@@ -426,7 +441,7 @@ class World:
         if handle.is_member and life.incarnation != _incarnation(handle):
             self.counts["joined again by a pull"] += 1
             self._joined(life, client, handle)
-        self._saw(life, handle, weights["w"], others, acked)
+        self._saw(life, handle, self.vector_of(weights), others, acked)
 
     def _saw(
         self, life: Life, handle: AsyncParameters, weights: Any, others: list[tuple[Life, int]], acked: list[Push]
@@ -529,7 +544,7 @@ class World:
     async def _final_read(self) -> None:
         client = await self._connect("reader")
         handle = await client.parameters(NAME)
-        weights = (await handle.pull())["w"]
+        weights = self.vector_of(await handle.pull())
         self.oracle.check_end(handle.servers.participation.sequence.versions, weights)
         await client.close()
 

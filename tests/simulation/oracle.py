@@ -304,5 +304,9 @@ class Oracle:
                 parts = [self.gradient(push.slot).reshape(self.slicing.count, -1)[index] for push in pushes]
                 reference.combine(mean, parts, len(parts))
                 names |= self.settings(step)[0] | {"lr": self.worth(pushes[0])}
+                self._write(index, weights, pushes)
                 reference.update(self.optimizer, names, weights, states, mean, step)
         return [weights, *states]
+
+    def _write(self, index: int, weights: Array, pushes: Sequence[Push]) -> None:
+        """Write to the weights of a slice what the scripts of these pushes wrote before them: here nothing."""

@@ -19,7 +19,7 @@ from typing import Any, Final
 #: Number of seeds that a process takes per chunk.
 CHUNK = 20
 #: Kinds of runs; "" is the general one.
-KINDS: Final = ("", "snapshots", "ordinary", "lost", "sets")
+KINDS: Final = ("", "snapshots", "ordinary", "lost", "sets", "writes")
 
 
 @dataclass
@@ -58,16 +58,25 @@ class Summary:
 
 def runs_of(kind: str) -> Any:
     """Return the module with ``run`` and ``draw`` of a kind of runs."""
-    from tests.simulation import lost_runs, ordinary, scenario, sets, snapshots
+    from tests.simulation import lost_runs, ordinary, scenario, sets, snapshots, writes
 
-    return dict(zip(KINDS, (scenario, snapshots, ordinary, lost_runs, sets), strict=True))[kind]
+    return dict(zip(KINDS, (scenario, snapshots, ordinary, lost_runs, sets, writes), strict=True))[kind]
 
 
 def ablations_of(kind: str) -> Any:
     """Return the module with ``ABLATIONS`` and ``hunt`` of a kind of runs."""
-    from tests.simulation import ablations, lost_ablations, ordinary_ablations, sets_ablations, snapshot_ablations
+    from tests.simulation import (
+        ablations,
+        lost_ablations,
+        ordinary_ablations,
+        sets_ablations,
+        snapshot_ablations,
+        write_ablations,
+    )
 
-    tables = (ablations, snapshot_ablations, ordinary_ablations, lost_ablations, sets_ablations)
+    tables = (
+        ablations, snapshot_ablations, ordinary_ablations, lost_ablations, sets_ablations, write_ablations,
+    )  # fmt: skip
     return dict(zip(KINDS, tables, strict=True))[kind]
 
 

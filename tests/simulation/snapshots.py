@@ -325,7 +325,7 @@ class SnapshotWorld(World):
     async def _final_read(self) -> None:
         client = await self._connect("reader")
         handle = await client.parameters(NAME)
-        weights = (await handle.pull())["w"]
+        weights = self.vector_of(await handle.pull())
         await self.oracle.check_commits(self.loop)
         self._check_promises()
         self.oracle.check_last(handle.servers.participation.sequence.versions, weights)

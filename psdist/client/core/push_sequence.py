@@ -33,12 +33,18 @@ class PushOptions:
     settings: hyperparameters of the update that differ from the specification's; None if other workers set them.
     written: weights that the script wrote before this push; None if it wrote none.
     absent: (start, stop): elements of the vector that this worker has no gradient for, ascending.
+    follows_writes: this worker agrees with the writes of the others.
+    attempt: times that this push was withdrawn.
+    withdraws: withdraw earlier attempts, instead of making one.
     """
 
     lr_factor: float | None = None
     settings: Settings | None = None
     written: WrittenWeights | None = None
     absent: tuple[tuple[int, int], ...] = ()
+    follows_writes: bool = False
+    attempt: int = 0
+    withdraws: bool = False
 
 
 NO_OPTIONS: Final = PushOptions()
@@ -119,6 +125,10 @@ class PushSequence:
         self.partial: bool = before is not None and before.partial
         #: True if the push was given in pieces and none is missing: it completes without the script.
         self.given: bool = before is not None and before.given
+        #: Times that the push under way was withdrawn because servers refused its writes.
+        self.attempt: int = 0 if before is None else before.attempt
+        #: True if it was refused by some slices after others had applied it. It is then completed as it is.
+        self.partly_applied: bool = before is not None and before.partly_applied
         #: True if nothing of the first step was sent, so the others may not have reached it.
         self._joins = not self.unfinished
 
@@ -166,6 +176,17 @@ class PushSequence:
         """Return the next push, with all slices unanswered. A retry after a failure gets the same number."""
         return PendingRequest(self.step, set(range(len(self.versions))), options=options)
 
+    def begin_withdrawal(self, attempt: int) -> PendingRequest:
+        """Return the withdrawal of the push under way. attempt: lowest number of its next attempt."""
+        self.attempt = max(self.attempt + 1, attempt)
+        options = PushOptions(attempt=self.attempt, withdraws=True)
+        return PendingRequest(self.step, set(range(len(self.versions))), options=options)
+
+    def end_withdrawal(self, answered: PendingRequest) -> bool:
+        """Return True if no slice has applied the push."""
+        self.partly_applied = self.partly_applied or max(answered.versions.values(), default=0) > answered.number
+        return not self.partly_applied
+
     def begin_pull(self) -> PendingRequest:
         """Return a pull of all slices. BSP members wait for their current step; others take the available version."""
         return PendingRequest(self.step if self.synchronous else 0, set(range(len(self.versions))))
@@ -197,6 +218,7 @@ class PushSequence:
     def _go_to(self, step: int) -> None:
         if step > self.step:
             self.step, self._mark, self.partial, self.given = step, None, False, False
+            self.attempt, self.partly_applied = 0, False
 
     def _see(self, request: PendingRequest) -> None:
         for index, version in request.versions.items():

@@ -29,11 +29,15 @@ def check_on_drop(value: object) -> None:
 
 
 class DropCounter:
-    """Dropped pushes of one handle. count: all of them."""
+    """Dropped pushes of one handle.
+
+    count: all of them.
+    writes: times that weights which the script wrote were dropped before their push.
+    """
 
     def __init__(self, on_drop: OnDrop) -> None:
         self._on_drop = on_drop
-        self.count = 0
+        self.count = self.writes = 0
         self._in_a_row = 0
 
     def not_dropped(self) -> None:
@@ -57,4 +61,15 @@ class DropCounter:
                 f"{text}.{row} Its gradients are being discarded: find out what keeps this worker from answering, "
                 "raise --worker-timeout, or set on_drop='ignore'"
             )
+        self._log(text)
+
+    def add_write(self, text: str, expulsion: Expulsion) -> None:
+        """Count weights that were dropped before their push, and report them. Raises PushDroppedError for ``on_drop``
+        "raise". text: see ``add``."""
+        self.writes += 1
+        if self._on_drop == "raise" and not expulsion.rolled_back:
+            raise PushDroppedError(f"{text}. Write them again if they are still wanted, or set on_drop='ignore'")
+        self._log(text)
+
+    def _log(self, text: str) -> None:
         logger.log(logging.INFO if self._on_drop == "ignore" else logging.WARNING, "%s", text)

@@ -4,7 +4,8 @@ A step does not wait for a member that has left. Contributions that the member h
 
 Weights that scripts wrote are assigned with the step of their pushes. Each contribution carries one digest of all
 that its worker wrote, for the whole parameter set. If digests differ, every slice of the step finds it out for itself,
-and refuses all contributions.
+and refuses all contributions. A refused worker withdraws its push from all slices before its script learns of it, and
+numbers its attempts, so nothing of a refused attempt is applied later.
 
 Invariants: A step of a slice accepts at most one contribution per producer, and is applied in rank order.
 """
@@ -46,7 +47,7 @@ _RANKS_SHOWN: Final = 8
 class _Contribution:
     """A contribution to a step.
 
-    written: see SlicePushed.
+    written, follows_writes, attempt: see SlicePushed.
     is_first: the step is its member's first one, before which the member could not write if others were there.
     repeats: tokens of later calls with the same contribution.
     """
@@ -55,6 +56,8 @@ class _Contribution:
     rank: int
     abstain: bool
     written: bytes = b""
+    follows_writes: bool = False
+    attempt: int = 0
     is_first: bool = False
     repeats: list[int] = field(default_factory=list)
 
@@ -70,6 +73,8 @@ class _BspSlice(SliceBase):
     #: Tokens to answer once the step that was open when they arrived is applied, with their flags (ignored, late).
     waiters: dict[int, tuple[bool, bool]] = field(default_factory=dict)
     next_waiters: dict[int, tuple[bool, bool]] = field(default_factory=dict)
+    #: Lowest attempt at the open step that is still accepted, of producers that withdrew some.
+    attempts: dict[Producer, int] = field(default_factory=dict)
 
     @property
     def step(self) -> int:
@@ -139,19 +144,35 @@ class BspShard(ShardMachine[_BspSlice]):
         if event.step < state.step:  # Being applied right now.
             state.waiters[event.token] = (True, producer not in state.applying)
             return [Forget(event.token)]
-        waiters = state.next_waiters if state.busy else state.waiters
         known = state.open.get(producer)
-        if known is not None and known.written == event.written:
+        if event.withdraws:
+            return self._withdraw(state, event, producer)
+        if event.attempt < state.attempts.get(producer, 0):
+            return [RefuseSlice(event.token, _withdrawn(event))]
+        waiters = state.next_waiters if state.busy else state.waiters
+        if known is not None and (known.written, known.attempt) == (event.written, event.attempt):
             waiters[event.token] = (True, False)
             known.repeats.append(event.token)
             return [Forget(event.token)]
-        # A push that was refused for its writes may be repeated with others.
+        # A push whose call was cancelled may be repeated with other writes.
         replaced = [Forget(known.token)] if known is not None else []
         member = self.members[event.worker_id]
         is_first = event.step == member.first_step
-        state.open[producer] = _Contribution(event.token, member.rank, event.abstain, event.written, is_first)
+        state.open[producer] = _Contribution(
+            event.token, member.rank, event.abstain, event.written, event.follows_writes, event.attempt, is_first
+        )
         waiters[event.token] = (False, False)
         return [*replaced, *self._try_apply(state)]
+
+    def _withdraw(self, state: _BspSlice, event: SlicePushed, producer: Producer) -> list[Effect]:
+        """Drop the contribution of earlier attempts at the open step, and refuse them from now on."""
+        answer: list[Effect] = [Forget(event.token), Reply(event.token, state.index, state.version)]
+        known = state.open.get(producer)
+        state.attempts[producer] = max(event.attempt, state.attempts.get(producer, 0))
+        if known is None or known.attempt >= event.attempt:
+            return answer
+        del state.open[producer]
+        return [Forget(known.token), *answer]
 
     def _try_apply(self, state: _BspSlice) -> list[Effect]:
         backup, final = self._rule.backup_workers, self._final_step
@@ -166,6 +187,7 @@ class BspShard(ShardMachine[_BspSlice]):
         parts = tuple(part.token for _, part in ordered if not part.abstain)
         forgotten = [Forget(part.token) for _, part in ordered if part.abstain]
         state.applying, state.open, state.busy = tuple(producer for producer, _ in ordered), {}, True
+        state.attempts = {}
         if self._clipping:
             return [Aggregate(state.index, state.version, parts, writer), *forgotten]
         return [self._apply(state, parts, writer), *forgotten]
@@ -173,18 +195,19 @@ class BspShard(ShardMachine[_BspSlice]):
     def _refuse_writes(
         self, state: _BspSlice, contributions: list[_Contribution], compared: list[_Contribution]
     ) -> list[Effect]:
-        """Refuse all contributions to the open step, because the workers of those ``compared`` wrote different values.
+        """Refuse the contributions to the open step, because the workers of those ``compared`` wrote different values.
 
-        A contribution whose caller has gone may belong to an attempt that another slice has refused. It is dropped, and
-        the others wait for the next attempt.
+        Workers learn of a refusal one after the other. If some of them have made their next attempt, only the earlier
+        attempts of the others are refused.
         """
-        gone = {part.token for part in compared if state.waiters.keys().isdisjoint((part.token, *part.repeats))}
-        if gone:
-            state.open = {producer: part for producer, part in state.open.items() if part.token not in gone}
-            return [Forget(token) for token in gone]
-        error = _different_writes(state.step, compared)
-        tokens = [*state.waiters, *(part.token for part in contributions if part.token not in state.waiters)]
-        state.open, state.waiters = {}, {}
+        newest = max(part.attempt for part in compared)
+        refused = [part for part in compared if part.attempt < newest]
+        error = _different_writes(state.step, compared, attempt=newest + (not refused))
+        tokens = dict.fromkeys(token for part in refused or contributions for token in (part.token, *part.repeats))
+        if not refused:
+            tokens |= dict.fromkeys(state.waiters)
+        state.open = {producer: part for producer, part in state.open.items() if part.token not in tokens}
+        state.waiters = {token: flags for token, flags in state.waiters.items() if token not in tokens}
         return [RefuseSlice(token, error) for token in tokens]
 
     def _apply(self, state: _BspSlice, parts: tuple[int, ...], writer: int = 0) -> Apply:
@@ -251,14 +274,22 @@ class BspShard(ShardMachine[_BspSlice]):
 
 
 def _compared(contributions: Sequence[_Contribution]) -> list[_Contribution]:
-    """Return the contributions whose writes must be equal. A worker without writes is left out if it abstains, or has
-    joined the others with this step."""
+    """Return the contributions whose writes must be equal. A worker without writes is left out if it follows the
+    others, or has joined them with this step."""
     has_earlier = any(not part.is_first for part in contributions)
-    return [one for one in contributions if one.written or not (one.abstain or (one.is_first and has_earlier))]
+    return [one for one in contributions if one.written or not (one.follows_writes or (one.is_first and has_earlier))]
 
 
-def _different_writes(step: int, contributions: Iterable[_Contribution]) -> WrittenWeightsError:
-    """Return the error that names the ranks with equal writes, group by group."""
+def _withdrawn(event: SlicePushed) -> WrittenWeightsError:
+    return WrittenWeightsError(
+        f"attempt {event.attempt} of {event.worker_id} at step {event.step} was withdrawn: push the next attempt",
+        step=event.step,
+    )
+
+
+def _different_writes(step: int, contributions: Iterable[_Contribution], attempt: int) -> WrittenWeightsError:
+    """Return the error that names the ranks with equal writes, group by group. attempt: the next one of the workers
+    that are refused."""
     groups: dict[bytes, list[int]] = {}
     for part in contributions:
         groups.setdefault(part.written, []).append(part.rank)
@@ -270,6 +301,7 @@ def _different_writes(step: int, contributions: Iterable[_Contribution]) -> Writ
         f"the workers wrote different values to the weights before step {step}: {found}. In BSP all of them must write "
         "the same: let each worker make the change, from equal seeds or from a file that all of them read",
         step=step,
+        attempt=attempt,
     )
 
 

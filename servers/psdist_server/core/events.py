@@ -26,6 +26,9 @@ class SlicePushed:
     wants_weights: the answer carries the new weights (PushPull), so a read gate applies to it.
     mark: SSP and ASP: the snapshot attempt that excludes this push and all later ones; 0 for none.
     written: digest of the weights that the worker wrote before this push; empty if it wrote none.
+    follows_writes: BSP: the worker agrees with the writes of the others.
+    attempt: BSP: times that the push was withdrawn.
+    withdraws: BSP: withdraw earlier attempts of the push, and make no contribution.
     """
 
     token: int
@@ -38,6 +41,9 @@ class SlicePushed:
     wants_weights: bool = True
     mark: int = 0
     written: bytes = b""
+    follows_writes: bool = False
+    attempt: int = 0
+    withdraws: bool = False
 
 
 @dataclass(frozen=True, slots=True)

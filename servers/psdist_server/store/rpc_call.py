@@ -66,6 +66,7 @@ class PushedGradient:
     written: digest of the weights that the script wrote before it; empty if it wrote none.
     settings: hyperparameters of its update, unchecked until the push begins; None if other members decide.
     absent: elements of the vector that it has no gradient for.
+    follows_writes, attempt, withdraws: see SlicePushed.
     """
 
     norm: float = 0.0
@@ -75,6 +76,9 @@ class PushedGradient:
     written: bytes = b""
     settings: Settings | None = None
     absent: Ranges = ()
+    follows_writes: bool = False
+    attempt: int = 0
+    withdraws: bool = False
 
     @classmethod
     def from_header(cls, header: server_pb2.PushHeader) -> PushedGradient:
@@ -94,7 +98,10 @@ class PushedGradient:
         has_settings = header.HasField("settings")
         settings = convert.settings_from_proto(header.settings.settings) if has_settings else None
         absent = _absent(header.absent) if header.HasField("absent") else ()
-        return cls(header.grad_norm, weight, difference, lr_factor, header.written, settings, absent)
+        return cls(
+            header.grad_norm, weight, difference, lr_factor, header.written, settings, absent, header.follows_writes,
+            header.attempt, header.withdraws,
+        )  # fmt: skip
 
 
 def _absent(message: server_pb2.ElementRanges) -> Ranges:

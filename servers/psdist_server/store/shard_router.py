@@ -190,10 +190,11 @@ class ShardRouter:
         member = self.machines[index % self._shard_count].members.get(worker_id)
         gradient.first_step = member.first_step if member is not None else 0
         self._gradients.add(token, gradient)
-        step, wants_weights, mark, written = call.step, call.wants_weights, call.mark, call.gradient.written
+        pushed = call.gradient
         event = SlicePushed(
-            token, index, worker_id, incarnation, step, base_version, abstain, wants_weights, mark, written
-        )
+            token, index, worker_id, incarnation, call.step, base_version, abstain, call.wants_weights, call.mark,
+            pushed.written, pushed.follows_writes, pushed.attempt, pushed.withdraws,
+        )  # fmt: skip
         self.dispatch(index, event)
 
     def pull(self, call: Call, index: int, min_version: int) -> None:

@@ -108,3 +108,55 @@ def test_a_frozen_worker_takes_part_again(tmp_path: Path, runs: list[Run], consi
     assert ("was dropped: " in everything) == dropped, everything
     assert "no sign of life for up to" in everything or not dropped, everything
     assert "Traceback" not in everything, everything
+
+
+_WRITER = """
+import itertools, os, pathlib, signal, sys, time
+import numpy as np
+import psdist
+
+rank, consistency = int(os.environ["RANK"]), sys.argv[1]
+enough = pathlib.Path("enough")
+client = psdist.init().client
+start = {"w": np.zeros(1000, np.float32), "flag": np.zeros(1, np.float32)}
+weights = client.parameters(
+    "model", start, psdist.optim.SGD(lr=1.0), {"bsp": psdist.BSP(), "asp": psdist.ASP()}[consistency])
+gradient = {"w": np.full(1000, -1.0, np.float32), "flag": np.zeros(1, np.float32)}
+after = 0
+for step in itertools.count():
+    time.sleep(0.005)
+    if rank == 1 and step == 10:
+        weights.assign({"flag": np.full(1, 7.0, np.float32)})
+        print("rank 1 stops as", os.getpid(), flush=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        weights.pull()
+    weights.push(gradient)
+    if step % 20 == 0:
+        print("rank", rank, "has made step", step, flush=True)
+    after += rank == 1 and client.incarnation > 1
+    if after == 10:
+        flag = float(weights.pull()["flag"][0])
+        print("rank 1 dropped", weights._async._steps.drops.writes, "writes, the flag is", flag, flush=True)
+        enough.touch()
+    if enough.exists():
+        break
+"""
+
+
+@pytest.mark.parametrize(
+    ("consistency", "dropped", "flag"), [("bsp", 1, 0.0), pytest.param("asp", 0, 7.0, marks=pytest.mark.long)]
+)
+def test_a_frozen_worker_keeps_what_it_wrote_if_its_push_continues(
+    tmp_path: Path, runs: list[Run], consistency: str, dropped: int, flag: float
+) -> None:
+    """It is frozen between the write and the push. In BSP the others make the step without it."""
+    runs.append(Run(tmp_path, _WRITER, consistency))
+    frozen = int(runs[0].until(r"rank 1 stops as (\d+)")[1])
+    runs[0].until(r"worker-1 .*is lost: its session broke")
+    runs[0].until(r"rank 0 has made step", 3)
+    os.kill(frozen, signal.SIGCONT)
+    runs[0].until(rf"rank 1 dropped {dropped} writes, the flag is {flag}")
+    status, text = runs[0].end()
+    everything = "".join(runs[0].seen) + text
+    assert status == 0, everything
+    assert ("weights that the script wrote before push 10 of 'model' were dropped" in everything) == bool(dropped)

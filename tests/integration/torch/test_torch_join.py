@@ -124,6 +124,40 @@ def test_with_an_optimizer_on_the_servers(
     assert_alike(everywhere(worker), expected)
 
 
+def test_workers_without_batches_take_what_the_others_write(everywhere: Callable[[Work], list[Any]], name: str) -> None:
+    """Check also a write after the last step."""
+    at_first = mlp()
+
+    def clamp(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.data.clamp_(-0.05, 0.05)
+
+    def worker(context: Context) -> nn.Module:
+        model = copy.deepcopy(at_first)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = DistributedOptimizer(model, inner, name=name, context=context)
+        with optimizer.join():
+            for batch in batches_of(context.rank):
+                optimizer.zero_grad()
+                loss_of(model, batch).backward()
+                optimizer.step()
+                clamp(model)
+        optimizer.zero_grad()
+        loss_of(model, BATCHES(5)).backward()
+        optimizer.step()
+        return model
+
+    expected = copy.deepcopy(at_first)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9)
+    handle = optimizer.register_step_post_hook(lambda *_: clamp(expected))
+    alone(expected, optimizer, divide=True)
+    handle.remove()
+    optimizer.zero_grad()
+    loss_of(expected, BATCHES(5)).backward()
+    optimizer.step()
+    assert_alike(everywhere(worker), expected)
+
+
 @pytest.mark.parametrize("divide", [True, False])
 def test_sent_rates_are_those_of_the_workers_with_batches(
     everywhere: Callable[[Work], list[Any]], name: str, divide: bool

@@ -72,6 +72,7 @@ def _write_options(header: pb.PushHeader, options: PushOptions) -> None:
         header.absent.CopyFrom(pb.ElementRanges(starts=starts, sizes=sizes))
     else:
         header.ClearField("absent")
+    header.follows_writes, header.attempt, header.withdraws = options.follows_writes, options.attempt, options.withdraws
 
 
 def method_of(request: Request) -> str:

@@ -97,6 +97,31 @@ def test_no_slices() -> None:
     assert session.step == session.version == 1
 
 
+def test_attempts_count_withdrawals_of_one_step() -> None:
+    sequence = PushSequence(2, BSP(), 5)
+    withdrawal = sequence.begin_withdrawal(0)
+    assert withdrawal.options.withdraws and (withdrawal.number, withdrawal.options.attempt) == (5, 1)
+    for index in range(2):
+        withdrawal.answer(index, 5)
+    assert sequence.end_withdrawal(withdrawal)
+    assert sequence.begin_withdrawal(4).options.attempt == 4, "servers have seen a third one of another worker"
+    after = PushSequence(2, BSP(), 5, before=sequence)
+    assert after.attempt == 4
+    push = after.begin_push()
+    for index in range(2):
+        push.answer(index, 6)
+    after.end_push(push, seen=True)
+    assert (after.step, after.attempt) == (6, 0)
+
+
+def test_a_withdrawal_that_comes_too_late_is_noted() -> None:
+    sequence = PushSequence(2, BSP(), 5)
+    withdrawal = sequence.begin_withdrawal(0)
+    withdrawal.answer(0, 5)
+    withdrawal.answer(1, 6, ignored=True)
+    assert not sequence.end_withdrawal(withdrawal) and sequence.partly_applied
+
+
 def test_backoff_doubles_with_jitter_and_ends_at_a_second() -> None:
     backoff = Backoff(random.Random(1))
     ceilings = [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0]

@@ -83,3 +83,22 @@ def test_other_values_are_refused(value: object) -> None:
         check_on_drop(value)
     for known in ("warn", "raise", "ignore"):
         check_on_drop(known)
+
+
+@pytest.mark.parametrize(("on_drop", "level"), [("warn", logging.WARNING), ("ignore", logging.INFO)])
+def test_dropped_writes_are_counted_beside_pushes(
+    caplog: pytest.LogCaptureFixture, on_drop: OnDrop, level: int
+) -> None:
+    caplog.set_level(logging.INFO)
+    drops = DropCounter(on_drop)
+    for _ in range(IN_A_ROW_MAX):
+        drops.add_write(TEXT, SILENT)
+    assert (drops.writes, drops.count, levels(caplog)) == (IN_A_ROW_MAX, 0, [level] * IN_A_ROW_MAX)
+
+
+def test_dropped_writes_raise_where_drops_do() -> None:
+    drops = DropCounter("raise")
+    drops.add_write(TEXT, BACK)
+    with pytest.raises(PushDroppedError, match="Write them again if they are still wanted"):
+        drops.add_write(TEXT, SILENT)
+    assert drops.writes == 2

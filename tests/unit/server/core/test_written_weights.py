@@ -20,6 +20,7 @@ from psdist_server.core.events import (
     Forget,
     MembersChanged,
     RefuseSlice,
+    Reply,
     SliceAggregated,
     SliceApplied,
     SlicePushed,
@@ -99,33 +100,61 @@ def test_a_repeat_of_a_refused_push_is_refused_with_it() -> None:
     assert refusals(give(shard, *rest)).keys() == {first.token, repeat.token, *(one.token for one in rest)}
 
 
-def test_what_a_refused_attempt_left_on_another_slice_is_replaced() -> None:
-    """A slice may have a contribution of an attempt that another slice refused: the next attempt writes differently."""
+def test_a_withdrawn_attempt_is_never_applied() -> None:
+    """A slice may hold a contribution of an attempt that another slice refused, and may get it even later."""
     shard, left = shard_at(1), push(0, 1, OTHER)
     shard.on(left)
     shard.on(Cancelled(left.token, 0))
+    withdrawal = push(0, 1, attempt=1, withdraws=True)
+    answer = Reply(withdrawal.token, 0, version=1)
+    assert give(shard, withdrawal) == [Forget(left.token), Forget(withdrawal.token), answer]
+    assert list(refusals(give(shard, late := push(0, 1, OTHER)))) == [late.token]
     others = [push(1, 1, ONE), push(2, 1, ONE)]
-    assert give(shard, *others) == [Forget(left.token)], "it waits for the next attempt of rank 0"
-    again = push(0, 1, ONE)
+    assert give(shard, *others) == [], "they wait for the next attempt of rank 0"
+    again = push(0, 1, ONE, attempt=1)
     assert applied(give(shard, again)).parts == (again.token, *(one.token for one in others))
+
+
+def test_a_withdrawal_comes_too_late_for_an_applied_step() -> None:
+    shard = shard_at(1)
+    for late in (push(0, 0, attempt=1, withdraws=True), push(1, 0, attempt=1, withdraws=True)):
+        assert give(shard, late) == [Forget(late.token), Reply(late.token, 0, version=1, ignored=True)]
+
+
+def test_only_earlier_attempts_are_refused_if_others_have_made_their_next() -> None:
+    """Workers learn of a refusal one after the other. None of them is refused twice for it."""
+    shard, earlier, later = shard_at(1), push(0, 1, OTHER), [push(1, 1, attempt=1), push(2, 1, attempt=1)]
+    assert list(refusals(give(shard, earlier, *later))) == [earlier.token]
+    again = push(0, 1, attempt=1)
+    assert applied(give(shard, again)).parts == (again.token, *(one.token for one in later))
+
+
+def test_a_refusal_names_the_next_attempt() -> None:
+    refused = give(shard_at(1), push(0, 1, ONE, attempt=3), push(1, 1, attempt=3), push(2, 1))
+    assert [one.error.details["attempt"] for one in refused if isinstance(one, RefuseSlice)] == ["3"]
+    refused = give(shard_at(1), push(0, 1, ONE, attempt=3), *(push(rank, 1, attempt=3) for rank in (1, 2)))
+    assert [one.error.details["attempt"] for one in refused if isinstance(one, RefuseSlice)] == ["4"] * 3
+
+
+def test_a_cancelled_push_is_replaced_by_one_with_other_writes() -> None:
     shard, left, again = shard_at(1), push(0, 1, OTHER), push(0, 1, ONE)
     assert give(shard, left, again) == [Forget(left.token)]
     assert applied(give(shard, push(1, 1, ONE), push(2, 1, ONE))).writer == again.token
 
 
 def test_a_worker_that_left_a_different_write_does_not_hold_the_others() -> None:
-    shard, left = shard_at(1), push(0, 1, OTHER)
-    give(shard, left, push(1, 1, ONE), push(2, 1, ONE))
     shard = shard_at(1)
-    shard.on(left)
-    shard.on(Cancelled(left.token, 0))
-    give(shard, push(1, 1, ONE), push(2, 1, ONE))
+    refused = give(shard, push(0, 1, OTHER), push(1, 1, ONE), push(2, 1, ONE))
+    assert len(refusals(refused)) == 3
+    give(shard, push(1, 1, ONE, attempt=1), push(2, 1, ONE, attempt=1))
     assert applied(shard.on(MembersChanged(THREE[1:]))).contributors == (("worker-1", 1), ("worker-2", 1))
 
 
-def test_abstaining_and_joining_workers_need_not_write() -> None:
-    pushes = [push(0, 1, ONE), push(1, 1, abstain=True), push(2, 1, ONE)]
+def test_following_and_joining_workers_need_not_write() -> None:
+    pushes = [push(0, 1, ONE), push(1, 1, follows_writes=True), push(2, 1, ONE)]
     assert applied(give(shard_at(1), *pushes)).writer == pushes[0].token
+    pushes = [push(0, 1, ONE), push(1, 1, abstain=True), push(2, 1, ONE)]
+    assert len(refusals(give(shard_at(1), *pushes))) == 3, "it abstains in this slice only"
     joined = (*THREE[:2], ParametersMember("worker-2", 1, 2, first_step=1))
     shard = shard_at(0, THREE[:2])
     give(shard, push(0, 0), push(1, 0))
