@@ -107,8 +107,9 @@ class Rule:
     def _group_scalars(
         self, group: int, values: Values, step: int, lr_scale: float, lag: int
     ) -> tuple[np.float32, ...] | None:
-        factor = self._schedules[group].factor(max(step - self.spec.delay, self.state_since))
-        scalars = self._scalars(values, values["lr"] * factor, lr_scale, step - lag - self.state_since)
+        age = step - lag - self.state_since
+        factor = self._schedules[group].factor(step - self.spec.delay if age else step)
+        scalars = self._scalars(values, values["lr"] * factor, lr_scale, age)
         return None if scalars is None else tuple(map(self._dtype, scalars))
 
 

@@ -434,6 +434,14 @@ def test_no_more_state_than_needed(spec: optim.Optimizer, count: int) -> None:
     rule.kernels[0].compile()
 
 
+def test_asgd_begins_with_the_rate_of_the_step_at_which_it_begins() -> None:
+    """Check it for elements that skipped all steps before, such as those of a layer that is unfrozen."""
+    rule = Rule(optim.ASGD(lr=1.0, schedule=optim.Step(1, 0.5)))
+    for step, lag, rate in ((0, 0, 1.0), (1, 0, 1.0), (2, 0, 0.5), (3, 3, 0.125), (4, 3, 0.125)):
+        (scalars,) = rule.scalars(step, 1.0, lag=lag)
+        assert scalars is not None and scalars[1] == pytest.approx(rate, rel=1e-3)
+
+
 def test_lr_scale_scales_the_learning_rate() -> None:
     for slow, fast in ((optim.SGD(lr=0.25), optim.SGD(lr=0.5)), (optim.AdamW(lr=0.25), optim.AdamW(lr=0.5))):
         results = []
