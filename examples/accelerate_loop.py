@@ -3,7 +3,7 @@
 psdist run --nservers 2 --nproc-per-node 2 examples/accelerate_loop.py
 python examples/accelerate_loop.py --plain    # the same script without psdist
 
-Only the lines marked with ``psdist`` differ.
+Only the lines marked with ``psdist`` differ, and those with ``metrics``, which ``psdist run`` shows.
 """
 
 import argparse
@@ -45,11 +45,14 @@ def main() -> None:
         for points, labels in loader:
             with accelerator.accumulate(model):
                 scores = model(points)
-                accelerator.backward(nn.functional.cross_entropy(scores, labels))
+                loss = nn.functional.cross_entropy(scores, labels)
+                accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
+            if not given.plain:  # metrics
+                psdist.init().report(loss=loss, samples=len(points))  # metrics
             found = accelerator.gather_for_metrics(scores.argmax(dim=1) == labels)
             right, count = right + int(found.sum()), count + len(found)
         accelerator.print(f"epoch {epoch + 1}  accuracy {100 * right / count:.1f}% of {count}")

@@ -4,11 +4,12 @@ psdist run --nservers 2 --nproc-per-node 2 examples/hf_trainer.py
 psdist run --run-id gpt2 --nservers 2 --nproc-per-node 2 examples/hf_trainer.py --resume    # from the last checkpoint
 python examples/hf_trainer.py --plain    # the same script without psdist: Transformers in one process
 
-Only the lines marked with ``psdist`` differ.
+Only the lines marked with ``psdist`` differ, and those with ``metrics``, which ``psdist run`` shows.
 """
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -21,6 +22,19 @@ def sentences(text: Path) -> list[dict[str, torch.Tensor]]:
     """Return parts of a text as numbers of its bytes, int64[CONTEXT], to be learned as they are."""
     content = torch.frombuffer(bytearray(text.read_bytes()), dtype=torch.uint8).long() % 128
     return [{"input_ids": part, "labels": part} for part in content.split(CONTEXT) if len(part) == CONTEXT]
+
+
+class ReportLoss(transformers.TrainerCallback):  # metrics
+    """Reports the mean loss of the last steps, and the speed of this worker."""
+
+    def __init__(self, context: Any) -> None:
+        self.context = context
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        """Report the steps since the last time."""
+        if "loss" in logs:
+            samples = args.logging_steps * args.per_device_train_batch_size
+            self.context.report(loss=logs["loss"], samples=samples, step=state.global_step)
 
 
 def main() -> None:
@@ -58,6 +72,8 @@ def main() -> None:
     )
     data = sentences(given.text)
     trainer = Trainer(model=GPT2LMHeadModel(config), args=arguments, train_dataset=data, eval_dataset=data[:16])
+    if not given.plain:  # metrics
+        trainer.add_callback(ReportLoss(psdist.init()))  # metrics
     trainer.train(resume_from_checkpoint=given.resume or None)
     loss = trainer.evaluate()["eval_loss"]
     trainer.save_model()

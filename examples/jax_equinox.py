@@ -54,10 +54,11 @@ def train_with_optax(options: argparse.Namespace, model: eqx.nn.MLP, rank: int, 
     chain = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-3))
     state = chain.init(eqx.filter(model, eqx.is_inexact_array))
     for step in range(options.steps):
-        x, y = samples(step, options.batch)
-        _, gradients = loss_and_gradients(model, x[rank::world], y[rank::world])
+        x, y = (part[rank::world] for part in samples(step, options.batch))
+        loss, gradients = loss_and_gradients(model, x, y)
         if not options.plain:
             gradients = psdist.jax.average(gradients)
+            psdist.init().report(loss=loss, samples=len(x))
         updates, state = chain.update(gradients, state)
         model = eqx.apply_updates(model, updates)
     return model
@@ -69,9 +70,10 @@ def train_on_servers(options: argparse.Namespace, model: eqx.nn.MLP, rank: int, 
     weights = psdist.jax.parameters(params, psdist.jax.adam(3e-3))
     model = eqx.combine(weights.pull(), static)
     while weights.step < options.steps:
-        x, y = samples(weights.step, options.batch)
-        loss, gradients = loss_and_gradients(model, x[rank::world], y[rank::world])
+        x, y = (part[rank::world] for part in samples(weights.step, options.batch))
+        loss, gradients = loss_and_gradients(model, x, y)
         model = eqx.combine(weights.push_pull(gradients), static)
+        weights.context.report(loss=loss, samples=len(x))
         if rank == 0 and weights.step % 20 == 0:
             print(f"step {weights.step}  loss {float(loss):.5f}", flush=True)
     return model

@@ -3,7 +3,7 @@
 psdist run --nservers 2 --nproc-per-node 2 examples/jax_flax.py
 python examples/jax_flax.py --plain            # the same script without psdist: optax in one process
 
-Only the lines marked with ``psdist`` differ.
+Only the lines marked with ``psdist`` differ, and the one with ``metrics``, which ``psdist run`` shows.
 """
 
 import argparse
@@ -79,6 +79,7 @@ def main() -> None:
             step += 1
         else:
             params = weights.push_pull(gradients)  # psdist
+            weights.context.report(loss=loss, samples=len(mine))  # metrics
             step = weights.step
         if rank == 0 and step % 20 == 0:
             print(f"step {step}  loss {float(loss):.4f}", flush=True)

@@ -3,10 +3,11 @@
 psdist run --nservers 2 --nproc-per-node 2 examples/lightning_fit.py
 python examples/lightning_fit.py --plain    # the same script without psdist
 
-Only the lines marked with ``psdist`` differ.
+Only the lines marked with ``psdist`` differ, and those with ``metrics``, which ``psdist run`` shows.
 """
 
 import argparse
+from typing import Any
 
 import lightning
 import torch
@@ -43,20 +44,34 @@ class Classifier(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
+class ReportLoss(lightning.Callback):  # metrics
+    """Reports the loss and the speed of this worker."""
+
+    def __init__(self, context: Any) -> None:
+        self.context = context
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: tuple[Tensor, ...], _: int) -> None:
+        """Report a batch."""
+        self.context.report(loss=outputs["loss"], samples=len(batch[0]))
+
+
 def main() -> None:
     """Train and validate."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--plain", action="store_true", help="without psdist")
     given = parser.parse_args()
-    strategy = "auto"
+    strategy: Any = "auto"
+    callbacks: list[lightning.Callback] = []
     if not given.plain:
         import psdist.lightning  # psdist
 
         strategy = psdist.lightning.PsdistStrategy()  # psdist
+        callbacks = [ReportLoss(psdist.init())]  # metrics
     lightning.seed_everything(0)
     trainer = lightning.Trainer(
         strategy=strategy,
+        callbacks=callbacks,
         max_epochs=given.epochs,
         gradient_clip_val=1.0,
         accelerator="cpu",
