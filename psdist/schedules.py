@@ -1,4 +1,4 @@
-"""Learning-rate schedules, as specifications; and the checks of their numbers, which optimizers share.
+"""Learning-rate schedules as specifications, and the checks of numbers that optimizers share with them.
 
 A schedule is a frozen dataclass. The wire carries its kind and numbers. Scripts use it through ``psdist.optim``.
 """
@@ -13,13 +13,13 @@ from typing import Any, ClassVar, Final
 
 from psdist.errors import InvalidArgumentError
 
-#: Largest and smallest normal numbers of float32, the servers' type: larger ones become infinite, smaller ones 0.
+#: Largest and smallest normal numbers of float32, the servers' type. Larger ones overflow, smaller ones round to 0.
 LARGEST: Final = 3.4028234663852886e38
 SMALLEST: Final = 1.1754943508222875e-38
 
 
 def check(condition: bool, name: str, value: object, allowed: str) -> None:
-    """Raise InvalidArgumentError, which names the value and what is ``allowed``, unless the condition holds."""
+    """Raise InvalidArgumentError with the value and the ``allowed`` range, unless the condition holds."""
     if not condition:
         raise InvalidArgumentError(f"{name}={value!r:.80} is out of range: use {allowed}", **{name: value})
 
@@ -32,11 +32,11 @@ def _finite(value: object) -> bool:
 
 
 def normalize(spec: object, kind: str) -> None:
-    """Convert the numbers of a specification to plain int, float and bool, as declared.
+    """Convert the numbers of a specification to its declared int, float and bool.
 
-    Equal settings then compare equal (``lr=1`` and ``lr=numpy.float64(1)``) and survive the wire.
+    So equal settings compare equal (``lr=1`` and ``lr=numpy.float64(1)``), also after the wire.
     """
-    for field in fields(spec):  # type: ignore[arg-type]
+    for field in fields(spec):  # type: ignore[arg-type]  # every specification is a dataclass
         convert = _CONVERSIONS.get(str(field.type))
         if convert is not None:
             value = convert(f"{kind} {field.name}".strip(), getattr(spec, field.name))
@@ -178,10 +178,10 @@ SCHEDULES: dict[str, type[Schedule]] = {cls.kind: cls for cls in (Constant, Line
 
 
 def schedule_from_values(kind: str, values: Mapping[str, float]) -> Schedule:
-    """Return the schedule with this kind and these numbers.
+    """Return the schedule of this kind with these numbers.
 
-    Raises InvalidArgumentError for an unknown kind, and for an unknown or missing number. Numbers have no default
-    here, because another release may have a different one.
+    Raises InvalidArgumentError for an unknown kind, and for an unknown or missing number. Defaults do not
+    apply here, because they may differ between releases.
     """
     cls = SCHEDULES.get(kind)
     if cls is None:

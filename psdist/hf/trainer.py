@@ -1,11 +1,10 @@
 """``Trainer``: Transformers' class, whose model the servers train.
 
-The optimizer and the scheduler of the training arguments are made as usual, and given to a ``DistributedOptimizer``.
-Data is divided, metrics are gathered and files are written by Transformers' own code, in the world of
-``psdist.process_group``.
+Transformers creates the optimizer and the scheduler as usual, and a ``DistributedOptimizer`` wraps them. Transformers'
+own code divides the data, gathers metrics and writes files. Its collectives go through ``psdist.process_group``.
 
-Invariants: ``state.global_step`` is the step of the servers: a run that resumes, and a worker that restarts, skip the
-batches before it. The mean gradient counts each token once, whatever its worker.
+Invariants: ``state.global_step`` is the servers' step, so a run that resumes and a worker that restarts skip the
+batches before it. All tokens have the same weight in the mean gradient, whichever worker they are on.
 
 Not here: preparation of the model and the optimizer (``accelerator``).
 """
@@ -30,16 +29,16 @@ logger = logging.getLogger("psdist")
 
 
 class Trainer(transformers.Trainer):
-    """Takes the place of ``transformers.Trainer``, with its arguments.
+    """Drop-in replacement for ``transformers.Trainer``.
 
     compression: how gradients are sent, as for ``psdist.torch.DistributedOptimizer``.
     name: name of the parameter set. Each trainer of a script has its own.
 
-    ``max_grad_norm`` of the training arguments clips the mean gradient, on the servers. Each checkpoint of the trainer
-    comes with a snapshot of the run, which has the optimizer's state: ``resume_from_checkpoint`` needs the run's
-    earlier ``--run-id``. The norm of gradients is not logged.
+    ``max_grad_norm`` of the training arguments clips the mean gradient, on the servers. With each checkpoint the
+    trainer takes a snapshot of the run. The snapshot holds the optimizer's state, so ``resume_from_checkpoint`` needs
+    the ``--run-id`` of the earlier run. Gradient norms are not logged.
 
-    Raises InvalidArgumentError for arguments that divide the model, and for what ``DistributedOptimizer`` refuses.
+    Raises InvalidArgumentError for arguments that divide the model, and as ``DistributedOptimizer``.
     """
 
     def __init__(
@@ -49,26 +48,26 @@ class Trainer(transformers.Trainer):
         self._compression = compression
         self._set_name = name
         self._distributed: DistributedOptimizer | None = None
-        #: First step of this start of the script.
+        #: Step at which this process started.
         self._first_step = 0
         #: True if a checkpoint was written in this step, so that the run is saved before the next.
         self._saves = False
         super().__init__(*arguments, **keywords)
         self.callback_handler.callbacks.insert(0, _FollowRun(self))
-        #: Tokens weight the mean of the workers' gradients, so they need not be counted over all workers before.
+        #: psdist weights the mean gradient by tokens, so Transformers need not count them over all workers first.
         self._weights_by_tokens = self.args.average_tokens_across_devices
         self.args.average_tokens_across_devices = False
 
-    # --- what is made ---
+    # --- setup ---
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the accelerator of the training arguments. Raises InvalidArgumentError."""
+        """Create the accelerator from the training arguments. Raises InvalidArgumentError."""
         check_arguments(self.args)
         super().create_accelerator_and_postprocess()
         adopt(self.accelerator, {"_compression": self._compression, "_set_name": self._set_name})
 
     def _init_training_state(self, max_steps: int, *arguments: Any) -> tuple[int, int]:
-        """Wrap the model, and start at the step of the servers. Returns data epoch and batch to begin with."""
+        """Wrap the model, and start at the step of the servers. Returns the data epoch and the batch to start from."""
         self._wrap(max_steps)
         assert self._distributed is not None
         steps_per_epoch = arguments[0]
@@ -76,13 +75,13 @@ class Trainer(transformers.Trainer):
         self._first_step = self._distributed.handle.step
         if self._first_step < self.state.global_step:
             raise InvalidArgumentError(
-                f"the checkpoint is of step {self.state.global_step}, but the run is at step {self._first_step}: the "
+                f"the checkpoint is from step {self.state.global_step}, but the run is at step {self._first_step}: the "
                 "optimizer's state is in the run's snapshots. Start the run with its earlier --run-id, or train "
                 "without resume_from_checkpoint"
             )
         if self._first_step == self.state.global_step:
             return result
-        logger.warning("the run is at step %d: training continues there", self._first_step)
+        logger.warning("the run is at step %d; training continues from there", self._first_step)
         self.state.global_step = self._first_step
         epoch, steps = divmod(self._first_step, steps_per_epoch)
         return epoch, 0 if self.args.ignore_data_skip else steps * self.args.gradient_accumulation_steps
@@ -90,7 +89,7 @@ class Trainer(transformers.Trainer):
     def _wrap(self, max_steps: int) -> None:
         if self._distributed is not None:
             raise InvalidArgumentError(
-                "train() was called before, and the servers hold the state of that training: make a new "
+                "train() was called before, and the servers still hold that training's state: create a new "
                 f"psdist.hf.Trainer with another name=, such as name='{self._set_name}-2'"
             )
         if isinstance(self.optimizer, DistributedOptimizer):
@@ -100,10 +99,10 @@ class Trainer(transformers.Trainer):
             )
         open_collectives()
         if self.accelerator.use_seedable_sampler:
-            # Seeds give the order of the data. A restarted worker would broadcast its generator alone.
+            # Seeds determine the order of the data. A restarted worker would broadcast its generator alone.
             self.accelerator.rng_types = []
         self.create_optimizer_and_scheduler(max_steps)
-        self._created_lr_scheduler = False  # Otherwise it would be made again.
+        self._created_lr_scheduler = False  # Otherwise Transformers would create another.
         self._distributed = self.optimizer = DistributedOptimizer(
             self.model,
             self.optimizer,
@@ -118,7 +117,7 @@ class Trainer(transformers.Trainer):
     # --- a step ---
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """Return the batches of a step and their tokens, which weight this worker's gradient."""
+        """Return the batches of a step, and their number of tokens, by which this worker's gradient is weighted."""
         self._end_iteration()
         samples, tokens = super().get_batch_samples(epoch_iterator, num_batches, device)
         if tokens is None or not self._weights_by_tokens or self._distributed is None:
@@ -133,7 +132,7 @@ class Trainer(transformers.Trainer):
         saves, self._saves = self._saves, False
         if saves and not save_run(self._distributed.context) and self.is_world_process_zero():
             logger.warning(
-                "the run has no storage, so checkpoints are without the optimizer's state and cannot be resumed from: "
+                "the run has no storage, so checkpoints lack the optimizer's state and cannot be resumed from: "
                 "start the script with 'psdist run', or set save_only_model=True"
             )
 
@@ -141,12 +140,12 @@ class Trainer(transformers.Trainer):
         """Leave clipping to the servers."""
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> None:
-        """Return no norm: that of the mean gradient is on the servers."""
+        """Return None: only the servers know the norm of the mean gradient."""
 
     # --- checkpoints ---
 
     def _run_epoch(self, *, resume_from_checkpoint: str | None, **keywords: Any) -> None:
-        # Any text lets a start in the middle of a run skip its batches.
+        # Transformers skips batches only with a checkpoint; any text counts as one.
         is_later = self._first_step > 0 and resume_from_checkpoint is None
         super()._run_epoch(resume_from_checkpoint="" if is_later else resume_from_checkpoint, **keywords)
 
@@ -159,7 +158,7 @@ class Trainer(transformers.Trainer):
         return super()._finalize_training(*arguments)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load nothing: the run has restored the optimizer, and the scheduler was moved to its step."""
+        """Load nothing if the run has restored the optimizer and moved the scheduler to its step."""
         if not _is_stepped(self.lr_scheduler) and self._first_step == self.state.global_step:
             super()._load_optimizer_and_scheduler(checkpoint)
 
@@ -173,7 +172,7 @@ class Trainer(transformers.Trainer):
 
 
 class _FollowRun(transformers.TrainerCallback):
-    """Counts the steps of the servers, which are others if this worker was expelled meanwhile, or joins a run."""
+    """Sets the trainer's step to the servers'. They differ after this worker was expelled, or joined a run late."""
 
     def __init__(self, owner: Trainer) -> None:
         self._owner = owner
@@ -184,7 +183,7 @@ class _FollowRun(transformers.TrainerCallback):
 
 
 def check_arguments(arguments: transformers.TrainingArguments) -> None:
-    """Raise InvalidArgumentError for training arguments that psdist cannot carry out as a single process does."""
+    """Raise InvalidArgumentError for training arguments with which psdist would differ from a single process."""
     for name in ("fsdp", "deepspeed", "parallelism_config"):
         refuse(
             getattr(arguments, name, None),
@@ -207,5 +206,5 @@ def check_arguments(arguments: transformers.TrainingArguments) -> None:
 
 
 def _is_stepped(scheduler: Any) -> bool:
-    """True if the scheduler is stepped after each step, and can be moved to another."""
+    """True if the scheduler advances with each step, so that it can be moved to any step."""
     return isinstance(scheduler, lr_scheduler.LRScheduler) and not isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)

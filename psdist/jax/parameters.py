@@ -27,7 +27,7 @@ class TreeParameters:
     """Parameter set of a pytree. Created by ``parameters``.
 
     context: this script's place in its run, with ``rank`` and ``world_size``.
-    handle: the set's handle, for what is not here, such as ``release_memory``.
+    handle: the set's handle, for calls that this class lacks, such as ``release_memory``.
     """
 
     def __init__(self, context: Context, handle: Parameters, form: TreeForm) -> None:
@@ -48,7 +48,7 @@ class TreeParameters:
 
     @property
     def step(self) -> int:
-        """Number of the next step: in BSP of all workers, in SSP and ASP of this worker's pushes in this start."""
+        """Number of the next step: in BSP that of all workers, in SSP and ASP this worker's pushes since its start."""
         return self.handle.step
 
     @property
@@ -58,7 +58,7 @@ class TreeParameters:
 
     @property
     def lr_factor(self) -> float | None:
-        """Factor on the learning rate of the next pushes, for rates that no schedule of psdist.jax gives. See
+        """Factor on the learning rate of the next pushes, for rates that follow no schedule of psdist.jax. See
         ``Parameters.lr_factor``."""
         return self.handle.lr_factor
 
@@ -67,7 +67,7 @@ class TreeParameters:
         self.handle.lr_factor = factor
 
     def pull(self) -> Any:
-        """Return the weights: a tree with the structure, dtypes and sharding of the tree that was given first.
+        """Return the weights: a tree with the structure, dtypes and sharding of the initial tree.
 
         Raises ClosedError, and as ``Parameters.pull``.
         """
@@ -82,8 +82,8 @@ class TreeParameters:
     def push_pull(self, gradients: Any, weight: float = 1.0) -> Any:
         """Make one step: send the gradients, and return the weights that include it, like ``pull``.
 
-        gradients: tree with the structure and shapes of the weights, and any of their dtypes. Not needed any more when
-            this returns.
+        gradients: tree with the structure and shapes of the weights, and any of their dtypes. It may be freed or
+            donated after the call.
         weight: weight in the mean of the step (BSP), such as the number of samples behind the gradients.
 
         Raises InvalidArgumentError for a tree with another structure or shape, for leaves that are no arrays, and
@@ -98,8 +98,8 @@ class TreeParameters:
         return self.handle.statistics()
 
     def close(self) -> None:
-        """Release the memory of gradients and weights here. The servers keep the weights, and the context stays open.
-        Later calls raise ClosedError. Closing again does nothing."""
+        """Release this process's memory for gradients and weights. The servers keep the weights, and the context stays
+        open. Later calls raise ClosedError. Closing again does nothing."""
         if not self._is_closed:
             self._is_closed = True
             self.handle.release_memory()
@@ -133,7 +133,7 @@ def parameters(
 
     tree: initial values: arrays of float32, bfloat16, float16 or float64, on devices of this process. All workers start
         with those of the lowest rank.
-    optimizer: what ``psdist.jax.adam`` and the like return, or another specification of psdist.optim.
+    optimizer: a specification, made by a function such as ``psdist.jax.adam``, or by psdist.optim.
     consistency: psdist.BSP() by default, SSP(n) or ASP().
     reduction: "sum" adds the workers' gradients up and does not divide them, for losses that are sums over the samples
         of a batch. BSP only.
@@ -176,6 +176,6 @@ def _check_optimizer(optimizer: Any) -> None:
             "give it psdist.jax.average(gradients)"
         )
     raise InvalidArgumentError(
-        f"optimizer is of type {type(optimizer).__name__}: give what psdist.jax.adam and the like return, or a "
-        "specification of psdist.optim"
+        f"optimizer is of type {type(optimizer).__name__}: pass the result of a function such as "
+        "psdist.jax.adam, or a specification of psdist.optim"
     )

@@ -1,7 +1,7 @@
-"""The launcher's view of a run's snapshots: whether a directory has some, and whether a run can resume from them.
+"""The launcher's view of a run's snapshots: checks for any in a directory, and for one with weights to resume from.
 
-Read as plain JSON, because the launcher imports neither numpy nor a client of buckets. A directory that cannot be read
-counts as one that a run can resume from: the scheduler reports what is wrong with it.
+It reads plain JSON, because the launcher imports neither numpy nor an object-store client. A run counts as resumable if
+its snapshots cannot be read: then the scheduler reports the problem.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from typing import Any
 
 
 def has_commits(storage: str) -> bool:
-    """Return True if the storage is a directory with snapshots. A bucket is not checked: the launcher has no client for
-    it."""
+    """Return True if the storage is a directory with snapshots. Buckets count as empty: the launcher cannot list
+    them."""
     with contextlib.suppress(OSError):
         return storage != "" and "://" not in storage and any(Path(storage, "commits").iterdir())
     return False
 
 
 def holds_weights(storage: str) -> bool:
-    """Return False if the newest snapshot has only averages and shared values, and no weights that servers trained.
+    """Return False if the newest snapshot has only averages and shared values, but no weights that servers trained.
 
-    So it is for scripts whose weights are their own: ``psdist.torch.DistributedDataParallel``, ``psdist.jax.average``.
+    Scripts that keep their own weights have such snapshots: those with ``psdist.torch.DistributedDataParallel`` or
+    ``psdist.jax.average``.
     """
     try:
         newest = max(Path(storage, "commits").iterdir())
@@ -41,7 +42,7 @@ def _is_trained(parameters: Any) -> bool:
 
 
 def how_to_resume(storage: str, run_id: str) -> str:
-    """Return the last line of an interrupted run's launcher: the use of its snapshots."""
+    """Return the launcher's last line about an interrupted run: how to resume it."""
     if holds_weights(storage):
         return f"snapshots are in {storage}; to resume: psdist run --run-id {run_id}, with the same arguments"
     return (

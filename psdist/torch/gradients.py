@@ -41,7 +41,7 @@ _streams: WeakValueDictionary[int, GradientStream] = WeakValueDictionary()
 
 @dataclass
 class _Step:
-    """State of the step that is being made.
+    """State of the current step.
 
     values: content of the gradients at the end of the backward pass.
     taken: gradients that were copied into the vector, with their autograd version at that time.
@@ -86,7 +86,7 @@ class GradientStream:
     overflows: name of one of ``others``. It becomes 1 in a step in which gradients of this worker are not finite; these
         are pushed as zeros. None: such gradients raise.
     on_begin: called before the first gradient of a step is taken. Its errors end the backward pass.
-    after_failure: remedy after a backward pass that failed when it had already pushed something, for a message.
+    after_failure: remedy, for messages about a backward pass that failed after it had pushed something.
     is_guarded: detect writes through ``parameter.grad.data`` between the backward pass and ``complete``.
 
     Raises InvalidArgumentError if ``handle`` already has a stream.
@@ -103,7 +103,7 @@ class GradientStream:
         others: Iterable[str] = (),
         overflows: str | None = None,
         after_failure: str = "After a failed pass, or if gradients were changed, call zero_grad() of the "
-        "DistributedOptimizer: it makes the step with what was pushed",
+        "DistributedOptimizer: it completes the step with the gradients that were pushed",
         is_guarded: bool = True,
     ) -> None:
         if id(handle) in _streams:
@@ -231,7 +231,7 @@ class GradientStream:
             self._step.taken.clear()
             raise
         if bucket is None:
-            self._step.is_dropped = True  # The next call says whether this worker takes part again.
+            self._step.is_dropped = True  # The next call shows whether this worker is a member again.
             return
         self._step.buckets.append((bucket, numbers))
         self._step.given.update(numbers)
@@ -343,9 +343,9 @@ class GradientStream:
     def discard(self) -> bool:
         """Discard the gradients of a backward pass that failed, or whose gradients were changed afterwards.
 
-        If some were pushed, which cannot be undone, push the others as tensors without a gradient and return True: the
-        step must still be collected. Raises InvalidArgumentError if ``complete`` could still make a step of the pushed
-        gradients.
+        A push cannot be undone. If there were some, push the remaining tensors without a gradient and return True: the
+        caller must still collect the step. Raises InvalidArgumentError if ``complete`` could still make a step of the
+        pushed gradients.
         """
         if not self._step.given:
             self._step.taken.clear()
@@ -374,7 +374,7 @@ class GradientStream:
             )
 
     def skip(self, weight: float) -> None:
-        """Make a step without any gradient, whose zeros count as ``weight``; 0 contributes nothing."""
+        """Push a step of zeros, which count by ``weight``; with 0 they contribute nothing."""
         for buffer in self.buffers.values():
             buffer.zero_()
         self._handle.push(self._arrays, weight, self._names)
@@ -385,7 +385,7 @@ class GradientStream:
                 self._take(number)
 
     def refuse(self) -> None:
-        """Declare a step as refused by the caller: ``discard`` then makes it of what was pushed."""
+        """Mark the step as refused by the caller. ``discard`` then completes it with the gradients that were pushed."""
         self._step.is_broken = bool(self._step.given)
 
     def _end(self) -> None:

@@ -1,8 +1,7 @@
-"""Memory of a model's gradients until they are pushed: the arrays of a parameter set, and tensors that share them.
+"""Memory for a model's gradients: the buffers of a parameter set, and tensors that share them.
 
-Gradients of a model on a CUDA device stay on the device if the codec encodes there, so that only payloads are copied to
-main memory. This needs CuPy and device memory for one vector. Otherwise, and for all other codecs, gradients are copied
-to main memory first.
+Gradients of a model on a CUDA device stay there if the codec encodes on the device, so that only payloads are copied to
+main memory. This needs CuPy, and device memory for one vector. Otherwise gradients are copied to main memory first.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from psdist.errors import DeviceUnavailableError, LimitExceededError
 
 logger = logging.getLogger("psdist")
 
-#: References to a view: the caller's list and variable, and the arguments of two functions.
+#: References to a view that no script holds: the caller's list and variable, and the arguments of two functions.
 _REFERENCES: Final = 4
-#: Uses of the memory of a buffer: the buffer, its view, and the object that asks.
+#: Uses of a buffer's memory without a script: by the buffer, its view, and the query itself.
 _USES: Final = 3
 
 
@@ -65,10 +64,11 @@ def as_tensor(array: Any) -> Tensor:
 
 
 def separate_kept(view: Tensor, buffer: Tensor, name: str) -> Tensor:
-    """Return a view of ``buffer`` to hand out as the gradient of the next step: ``view``, unless the script keeps it.
+    """Return the view of ``buffer`` that becomes the gradient of the next step.
 
-    A gradient that the script keeps from an earlier step gets memory of its own. A view that the script made of one
-    cannot be moved, and its values change: a warning is logged, once. name: parameter set, for the warning.
+    view: gradient of the last step. If the script still holds it, it moves to memory of its own, and a new view is
+        returned. Views that the script made of it cannot be moved, so their values change; one warning says so.
+    name: parameter set, for the warning.
     """
     if sys.getrefcount(view) > _REFERENCES:
         view.data = view.clone()
@@ -82,6 +82,6 @@ def separate_kept(view: Tensor, buffer: Tensor, name: str) -> Tensor:
 def _warn_of_view(name: str) -> None:
     logger.warning(
         "the script still holds a view of a gradient of %r from an earlier step, such as gradient.data or "
-        "gradient.view(-1). The next gradient is written to the same memory: clone() what is to be kept",
+        "gradient.view(-1). The next gradient overwrites it: clone() the values to keep",
         name,
     )  # fmt: skip

@@ -1,11 +1,11 @@
 """Detection of writes that autograd's version counter does not see: through ``tensor.data``, numpy or raw memory.
 
-A fingerprint is a copy of parts of some tensors, which is compared with them later. Comparing whole models in every
-step would take as long as the step. So the first fingerprints cover everything, since a script that writes in this way
-mostly does so from its first step on. Later ones cover a part of each tensor, and a different part each time. A write
-to a whole tensor is then found at once, and one to single elements, repeated in each step, after a round of parts.
+A fingerprint is a copy of parts of some tensors, for a later comparison. To compare whole models in every step would
+take as long as the step itself. A script that writes in this way usually does so from its first step on, so the first
+fingerprints cover everything. Later ones cover a part of each tensor, a different one each time. They find a write to a
+whole tensor in the same step. Writes to single elements in every step are found when their part has its turn.
 
-Not here: refusal of what was found (``inspection``, ``gradients``).
+Not here: the errors for the writes that were found (``inspection``, ``gradients``).
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-#: Fingerprints that cover as much as ``FIRST_ELEMENTS`` allows.
+#: Number of first fingerprints, which cover up to ``FIRST_ELEMENTS``.
 FIRST: Final = 4
 #: Elements of the first fingerprints, 128 MiB of float32.
 FIRST_ELEMENTS: Final = 1 << 25
 #: Elements of later fingerprints. A copy and a comparison take some tenths of a millisecond.
 LATER_ELEMENTS: Final = 1 << 18
-#: Elements of each tensor that every fingerprint covers at least.
+#: Minimum number of elements of each tensor in a fingerprint.
 _AT_LEAST: Final = 16
 #: Integers with the sizes of floating-point elements. Their comparison treats equal NaNs as equal.
 _BITS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Fingerprint:
-    """Copy of parts of some tensors, taken anew in each step.
+    """Copy of parts of some tensors, replaced in each step.
 
     is_enabled: False copies nothing, so that nothing counts as changed.
     """
@@ -39,7 +39,7 @@ class Fingerprint:
         self._is_enabled = is_enabled
         self._taken = 0
         self._is_complete = False
-        #: Name, present content and copied content of each covered part: arrays on the CPU, tensors on other devices.
+        #: Name, current content and copied content of each covered part: arrays on the CPU, tensors on other devices.
         self._parts: list[tuple[str, Any, Any]] = []
 
     def take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -67,4 +67,4 @@ def test_a_view_of_a_gradient_is_reported_once(
         kept.append(view(model[0].weight.grad))
         optimizer.step()
     (record,) = caplog.records
-    assert "view of a gradient" in record.getMessage() and "clone() what is to be kept" in record.getMessage()
+    assert "view of a gradient" in record.getMessage() and "clone() the values to keep" in record.getMessage()
