@@ -192,7 +192,9 @@ class Exchange:
                 lane = messages.lane_of(part.lane, peer, rank)
                 self._carry_out(self._machine.on_part(peer, lane, part.lane.number, part.part))
             case "failure":
-                self._carry_out(self._machine.on_failure(status.from_detail(frame.failure.error)))
+                error = status.from_detail(frame.failure.error)
+                is_closed = isinstance(error, ClosedError)
+                self._carry_out(self._machine.on_closed(peer, error) if is_closed else self._machine.on_failure(error))
 
     def on_lost(self, worker: Sender, reason: str) -> None:
         """See ``GroupFrames``."""

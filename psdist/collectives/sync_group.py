@@ -58,6 +58,11 @@ class WorkerGroup(ProcessBound):
         """True if an error has ended the group, or ``close``."""
         return self._async.has_ended
 
+    @property
+    def wrapped(self) -> AsyncWorkerGroup:
+        """The asyncio group, for callers on psdist's loop."""
+        return self._async
+
     def __repr__(self) -> str:
         return f"<Group of ranks {self.ranks}>"
 

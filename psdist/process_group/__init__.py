@@ -13,10 +13,14 @@ from psdist.client.context import Context
 from psdist.errors import InvalidArgumentError, NoStorageError
 from psdist.process_group.group import BACKEND, is_launched, open_collectives, start
 from psdist.process_group.values import broadcast_value
+from psdist.torch_backend import register
 
 __all__ = [
-    "BACKEND", "broadcast_value", "is_launched", "mark_iteration", "open_collectives", "refuse", "save_run", "start",
+    "BACKEND", "broadcast_value", "is_launched", "mark_iteration", "open_collectives", "refuse", "save_run",
+    "start",
 ]  # fmt: skip
+
+register()
 
 
 def mark_iteration(context: Context) -> None:

@@ -33,7 +33,7 @@ from psdist.torch.values import raw_bytes
 
 logger = logging.getLogger("psdist")
 
-BACKEND: Final = "psdist"
+BACKEND: Final = "psdist_servers"
 _NAME: Final = "psdist/collectives"
 _REDUCTIONS: Final[dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
     "SUM": torch.add,

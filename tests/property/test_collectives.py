@@ -19,7 +19,7 @@ from psdist.collectives import calls
 from psdist.collectives.core import plan as plans
 from psdist.collectives.core.machine import CallLane
 from psdist.collectives.core.plan import Plan
-from psdist.errors import WorkerLostError
+from psdist.errors import ClosedError, WorkerLostError
 from tests.support.collective_network import CollectiveNetwork
 
 Array = NDArray[Any]
@@ -167,6 +167,23 @@ def test_every_call_ends_though_ranks_die(made: list[Scenario], seed: int, data:
             made[number].check(rank)
         else:
             assert isinstance(call.error, WorkerLostError) and call.error.details["rank"] in map(str, network.dead)
+
+
+@given(scenarios(), st.integers(0, 1 << 30))
+def test_closing_after_the_last_call_takes_no_result_from_others(made: list[Scenario], seed: int) -> None:
+    size = made[0].size
+    network = CollectiveNetwork(size, random.Random(seed))
+    ended = {(one, rank): network.start(rank, one.plan(rank)) for one in made for rank in range(size)}
+
+    def happened() -> None:
+        for rank in range(size):
+            if all(call.has_ended for (_, other), call in ended.items() if other == rank):
+                network.close(rank, ClosedError(f"rank {rank} closed the group"))
+
+    network.run(happened)
+    for (one, rank), call in ended.items():
+        assert call.error is None
+        one.check(rank)
 
 
 @given(

@@ -25,7 +25,7 @@ from psdist.collectives.core.machine import (
     SendPart,
 )
 from psdist.collectives.core.plan import Plan
-from psdist.errors import PsdistError
+from psdist.errors import ClosedError, PsdistError
 
 
 @dataclass
@@ -124,7 +124,8 @@ class CollectiveNetwork:
                     place[:] = received
                 self._carry_out(target, machine.on_part(source, lane, number, outgoing.part))
             case SendFailure(_, error):
-                self._carry_out(target, machine.on_failure(error))
+                is_closed = isinstance(error, ClosedError)
+                self._carry_out(target, machine.on_closed(source, error) if is_closed else machine.on_failure(error))
 
     def _end(self, source: int, target: int, link: _Link) -> None:
         link.has_ended = False

@@ -249,14 +249,18 @@ class GroupMachine:
 
     def on_lost(self, peer: int, reason: str) -> list[Effect]:
         """Process the loss of a rank. Calls that need nothing more from it continue."""
+        return self._lose(peer, WorkerLostError(f"rank {peer} is gone: {reason}", rank=peer))
+
+    def on_closed(self, peer: int, error: PsdistError) -> list[Effect]:
+        """Process the end of the group at a rank that has closed it. Calls that need nothing more from it continue."""
+        return self._lose(peer, error)
+
+    def _lose(self, peer: int, error: PsdistError) -> list[Effect]:
         if self.broken is not None or peer in self._lost:
             return []
-        error = WorkerLostError(f"rank {peer} is gone: {reason}", rank=peer)
         self._lost[peer] = error
-        for calls in self._lanes.values():
-            if any(call.needs(peer) for call in calls.queue):
-                self._fail(error)
-                break
+        if any(call.needs(peer) for calls in self._lanes.values() for call in calls.queue):
+            self._fail(error)
         return self._taken()
 
     def on_failure(self, error: PsdistError) -> list[Effect]:

@@ -1,0 +1,124 @@
+"""Calls of torch.distributed in progress, and the memory of their tensors."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Coroutine, Sequence
+from datetime import timedelta
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from psdist.client.process import loop
+from psdist.collectives.core.reductions import DTYPES
+from psdist.errors import InvalidArgumentError, PsdistError, WaitTimeoutError, copy_error
+
+
+class TensorMemory:
+    """Contiguous memory of a tensor for a call: its own if possible. array: the same memory for numpy.
+
+    Dtypes that numpy lacks become bytes, which can be moved but not reduced.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+            raise InvalidArgumentError(
+                f"a tensor on {tensor.device} with layout {tensor.layout} cannot be sent: use dense tensors on the CPU"
+            )
+        self._tensor = tensor.detach()
+        self._flat = self._tensor.resolve_conj().resolve_neg().contiguous()
+        self.array = _as_numpy(self._flat)
+
+    def finish(self) -> None:
+        """Copy the result to the tensor."""
+        if self._flat.data_ptr() != self._tensor.data_ptr() or self._flat.stride() != self._tensor.stride():
+            self._tensor.copy_(self._flat)
+
+
+def _as_numpy(tensor: Tensor) -> NDArray[Any]:
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    if str(tensor.dtype).removeprefix("torch.") in DTYPES:
+        return tensor.numpy()
+    return tensor.reshape(-1).view(torch.uint8).numpy()
+
+
+def rows(tensors: Sequence[Tensor]) -> NDArray[Any]:
+    """Return a new array with a row for each tensor, which have one shape."""
+    if len({(tensor.shape, tensor.dtype) for tensor in tensors}) > 1:
+        raise InvalidArgumentError("a list of tensors has several shapes or dtypes: give tensors of one")
+    return np.stack([TensorMemory(tensor).array for tensor in tensors])
+
+
+def set_rows(tensors: Sequence[Tensor], found: NDArray[Any]) -> None:
+    """Copy a row into each tensor."""
+    for tensor, row in zip(tensors, found, strict=True):
+        memory = TensorMemory(tensor)
+        memory.array[...] = row.reshape(memory.array.shape)
+        memory.finish()
+
+
+class CollectiveWork(dist.Work):
+    """A call in progress. call: the coroutine that makes it. tensors: its result, for the future."""
+
+    def __init__(self, call: Coroutine[Any, Any, None], tensors: Sequence[Any]) -> None:
+        super().__init__()
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+        self._started: torch.futures.Future[Any] = torch.futures.Future()
+        # torch's C++ code sees errors of a callback, but none that were set from Python.
+        self._future = self._started.then(self._checked)
+        self._tensors = list(tensors)
+        loop.shared().start(self._run(call))
+
+    async def _run(self, call: Coroutine[Any, Any, None]) -> None:
+        try:
+            await call
+        except BaseException as error:
+            self._error = error
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._ended.set()
+            self._started.set_result(self._tensors)
+
+    def _checked(self, future: torch.futures.Future[Any]) -> Any:
+        if self._error is not None:
+            raise RuntimeError(f"{type(self._error).__name__}: {self._error}")
+        return future.value()
+
+    # torch calls these methods by name.
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for the call, and raise its error; WaitTimeoutError after ``timeout`` unless that is 0."""
+        limit = timeout.total_seconds()
+        until = None if limit <= 0 else limit
+        while not self._ended.wait(0.5 if until is None else min(until, 0.5)):  # Signals are handled in between.
+            if until is not None and (until := until - 0.5) <= 0:
+                raise WaitTimeoutError(f"a call of torch.distributed took longer than {limit:g} s")
+        if isinstance(self._error, PsdistError):
+            raise copy_error(self._error)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return the future of the result."""
+        return self._future
+
+    def is_completed(self) -> bool:
+        """True if the call has ended."""
+        return self._ended.is_set()
+
+    def is_success(self) -> bool:
+        """True if the call has its result."""
+        return self._ended.is_set() and self._error is None
+
+    def result(self) -> list[Any]:
+        """Return the tensors."""
+        return self._tensors
