@@ -20,6 +20,7 @@ from psdist.client.session import worker_state
 from psdist.client.session.snapshot_participant import SnapshotParticipant
 from psdist.client.session.worker_state import OWN, WorkerStates
 from psdist.consistency import ASP, BSP
+from psdist.data.batch_position import BATCHES
 from psdist.v1 import scheduler_pb2 as pb
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -562,8 +563,9 @@ async def test_what_psdist_keeps_lies_beside_the_users_state() -> None:
         assert [{name: a.tolist() for name, a in state.items()} for state in users] == [{"rest": [0.0] * 2}]
         await weights.keep_state(lambda: {}, users.append)  # Also in a run that resumes from it.
         assert len(users) == 2 and list(users[1]) == ["rest"] and users[1]["rest"].size == 2
-        with pytest.raises(errors.InvalidArgumentError, match=r"'psdist\.rest' in the state of 'p' begins with"):
-            await weights.keep_state(lambda: {"psdist.rest": np.zeros(2)}, users.append)
+        for name in ("psdist.rest", f"{BATCHES}batches.taken"):
+            with pytest.raises(errors.InvalidArgumentError, match=f"'{name}' in the state of 'p' begins with"):
+                await weights.keep_state(lambda name=name: {name: np.zeros(2)}, users.append)
     finally:
         scheduler.save_answers.put_nowait(saved())
         await setup.stop()
