@@ -1,8 +1,9 @@
-"""A training step of the character transformer through psdist, beside torch's DDP over gloo.
+"""A training step of an example through psdist, beside torch's DDP over gloo.
 
 Both run in the same processes, in turns, so that a noisy moment of the machine affects all equally.
 
-python -m benchmarks.torch_step                 # two workers, two servers on this host
+python -m benchmarks.torch_step                 # the character transformer: two workers, two servers on this host
+python -m benchmarks.torch_step --example mnist --batch 64 --steps 50
 python -m benchmarks.torch_step --transport tcp --compression bfloat16 --pull-dtype bfloat16
 
 ``psdist`` is ``psdist.torch.DistributedOptimizer``, ``ddp`` the same script with torch's DistributedDataParallel and
@@ -23,7 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, Final
 
 import psutil
 import torch
@@ -34,13 +35,59 @@ from benchmarks import torch_workers
 
 sys.path.insert(0, str(torch_workers.ROOT / "examples"))
 
-from torch_chargpt import CharGPT, loss_of, read_text, samples  # the examples are no package
+import torch_chargpt  # the examples are no package
+import torch_mnist
 
 PHASES = ("forward", "backward", "step")
 #: Uncounted steps of each turn, which start with the caches and pages of another contender.
 UNTIMED = 1
+#: Pixels of one side of MNIST's images.
+SIDE: Final = 28
 
 Loop = tuple[nn.Module, torch.optim.Optimizer]
+
+
+class Text:
+    """Batches of the character transformer, and their loss."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._text, self._options = torch_chargpt.read_text(), options
+
+    def batch(self, step: int, rank: int, world: int) -> torch.Tensor:
+        """Return a worker's part of a step's passages."""
+        return torch_chargpt.samples(self._text, self._options.batch, self._options.context, step)[rank::world]
+
+    def loss(self, model: nn.Module, passages: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of a batch."""
+        return torch_chargpt.loss_of(model, passages)
+
+
+class Digits:
+    """Batches of scikit-learn's digits, enlarged to the size of MNIST's images, and their loss."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        (images, self._labels), _ = torch_mnist.digits()
+        self._images, self._batch = nn.functional.interpolate(images, size=SIDE), options.batch
+
+    def batch(self, step: int, rank: int, world: int) -> torch.Tensor:
+        """Return the numbers of a worker's images in a step."""
+        order = torch_mnist.order_of(0, len(self._images))
+        first = step * self._batch % (len(order) - self._batch)
+        return order[first : first + self._batch][rank::world]
+
+    def loss(self, model: nn.Module, mine: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of a batch."""
+        return nn.functional.cross_entropy(model(self._images[mine]), self._labels[mine])
+
+
+DATA: Final = {"chargpt": Text, "mnist": Digits}
+
+
+def make_model(options: argparse.Namespace) -> nn.Module:
+    """Return the example's model."""
+    if options.example == "mnist":
+        return torch_mnist.network(SIDE)
+    return torch_chargpt.CharGPT(options.width, options.layers, 6, options.context)
 
 
 def loops(options: argparse.Namespace, rank: int, world: int) -> dict[str, Loop]:
@@ -48,7 +95,7 @@ def loops(options: argparse.Namespace, rank: int, world: int) -> dict[str, Loop]
     import psdist.torch
 
     torch.manual_seed(0)
-    models = [CharGPT(options.width, options.layers, 6, options.context) for _ in range(4)]
+    models = [make_model(options) for _ in range(4)]
     for model in models[1:]:
         model.load_state_dict(models[0].state_dict())
     through, plain, tuned, alone = models
@@ -73,11 +120,11 @@ def _adamw(model: nn.Module, *, fused: bool = False) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused or None)
 
 
-def one_step(loop: Loop, batch: Callable[[], torch.Tensor]) -> tuple[float, ...]:
+def one_step(loop: Loop, loss_of: Callable[[nn.Module], torch.Tensor]) -> tuple[float, ...]:
     """Seconds of each phase of a step."""
     model, optimizer = loop
     times = [perf_counter()]
-    loss = loss_of(model, batch())
+    loss = loss_of(model)
     optimizer.zero_grad()
     times.append(perf_counter())
     loss.backward()
@@ -99,7 +146,7 @@ def worker(options: argparse.Namespace) -> None:
 
     context = psdist.init()
     torch.set_num_threads(1)
-    text = read_text()
+    data = DATA[options.example](options)
     contenders = loops(options, context.rank, context.world_size)
     rounds: list[dict[str, list[tuple[float, ...]]]] = []
     processor: list[dict[str, float]] = []
@@ -112,10 +159,10 @@ def worker(options: argparse.Namespace) -> None:
             steps = []
             for step in range(options.steps + UNTIMED):
 
-                def batch(step: int = number * options.steps + step) -> torch.Tensor:
-                    return samples(text, options.batch, options.context, step)[context.rank :: context.world_size]
+                def loss_of(model: nn.Module, step: int = number * options.steps + step) -> torch.Tensor:
+                    return data.loss(model, data.batch(step, context.rank, context.world_size))
 
-                steps.append(one_step(loop, batch))
+                steps.append(one_step(loop, loss_of))
             rounds[-1][name] = steps[UNTIMED:]
             dist.barrier()
             processor[-1][name] = (processor_seconds() - began) / (options.steps + UNTIMED)
@@ -158,8 +205,9 @@ def show(result: dict[str, Any]) -> None:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the arguments."""
-    parser = argparse.ArgumentParser(description="A step of the character transformer, beside DDP over gloo.")
-    parser.add_argument("--batch", type=int, default=4, help="passages of a step, of all workers together")
+    parser = argparse.ArgumentParser(description="A step of an example, beside DDP over gloo.")
+    parser.add_argument("--example", choices=DATA, default="chargpt")
+    parser.add_argument("--batch", type=int, default=4, help="samples of a step, of all workers together")
     parser.add_argument("--context", type=int, default=64, help="characters of a passage")
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--layers", type=int, default=6)

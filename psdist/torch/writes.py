@@ -8,6 +8,7 @@ Not here: detection of writes (``inspection``), how they travel (``Parameters.as
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -20,6 +21,8 @@ from psdist.consistency import BSP
 from psdist.errors import InvalidArgumentError
 from psdist.torch.inspection import COMPILED, ModelWatch
 from psdist.torch.values import as_real, from_array, initial_values
+
+logger = logging.getLogger("psdist")
 
 
 class WeightWrites:
@@ -69,7 +72,14 @@ class WeightWrites:
         if not (names := [name for name in self._trained if name in written]):
             return
         if isinstance(self._handle.spec.consistency, BSP):
+            before = self._handle.step
             names = self._different(names)
+            if self._handle.step != before:  # This worker rejoined: the others wrote to the weights of other steps.
+                logger.warning(
+                    "weights that the script wrote before step %d of %r were dropped: this worker continues at step %d",
+                    before, self._handle.name, self._handle.step,
+                )  # fmt: skip
+                names = []
         if names:
             self._assign(names)
         self._moved.clear()

@@ -40,10 +40,11 @@ def measure(tmp_path: Path, module: str, *arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_a_step_of_torch_beside_ddp(tmp_path: Path) -> None:
+@pytest.mark.parametrize("example", ["chargpt", "mnist"])
+def test_a_step_of_torch_beside_ddp(tmp_path: Path, example: str) -> None:
     pytest.importorskip("torch")
     small = ("--width", "24", "--layers", "1", "--context", "8", "--rounds", "2", "--steps", "2")
-    result = measure(tmp_path, "torch_step", *small)
+    result = measure(tmp_path, "torch_step", "--example", example, *small)
     assert list(result["contenders"]) == ["psdist", "ddp", "ddp_tuned", "alone"]
     assert result["contenders"]["psdist"]["ratio"] == 1.0
     assert all(one["backward_ms"] > 0 and one["processor_ms"] > 0 for one in result["contenders"].values())
