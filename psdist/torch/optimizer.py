@@ -68,8 +68,8 @@ class DistributedOptimizer(UnevenBatches, torch.optim.Optimizer):
         closed: in a loop over folds pass ``name=f"fold-{fold}"``. The same model can be wrapped again.
     overlap: push gradients while the backward pass still computes others. False pushes all of them in ``step``, and so
         do SSP and ASP with ``max_grad_norm``. "auto" starts in ``step``, and overlaps from the third step on unless the
-        first two showed a reason not to: gradients that change after ``backward``, several passes in a step, or skipped
-        steps. It logs that reason.
+        first two showed a reason not to: gradients or weights that change after ``backward``, several passes in a step,
+        or skipped steps. It logs that reason.
     bucket_cap_mb: MiB of gradients that are pushed together.
     context: None uses the context of ``psdist.init()``: a script without a launcher trains alone.
 

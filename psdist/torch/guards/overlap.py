@@ -1,7 +1,8 @@
 """Choice between pushes during the backward pass and pushes in ``step``, from the first steps of a script.
 
-Gradients that are pushed during the backward pass can no longer change. A script that clips them afterwards, adds up
-several backward passes, or skips a step needs pushes in ``step``. The first steps are pushed there while this module
+Gradients that are pushed during the backward pass can no longer change, and weights that are written after it come too
+late for their step. A script that clips gradients, restores weights, adds up several backward passes, or skips a step
+needs pushes in ``step``. The first steps are pushed there while this module
 watches, so nothing wrong is ever sent. Each worker decides alone: buckets and whole pushes carry the same slices.
 
 Not here: pushing (``gradients``).
@@ -37,7 +38,7 @@ def check_overlap(overlap: object) -> None:
 
 
 class OverlapProbe:
-    """Watches the gradients of the first steps between the backward pass and ``step``.
+    """Watches gradients and weights of the first steps between the backward pass and ``step``.
 
     trained: parameters by name.
     is_paused: returns True while backward passes only accumulate; their gradients may grow.
@@ -58,6 +59,9 @@ class OverlapProbe:
         self._seen: dict[int, tuple[Tensor, int]] = {}
         #: Content of the gradients at the end of the pass.
         self._values = Fingerprint()
+        #: Content and autograd's versions of the weights at the end of the pass.
+        self._weights = Fingerprint()
+        self._weight_versions: list[int] = []
         self._steps = 0
         #: Autograd's number of the latest backward pass, the weights' versions at its start, and how many passes since
         #: the latest step came after a write to the weights.
@@ -94,10 +98,15 @@ class OverlapProbe:
 
     def _on_pass_end(self) -> None:
         self._values.take((self._parameters[number][0], gradient) for number, (gradient, _) in self._seen.items())
+        self._weights.take(self._parameters)
+        self._weight_versions = self._current_versions()
+
+    def _current_versions(self) -> list[int]:
+        return [parameter._version for _, parameter in self._parameters]
 
     def _check_steps(self) -> None:
         """Raise InvalidArgumentError for a script that updates the weights by itself, so that workers train apart."""
-        versions = [parameter._version for _, parameter in self._parameters]
+        versions = self._current_versions()
         self._writes += bool(self._versions) and versions != self._versions
         self._versions = versions
         if self._writes == _WRITES:
@@ -108,7 +117,7 @@ class OverlapProbe:
             )
 
     def on_step(self, *, is_scaled: bool) -> None:
-        """Compare the gradients with those of the backward pass, before they are pushed.
+        """Compare gradients and weights with those at the end of the backward pass, before a step is pushed.
 
         is_scaled: True if a GradScaler decides about the step.
         """
@@ -119,11 +128,20 @@ class OverlapProbe:
             name, parameter = self._parameters[number]
             if parameter.grad is not gradient or gradient._version != version or name in hidden:
                 self.reason = self.reason or f"the gradient of {name!r} changed after backward()"
+        if name := self._written_weight():
+            self.reason = self.reason or f"the weight {name!r} was written to after backward()"
         if self._seen and self._settings_of() != self._settings:
             self.reason = self.reason or "settings of the optimizer changed after backward()"
         self._forget()
         self._versions, self._writes = [], 0
         self._steps += 1
+
+    def _written_weight(self) -> str:
+        """Return the name of a parameter that was written to since the backward pass; empty if there is none."""
+        hidden = self._weights.changed()
+        versions = zip(self._parameters, self._current_versions(), self._weight_versions, strict=False)
+        seen = [name for (name, _), now, then in versions if now != then]
+        return next(iter(seen + hidden), "")
 
     def on_clear(self) -> None:
         """Record that the script clears the gradients."""
@@ -134,6 +152,8 @@ class OverlapProbe:
     def _forget(self) -> None:
         self._seen.clear()
         self._values.forget()
+        self._weights.forget()
+        self._weight_versions = []
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -203,7 +223,7 @@ def _report(name: str, reason: str, workers: int) -> None:
         logger.info(text, name, reason)
     else:
         logger.warning(
-            text + ". A change applies to each worker's own gradient, before the mean. To clip or change the mean use "
+            text + ". Gradients are changed on each worker, before the mean. To clip or change the mean use "
             "clip_grad_norm_(max_norm) or average_gradients() of the DistributedOptimizer; overlap=False turns this "
             "message off",
             name, reason,

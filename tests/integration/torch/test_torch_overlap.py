@@ -72,6 +72,16 @@ def clip_the_second(model: nn.Module, step: int) -> None:
         clip(model, step)
 
 
+def write_weights(model: nn.Module, step: int) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+
+
+def write_data(model: nn.Module, step: int) -> None:
+    list(model.parameters())[-1].data.fill_(0.25)
+
+
 def test_a_plain_loop_overlaps_from_the_third_step_on(alone: Context, name: str) -> None:
     model = mlp()
     optimizer = DistributedOptimizer(model, optim.SGD(lr=0.1), name=name)
@@ -89,9 +99,11 @@ def test_a_plain_loop_overlaps_from_the_third_step_on(alone: Context, name: str)
         (replace, "changed after backward"),
         (clip_the_second, "changed after backward"),
         (add_a_pass, "two gradients in a step"),
+        (write_weights, "was written to after backward"),
+        (write_data, "was written to after backward"),
     ],
 )
-def test_a_script_that_changes_gradients_pushes_in_step(
+def test_a_script_that_changes_gradients_or_weights_pushes_in_step(
     alone: Context, name: str, caplog: pytest.LogCaptureFixture, change: Callable[[nn.Module, int], None], reason: str
 ) -> None:
     model = mlp()
