@@ -3,12 +3,13 @@
 They behave like the runs of ``ordinary``: stopped by SIGTERM as a whole or in part, resumed, with every fault of the
 other runs. The order of steps repeats, or is drawn for each iteration from a random stream that all workers share.
 Scripts with a drawn order declare their iterations, and so do some others; psdist infers the iterations of the rest.
+In some runs workers are silent for longer than their lease so often that all of them are lost together, and return.
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -57,8 +58,18 @@ class SetsOptions(OrdinaryOptions):
         return self.workers * self.steps * (len(self.stops) + 2) * self.order.longest * _SPARE
 
 
+#: Changes to a seed whose workers are silent for longer than their lease, often all at once, and return.
+SILENCES: Final[dict[str, Any]] = {"busy": 0.5, "busy_leases": 1.6, "worker_lease_seconds": 3.0, "lives": 40}
+
+
 def draw(seed: int) -> SetsOptions:
     """Return the options of a seed."""
+    options = _draw(seed)
+    is_silent = random.Random(f"{seed}/absences").random() < 0.1
+    return replace(options, **SILENCES) if is_silent and options.workers > 1 else options
+
+
+def _draw(seed: int) -> SetsOptions:
     rng = random.Random(f"{seed}/sets")
     replicas, workers = rng.choice((1, 1, 2)), rng.choice((1, 2, 2, 2, 3))
     pattern = rng.choice((*PATTERNS, "", ""))

@@ -41,6 +41,7 @@ _KILLS: dict[str, Any] = {
 _EXPELLED: dict[str, Any] = {
     **_KILLS, "faults": (), "fault_count": 0, "busy": 0.5, "busy_leases": 1.6, "worker_lease_seconds": 3.0,
 }  # fmt: skip
+_SILENT: dict[str, Any] = {**_PEACE, **sets.SILENCES, "workers": 3}
 
 
 # --- points at which workers are held ---------------------------------------------------------------------------------
@@ -85,6 +86,19 @@ def _held_where_they_are(put: Put) -> None:
 @_ablation("the rest of an iteration that lost a push is skipped", **_EXPELLED)
 def _never_skipped(put: Put) -> None:
     put(ProgramOrder, "drops_next", lambda self, name: False)
+
+
+@_ablation("workers that return to empty sets join all of them together", **_SILENT)
+def _returned_one_by_one(put: Put) -> None:
+    def is_joined_together(self: Any, p: Any, call: int, worker: Any) -> bool:
+        return self.alignment.applies and p.name in self.alignment.names
+
+    put(Joins, "_is_joined_together", is_joined_together)
+
+
+@_ablation("a worker that joins sets one by one is followed later", **_SILENT)
+def _entered_by_several(put: Put) -> None:
+    put(Joins, "_entering", lambda self: set())
 
 
 # --- defects that these runs have found -------------------------------------------------------------------------------

@@ -14,8 +14,9 @@ SEEDS = 34
 #: Seeds that once showed a defect: pushes held forever at the end of a declared iteration, sets that a rejoined worker
 #: left an iteration apart, a report before all sets had entered, a cut of sets that were not all opened, a successor of
 #: the last server that was refused forever, gradients of a lost course, sets opened by an expelled worker before it was
-#: back in its former sets, a circle of calls of rejoining workers with some calls still in flight.
-REGRESSIONS = (2, 0, 8, 9, 17, 29, 610293, 600188, 610095, 1406, 600427, 630221)
+#: back in its former sets, a circle of calls of rejoining workers with some calls still in flight, sets without members
+#: that two workers returned to in different iterations.
+REGRESSIONS = (2, 0, 8, 9, 17, 29, 610293, 600188, 610095, 1406, 600427, 630221, 700239)
 #: Paths that these seeds must have taken.
 PATHS = (
     "iterations started",

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from psdist.types import ParametersMember
+from psdist.types import ParametersEntry, ParametersMember
 from psdist.wire.limits import PERIOD_MAX
 from psdist_scheduler.events.cluster_events import Answer, Effect, LogEvent, Wait
 from psdist_scheduler.events.cluster_state import Identity, Member, name_some
@@ -67,14 +67,23 @@ class Alignment:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the ordered parameter sets that workers train. Empty unless all workers train the same sets."""
-        entries = [e for e in self.registry.entries if e.ready and e.shards and e.members and e.spec.is_ordered]
+        entries = [e for e in self._ordered if e.members]
         who = [{(member.worker_id, member.incarnation) for member in entry.members} for entry in entries]
         return tuple(entry.spec.name for entry in entries) if all(ids == who[0] for ids in who) else ()
 
     @property
     def is_opened(self) -> bool:
         """True unless an ordered set has no members. Workers that resume open their sets one after another."""
-        return all(e.members for e in self.registry.entries if e.ready and e.shards and e.spec.is_ordered)
+        return all(e.members for e in self._ordered)
+
+    @property
+    def known_names(self) -> tuple[str, ...]:
+        """Names of the ordered parameter sets, with and without members."""
+        return tuple(entry.spec.name for entry in self._ordered)
+
+    @property
+    def _ordered(self) -> list[ParametersEntry]:
+        return [e for e in self.registry.entries if e.ready and e.shards and e.spec.is_ordered]
 
     @property
     def applies(self) -> bool:

@@ -21,6 +21,10 @@ the start of an iteration (``alignment``), and the steps there are proposed for 
 all sets in one epoch, or of none. Otherwise two sets could be joined in different iterations, and the joiner would wait
 in one set for workers that wait for it in the other.
 
+If such a script lost all of its workers, those that return would continue at different positions of it, or begin an
+iteration where another one is within one. So they too join all sets together, at the current step of each set, where
+nobody holds them. Only a worker that is alone continues its pushes.
+
 ``creation`` decides which workers ask to take part.
 """
 
@@ -40,7 +44,7 @@ from psdist_scheduler.events.cluster_events import (
     Wait,
     WithdrawJoin,
 )
-from psdist_scheduler.events.cluster_state import Member, name_some
+from psdist_scheduler.events.cluster_state import Identity, Member, name_some
 from psdist_scheduler.events.worker_events import ResumePush
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement.alignment import Alignment
@@ -121,6 +125,10 @@ class Joins:
     _by_worker: dict[tuple[str, str], Join] = field(default_factory=dict)
     #: Joins that all servers have accepted, for as long as their workers are members.
     _admitted: dict[tuple[str, str], Join] = field(default_factory=dict)
+    #: Ordered sets that all workers trained when each of these sets last had members; empty if workers differed.
+    _shared: tuple[str, ...] = ()
+    #: Highest step in a refusal, by ordered set, while none has members. Heartbeats may report it later.
+    _passed: dict[str, int] = field(default_factory=dict)
 
     def validate(self) -> None:
         for join in self._by_worker.values():
@@ -139,6 +147,7 @@ class Joins:
         """Drop all joins without notifying the servers, because the parameter sets are no longer placed."""
         self._by_worker.clear()
         self._admitted.clear()
+        self._shared, self._passed = (), {}
 
     def join(self, p: ParameterSet, call: int, worker: Member) -> list[Effect]:
         """Start a join for the worker of ``call``, unless it is a member or is joining already."""
@@ -148,7 +157,7 @@ class Joins:
         resume = _resumable(p, worker, p.resumes.get(call))
         if isinstance(consistency, ASP) or not p.entry.shards:
             return [_admit(p, _member(worker, 0, resume), worker)]
-        if self.alignment.applies and p.name in self.alignment.names:
+        if self._is_joined_together(p, call, worker):
             self.alignment.want(_PREFIX + worker.member_id)
             return []
         # Only servers know the clocks. The first one to refuse reports the slowest worker's clock.
@@ -160,6 +169,24 @@ class Joins:
         join = Join(p.name, worker, _route(p.entry), first_step, resume=resume, exact=exact)
         self._by_worker[p.name, worker.member_id] = join
         return self._propose(join)
+
+    def _is_joined_together(self, p: ParameterSet, call: int, worker: Member) -> bool:
+        """Return True if a worker joins all ordered sets together.
+
+        A worker that returns to sets without members joins them one by one if it is alone. Others that return meanwhile
+        wait until it has joined all of them, and can then be aligned with it.
+        """
+        alignment = self.alignment
+        is_emptied = not alignment.is_opened and self._shared == alignment.known_names
+        if not (is_emptied and p.name in self._shared and call in p.resumes):
+            return alignment.applies and p.name in alignment.names
+        return len(self._members.workers) > 1 and worker.identity not in self._entering()
+
+    def _entering(self) -> set[Identity]:
+        """Return the workers that join the ordered sets one by one, or have joined some, while one has no members."""
+        joined = {(m.worker_id, m.incarnation) for p in self._ordered() for m in p.entry.members}
+        pending = (join for join in self._by_worker.values() if join.parameters in self._shared and not join.together)
+        return joined | {join.worker.identity for join in pending}
 
     def on_session(self, server: str) -> list[Effect]:
         """Ask a server with a new session about every join. Its acceptances ended with the previous session."""
@@ -192,6 +219,8 @@ class Joins:
         The new primary does not know about proposals that the old one accepted.
         """
         effects: list[Effect] = []
+        if self.alignment.is_opened:
+            self._shared, self._passed = self.alignment.names if self.alignment.applies else (), {}
         for key, join in list(self._admitted.items()):
             if not self._members.is_live(*join.worker.identity):
                 del self._admitted[key]
@@ -218,7 +247,7 @@ class Joins:
                 effects += self._drop(joins)
             elif any(join.worker != worker or join.route != _route(self._get(join).entry) for join in joins):
                 effects += self._drop(joins)
-            if (vector := self.alignment.vector) is None or self._together(worker_id):
+            if (vector := self._vector()) is None or self._together(worker_id):
                 continue
             if worker is not None and _PREFIX + worker_id in self.alignment.wants(_PREFIX):
                 effects += self._propose_together(missing, worker, vector)
@@ -234,8 +263,18 @@ class Joins:
             effects += self._propose(join)
         return effects
 
+    def _vector(self) -> Mapping[str, int] | None:
+        """Return the step of each set at which workers may join all of them; None while that is unknown."""
+        if self.alignment.is_opened:
+            return self.alignment.vector
+        if self._entering():
+            return None
+        starts = {p.name: _common_start(p, max(p.version, self._passed.get(p.name, 0))) for p in self._ordered()}
+        known = {name: start for name, start in starts.items() if start is not None}
+        return known if len(known) == len(starts) else None
+
     def _ordered(self) -> list[ParameterSet]:
-        names = self.alignment.names
+        names = self.alignment.names if self.alignment.is_opened else self._shared
         return [p for p in self._registry.all if p.name in names]
 
     def _together(self, worker_id: str) -> list[Join]:
@@ -248,12 +287,14 @@ class Joins:
 
     def _on_refused(self, join: Join, version_max: int) -> list[Effect]:
         if join.together:
+            self._passed[join.parameters] = max(version_max, self._passed.get(join.parameters, 0))
             self.alignment.restart()
             return self._drop(self._together(join.worker.member_id))
         withdrawn = join.withdraw(self._members)
+        is_untried = join.exact
         if join.exact:  # A slice passed this step without the push, which is therefore dropped.
             join.exact, join.resume = False, None
-        return withdrawn + self._propose_later(join, version_max)
+        return withdrawn + self._propose_later(join, version_max, is_untried=is_untried)
 
     def _reroute(self, join: Join, route: Route, version: int) -> list[Effect]:
         withdrawn = join.withdraw(self._members)
@@ -263,10 +304,11 @@ class Joins:
             return withdrawn + self._propose(join)
         return withdrawn + self._propose_later(join, version)
 
-    def _propose_later(self, join: Join, version_max: int) -> list[Effect]:
+    def _propose_later(self, join: Join, version_max: int, *, is_untried: bool = False) -> list[Effect]:
+        """Propose a later step. is_untried: ``first_step`` was not proposed yet."""
         join.attempt += 1
         start = _common_start(self._get(join), version_max)
-        if start is not None and start > join.first_step:
+        if start is not None and (is_untried or start > join.first_step):
             join.first_step = start
             return self._propose(join)
         # The cap also limits the exponent: an attempt that never succeeds must not grow numbers without bound.

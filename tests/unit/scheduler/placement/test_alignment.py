@@ -12,7 +12,7 @@ from psdist.consistency import ASP, BSP
 from psdist.optim import SGD
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.cluster_state import Member
-from psdist_scheduler.events.worker_events import AlignCommand, AlignReported
+from psdist_scheduler.events.worker_events import AlignCommand, AlignReported, ResumePush
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,16 @@ class Run(Driver):
         worker, _ = self.join()
         self.create(worker, name="D")
         return worker
+
+    def expel(self, *workers: Member) -> list[Member]:
+        """These workers are lost, and register again."""
+        for worker in workers:
+            self.on(ev.SessionClosed(self.session(worker), "its session broke"))
+        return [self.join(member_id=worker.member_id, rank=worker.rank)[0] for worker in workers]
+
+    def returns(self, worker: Member, name: str, step: int) -> int:
+        """An expelled worker asks for one of its sets, to continue its push."""
+        return self.create(worker, name=name, resume=ResumePush(1, step))
 
     def proposals(self, session: int) -> list[ev.JoinProposal]:
         return [value for value in self.told[session] if isinstance(value, ev.JoinProposal)]
@@ -195,6 +205,60 @@ def test_a_joiner_that_is_gone_releases_the_others() -> None:
     joiner = run.joins()
     run.on(ev.Leave(run.number(), caller(joiner), "failed"))
     assert run.commands(run.workers[0])[-1].release
+
+
+def test_workers_that_return_to_empty_sets_join_all_of_them_where_they_are() -> None:
+    """Each set by itself could accept one worker at its push and another one later, in different iterations."""
+    run = Run()
+    zero, one = run.expel(*run.workers)
+    server = run.servers[0][1]
+    run.on(ev.Heartbeat(server, versions=(("D", 3), ("G", 1))))
+    run.returns(one, "D", 2)
+    run.tick()
+    first, second = run.proposals(server)[-2:]
+    assert {(p.parameters, p.member.first_step, p.member.origin) for p in (first, second)} == {("D", 3, 0), ("G", 1, 0)}
+    run.on(ev.JoinAnswered(server, first.proposal_id, False, 4))  # The server's heartbeat is older.
+    assert {(p.parameters, p.member.first_step) for p in run.proposals(server)[-2:]} == {("D", 4), ("G", 1)}
+    run.answer()
+    assert run.first_steps(one) == {"D": 4, "G": 1}
+    run.returns(zero, "G", 1)
+    assert not run.first_steps(zero) and run.commands(one)[-1].until is None, "it follows at the start of an iteration"
+
+
+def test_a_worker_that_returns_alone_continues_its_pushes() -> None:
+    run = Run()
+    zero, one = run.workers
+    run.on(ev.SessionClosed(run.session(one), "its session broke"))
+    (zero,) = run.expel(zero)
+    run.returns(zero, "D", 3)
+    run.answer(1)
+    assert run.first_steps(zero) == {"D": 3}
+    one, _ = run.join(member_id=one.member_id, rank=one.rank)
+    asked = len(run.proposals(run.servers[0][1]))
+    run.returns(one, "D", 3)
+    assert len(run.proposals(run.servers[0][1])) == asked, "it waits until the other one has joined all sets"
+    run.returns(zero, "G", 2)
+    run.answer(1)
+    assert run.first_steps(zero) == {"D": 3, "G": 2} and not run.first_steps(one)
+    run.stands(zero, At(3, 2))
+    run.stands(zero, At(3, 3))
+    run.answer()
+    assert run.first_steps(one) == {"D": 3, "G": 3}
+
+
+def test_workers_of_different_sets_return_each_to_its_own() -> None:
+    """Nobody would push for a worker that was made a member of a set that it does not train."""
+    run = Run()
+    zero, one = run.workers
+    run.create(zero, name="E")
+    run.ask(ev.Describe, one, "E")
+    run.ask(ev.CommitParameters, zero, "E")
+    assert len(run.map.parameters) == 3
+    zero, one = run.expel(zero, one)
+    run.returns(one, "D", 0)
+    run.tick()
+    run.answer(1)
+    assert run.first_steps(one) == {"D": 0}
 
 
 def test_an_outdated_report_is_answered_by_a_release() -> None:

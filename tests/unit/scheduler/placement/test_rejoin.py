@@ -85,6 +85,17 @@ def test_bsp_begins_later_where_a_slice_went_on_without_it() -> None:
     assert d.state(call) == ev.ParametersReady(11, resumed=False)
 
 
+def test_no_step_is_left_out_if_all_workers_were_expelled() -> None:
+    d, workers, sessions, servers = started(BSP(), workers=1)
+    d.on(ev.Heartbeat(servers[0], versions=(("mlp", 8),)))
+    again = expel(d, workers[0], sessions[0])
+    call = d.create(again, resume=we.ResumePush(1, 7))
+    answer(d, servers, False, True, version_max=8)
+    assert proposed(d, servers[0]) == ParametersMember("worker-0", 2, 0, first_step=8)
+    answer(d, servers, True, True)
+    assert d.state(call) == ev.ParametersReady(8, resumed=False)
+
+
 def test_bsp_asks_the_new_primary_about_the_same_step() -> None:
     d = Driver(workers_min=1, servers_min=3, replicas=2)
     servers = [d.join("server")[1] for _ in range(3)]
