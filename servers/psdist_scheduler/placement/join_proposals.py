@@ -142,6 +142,17 @@ class Joins:
                 continue
             reason = f"for {name_some(join.missing)} to agree on step {join.proposed_step} of {join.parameters!r}"
             yield f"join {join.parameters} {join.worker.member_id}", calls, reason
+        yield from self._held_waits()
+
+    def _held_waits(self) -> Iterator[Wait]:
+        """Yield the waits of workers that join all ordered sets, and are not proposed yet."""
+        reason = "for the other workers to reach the start of an iteration"
+        if not self.alignment.is_opened:
+            reason = "for another worker to join all of its sets, and to reach the start of an iteration"
+        for worker_id in [who.removeprefix(_PREFIX) for who in self.alignment.wants(_PREFIX)]:
+            if not self._together(worker_id):
+                creators = [item for p in self._ordered() for item in p.creators.items()]
+                yield f"join {worker_id}", [call for call, worker in creators if worker.member_id == worker_id], reason
 
     def clear(self) -> None:
         """Drop all joins without notifying the servers, because the parameter sets are no longer placed."""

@@ -114,6 +114,16 @@ def test_a_joiner_becomes_a_member_of_all_sets_in_one_epoch() -> None:
     assert run.state(call).first_step == 7 and run.commands(zero)[-1].release
 
 
+def test_a_joiner_is_told_what_it_waits_for() -> None:
+    run = Run()
+    joiner, _ = run.join()
+    call = run.create(joiner, name="D")
+    assert run.state(call) == ev.Waiting("for the other workers to reach the start of an iteration")
+    for worker in run.workers:
+        run.stands(worker, At(8, 8))
+    assert run.state(call) == ev.Waiting("for server-0, server-1 to agree on step 8 of 'D'")
+
+
 def test_workers_that_are_all_inside_an_iteration_finish_it() -> None:
     run = Run()
     joiner = run.joins()
@@ -235,8 +245,9 @@ def test_a_worker_that_returns_alone_continues_its_pushes() -> None:
     assert run.first_steps(zero) == {"D": 3}
     one, _ = run.join(member_id=one.member_id, rank=one.rank)
     asked = len(run.proposals(run.servers[0][1]))
-    run.returns(one, "D", 3)
+    call = run.returns(one, "D", 3)
     assert len(run.proposals(run.servers[0][1])) == asked, "it waits until the other one has joined all sets"
+    assert run.state(call).text.startswith("for another worker to join all of its sets")
     run.returns(zero, "G", 2)
     run.answer(1)
     assert run.first_steps(zero) == {"D": 3, "G": 2} and not run.first_steps(one)
