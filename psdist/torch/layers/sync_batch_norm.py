@@ -28,7 +28,7 @@ class SyncBatchNorm(_BatchNorm):
     this worker's, to be averaged like all others.
 
     process_group: workers that share statistics; None is the default group, which the script has initialized, for
-        example by ``torch.distributed.init_process_group("gloo")``.
+        example by ``torch.distributed.init_process_group("psdist")``.
 
     The forward pass raises ConfigurationError without a process group among several workers, InvalidArgumentError for
     inputs of less than two dimensions, and for one value per channel.
@@ -176,6 +176,6 @@ def _world_size(group: Any) -> int:
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise ConfigurationError(
             f"SyncBatchNorm has no process group for the {os.environ['WORLD_SIZE']} workers of WORLD_SIZE: call "
-            'torch.distributed.init_process_group("gloo") before the first batch'
+            'torch.distributed.init_process_group("psdist") before the first batch'
         )
     return 1

@@ -143,5 +143,5 @@ def test_inputs_that_cannot_be_normalized_are_refused(
 
 def test_several_workers_without_a_process_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigurationError, match=r'no process group for the 2 workers.*init_process_group\("gloo"\)'):
+    with pytest.raises(ConfigurationError, match=r'no process group for the 2 workers.*init_process_group\("psdist"\)'):
         SyncBatchNorm(3)(torch.zeros(2, 3))
