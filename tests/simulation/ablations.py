@@ -30,7 +30,7 @@ from psdist_scheduler.events.cluster_events import Persist
 from psdist_scheduler.members.sessions import Sessions
 from psdist_scheduler.placement import replicas
 from psdist_server import admission
-from psdist_server.core import async_shard, bsp_shard, gates, replication, shard
+from psdist_server.core import async_shard, bsp_shard, gates, lags, replication, shard
 from psdist_server.core.slice_records import SliceRecord
 from psdist_server.store import (
     applier,
@@ -209,6 +209,29 @@ def _untold_drop(put: Put) -> None:
 @_ablation("contributions are added in rank order", consistency=BSP(), workers=4, lives=8)
 def _any_order(put: Put) -> None:
     put(bsp_shard, "sorted", lambda items, key=None: list(items))
+
+
+@_ablation("an update skips only what no worker has a gradient for", consistency=BSP(), workers=3, lives=7)
+def _skipped_for_one(put: Put) -> None:
+    put(applier, "common", lambda parts: next((ranges for ranges in parts if ranges), ()))
+
+
+@_ablation("skipped elements count the updates that they skip", consistency=BSP(), workers=2, lives=6)
+def _no_lags(put: Put) -> None:
+    put(lags.LagTable, "skip", lambda *_: None)
+
+
+@_ablation("replicas skip the same elements", consistency=BSP(), workers=2, lives=6, servers=2, replicas=2)
+def _replicas_skip_nothing(put: Put) -> None:
+    put(backup_shards, "ranges_of", lambda *_: ())
+
+
+@_ablation(
+    "copies come with their lags", faults=("kill server",), fault_count=3, servers=3, replicas=2, workers=2, lives=6
+)
+def _copies_without_lags(put: Put) -> None:
+    message = replicator.state_message
+    put(replicator, "state_message", lambda *arguments: message(*arguments[:-1], ()))
 
 
 @_ablation("a step waits for every member", consistency=BSP(), workers=3, lives=7)

@@ -345,11 +345,11 @@ class World:
 
     def tensors_of(self, vector: Any) -> dict[str, Any]:
         """Return a whole vector as the tensors of the parameter set."""
-        return {"w": vector}
+        return self.oracle.tensors(vector)
 
     def vector_of(self, tensors: dict[str, Any]) -> Any:
         """Return all tensors as one vector."""
-        return tensors["w"]
+        return self.oracle.joined(tensors)
 
     async def _train(self, life: Life) -> None:
         steps = self.steps_left(life.worker)
@@ -423,11 +423,11 @@ class World:
 
     async def _push(self, handle: AsyncParameters, push: Push) -> Any:
         """Send a push. Returns the new weights, or None if it does not ask for them."""
-        gradients = self.tensors_of(self.oracle.gradient(push.slot))
+        gradients, absent = self.tensors_of(self.oracle.gradient(push.slot)), self.oracle.absent(push)
         if self.workload.random() < self.options.bare_pushes:
-            await handle.push(gradients)
+            await handle.push(gradients, absent=absent)
             return None
-        return self.vector_of(await handle.push_pull(gradients))
+        return self.vector_of(await handle.push_pull(gradients, absent=absent))
 
     def _acked(self, life: Life, handle: AsyncParameters, push: Push, ignored: int) -> None:
         # After a lost answer, a slice answers the repeated push with "ignored" although it has applied the push.
@@ -494,6 +494,13 @@ class World:
     def check_copies(self) -> None:
         """Check that all copies of a shard, and their tables, are equal byte for byte."""
         self.check_copies_of(NAME)
+        for host in self.hosts.values():
+            store = host.stores.get(NAME)
+            for index in store.router.indices if store is not None else ():
+                weights = store.dense.export_weights(index)  # type: ignore[union-attr]
+                slots = np.flatnonzero(weights[: self.oracle.slots]).tolist()
+                lags = store.dense.lags.of(index)  # type: ignore[union-attr]
+                self.oracle.check_lags(f"at {host.me}", index, slots, lags)
 
     def check_copies_of(self, name: str) -> None:
         """Compare the copies of one parameter set."""

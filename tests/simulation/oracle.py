@@ -2,7 +2,8 @@
 
 A push's gradient is -1 at its slot of each slice and 0 elsewhere, apart from some noise; the learning rate is 1. So in
 SSP and ASP a slot is 1 once the push is in and 2 if it is in twice. In BSP the whole slice, including the noise, must
-equal the result of plain numpy for the pushes whose slots are set, in rank order, byte for byte.
+equal the result of plain numpy for the pushes whose slots are set, in rank order, byte for byte. Pushes have no
+gradient for the noise of some slices, in turn: updates skip it if no push of the step has one.
 
 The oracle sees the start and the answer of each push, all weights that a worker gets, every published map, and the
 server that answers for each shard. Weights must contain every push that was answered before they were requested, and
@@ -122,6 +123,26 @@ class Oracle:
         gradient[:, slot] = -1.0
         gradient[:, self.slots :] = self._noise[slot]
         return gradient.reshape(-1)
+
+    def tensors(self, flat: Array) -> dict[str, Array]:
+        """Divide a vector into the tensors of the parameter set: slots and noise of each slice."""
+        names = [f"{part}{index}" for index in range(self.slicing.count) for part in ("slots", "noise")]
+        ends = np.cumsum([self.slots, NOISE] * self.slicing.count)[:-1]
+        return dict(zip(names, np.split(flat, ends), strict=True))
+
+    def joined(self, tensors: Mapping[str, Array]) -> Array:
+        """Join tensors to a vector."""
+        return np.concatenate(list(tensors.values()))
+
+    def is_absent(self, push: Push, index: int) -> bool:
+        """Return True if the push has no gradient for the noise of this slice: in a third of the steps no push of the
+        step has, and in another third every other push."""
+        third = (push.step + index) % 3
+        return third == 0 or (third == 1 and push.slot % 2 == 0)
+
+    def absent(self, push: Push) -> list[str]:
+        """Return the names of the tensors that the push has no gradient for."""
+        return [f"noise{index}" for index in range(self.slicing.count) if self.is_absent(push, index)]
 
     def begins(self, life: Life, step: int) -> Push:
         """Record a push that is about to be sent."""
@@ -277,6 +298,17 @@ class Oracle:
                 f"{values[wrong[:4]].tolist()} instead of {expected[wrong[:4]].tolist()}"
             )
 
+    def check_lags(self, where: str, index: int, slots: Iterable[int], lags: Sequence[tuple[int, int, int]]) -> None:
+        """Check the lags of a slice that has the pushes with these slots."""
+        absent: dict[int, list[bool]] = {}
+        for push in (self.pushes[slot] for slot in slots if slot in self.pushes):
+            absent.setdefault(push.step if self.exact else push.slot, []).append(self.is_absent(push, index))
+        lag = sum(map(all, absent.values()))
+        expected = ((self.slots, self.slice_elements, lag),) if lag else ()
+        self.counts["lags compared"] += 1
+        if tuple(lags) != expected:
+            self.violation(f"slice {index} {where} has lags {lags} instead of {expected}")
+
     def lr_factor(self, number: int) -> float:
         """Return the learning rate factor that workers give push or step ``number``."""
         return LR_FACTORS[number % len(LR_FACTORS)]
@@ -301,11 +333,19 @@ class Oracle:
         for step in range(version):
             pushes = sorted(steps.get(step, ()), key=lambda push: (push.rank, push.life.worker_id, push.incarnation))
             if pushes:
-                parts = [self.gradient(push.slot).reshape(self.slicing.count, -1)[index] for push in pushes]
+                parts = [self.gradient(push.slot).reshape(self.slicing.count, -1)[index].copy() for push in pushes]
+                absent = [self.is_absent(push, index) for push in pushes]
+                for part, lacks_noise in zip(parts, absent, strict=True):
+                    part[self.slots :] *= not lacks_noise
                 reference.combine(mean, parts, len(parts))
                 names |= self.settings(step)[0] | {"lr": self.worth(pushes[0])}
                 self._write(index, weights, pushes)
+                before = [array[self.slots :].copy() for array in (weights, *states)]
                 reference.update(self.optimizer, names, weights, states, mean, step)
+                if all(absent):
+                    self.counts["skipped"] += 1
+                    for array, noise in zip((weights, *states), before, strict=True):
+                        array[self.slots :] = noise
         return [weights, *states]
 
     def _write(self, index: int, weights: Array, pushes: Sequence[Push]) -> None:

@@ -311,7 +311,7 @@ class OrdinaryWorld(SnapshotWorld):
         oracle, options = self.oracle, self.options
         return await client.parameters(
             NAME,
-            init={"w": oracle.initial.reshape(-1)},
+            init=oracle.tensors(oracle.initial.reshape(-1)),
             optimizer=options.optimizer_of(oracle.phase),
             consistency=options.consistency,
             slice_elements=oracle.slice_elements,

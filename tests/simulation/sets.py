@@ -216,7 +216,7 @@ class SetsWorld(OrdinaryWorld):
         oracle = self.oracle.by_name[name]
         return await client.parameters(
             name,
-            init={"w": oracle.initial.reshape(-1)},
+            init=oracle.tensors(oracle.initial.reshape(-1)),
             optimizer=self.options.optimizer,
             consistency=self.options.consistency,
             slice_elements=oracle.slice_elements,
@@ -281,7 +281,7 @@ class SetsWorld(OrdinaryWorld):
         assert script.client is not None
         part, oracle = self.parts[life.number][name], self.oracle.by_name[name]
         acked = oracle.acked
-        weights = (await handle.pull())["w"]
+        weights = oracle.joined(await handle.pull())
         self._note_incarnation(life, name, script.client, handle)
         oracle.saw(part, handle.servers.participation.sequence.versions, weights, (), acked)
 
@@ -294,11 +294,11 @@ class SetsWorld(OrdinaryWorld):
         life.pushes.append(push)
         self.oracle.made.append(SetPush(name, push, step))
         handle.lr_factor, handle.settings = oracle.lr_factor(push.step), oracle.settings(push.step)
-        gradients, weights = {"w": oracle.gradient(push.slot)}, None
+        gradients, absent, weights = oracle.tensors(oracle.gradient(push.slot)), oracle.absent(push), None
         if self.workload.random() < self.options.bare_pushes:
-            await handle.push(gradients)
+            await handle.push(gradients, absent=absent)
         else:
-            weights = (await handle.push_pull(gradients))["w"]
+            weights = oracle.joined(await handle.push_pull(gradients, absent=absent))
         push.dropped = handle.statistics().dropped > before.dropped
         self.counts["dropped"] += push.dropped
         if self._note_incarnation(life, name, client, handle) and not push.dropped:
@@ -334,7 +334,7 @@ class SetsWorld(OrdinaryWorld):
         versions: dict[str, Any] = {}
         for name in self.order.names:
             handle = await client.parameters(name)
-            weights[name] = (await handle.pull())["w"]
+            weights[name] = self.oracle.by_name[name].joined(await handle.pull())
             versions[name] = handle.servers.participation.sequence.versions
         await self.oracle.check_commits(self.loop)
         for name, one in self.oracle.by_name.items():

@@ -294,6 +294,7 @@ class SnapshotOracle(Oracle):
             for slot in sorted(base[index] ^ {slot for slot in slots if self._era(slot) < saved.era}):
                 self.violation(f"{where} differs from the snapshot that its era began with (slot {slot})")
             self._check_cut(where, saved, state, version, set(slots))
+            self.check_lags(f"of {saved.record}", index, slots, state.shards[index % shards].lags_of(index))
             if self.exact:
                 self._check_bytes(where, version, arrays, slots)
             else:

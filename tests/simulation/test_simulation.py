@@ -49,6 +49,8 @@ PATHS = (
     "resent",
     "dropped",
     "copies compared",
+    "lags compared",
+    "skipped",
     "tables compared",
     "drained",
     "promoted",

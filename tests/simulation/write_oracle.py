@@ -77,6 +77,10 @@ class WriteOracle(SnapshotOracle):
         if (times := self._refusals[life.number, era, step]) > odd:
             self.violation(f"{life.worker_id} was refused in step {step} for time {times}, after {odd} writes: {text}")
 
+    def is_absent(self, push: Push, index: int) -> bool:
+        """See Oracle. Here the tensors are others, and each push has a gradient for all of them."""
+        return False
+
     # --- checks -------------------------------------------------------------------------------------------------------
 
     def _write(self, index: int, weights: Array, pushes: Sequence[Push]) -> None:

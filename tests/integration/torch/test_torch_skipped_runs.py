@@ -1,4 +1,4 @@
-"""Two workers whose layers get no gradient in some steps: the weights are torch's, and a lost server changes no byte."""
+"""Two workers whose layers lack gradients in some steps: the weights are those of torch, also after a loss."""
 
 from __future__ import annotations
 
