@@ -50,8 +50,8 @@ class LinkOwner(Protocol):
     def on_frame(self, sender: Sender, frame: pb.PeerFrame, data: Bytes) -> None:
         """Process a frame, whose payload is complete. Raises PsdistError for one that makes no sense."""
 
-    def link_ended(self, sender: Sender, reason: str) -> None:
-        """Process the end of an accepted link, which ends the worker for all groups."""
+    def link_ended(self, sender: Sender, used: set[bytes], reason: str) -> None:
+        """Process the end of an accepted link. used: digests of the groups whose frames it has carried."""
 
 
 def digest_of(frame: pb.PeerFrame) -> bytes:
@@ -79,7 +79,9 @@ class IncomingLink(MessageReceiver[pb.PeerFrame]):
         #: Memory that the sender shares, by place.
         self._arena: Bytes | None = None
         self._taking: asyncio.Task[None] | None = None
-        #: WorkerGroup whose memory is being written to.
+        #: Digests of the groups whose frames it has carried.
+        self.used: set[bytes] = set()
+        #: Group whose memory is being written to.
         self.receiving: GroupFrames | None = None
         connection.set_receiver(self)
 
@@ -119,6 +121,8 @@ class IncomingLink(MessageReceiver[pb.PeerFrame]):
     def on_message(self, message: pb.PeerFrame) -> None:
         data, self._data, self.receiving = self._data, np.empty(0, np.uint8), None
         if message.WhichOneof("kind") != "offer":
+            if len(self.used) < limits.GROUPS_MAX:
+                self.used.add(digest_of(message))
             self._mesh.on_frame(self._sender, message, data)
         elif self._taking is None:
             self._taking = asyncio.create_task(self._take(message.offer), name="psdist shared memory")
@@ -144,4 +148,5 @@ class IncomingLink(MessageReceiver[pb.PeerFrame]):
         if self._taking is not None:
             self._taking.cancel()
         name = self._sender[0]
-        self._mesh.link_ended(self._sender, f"{name} closed its link" if error is None else f"{name}: {error.message}")
+        reason = f"{name} closed its link" if error is None else f"{name}: {error.message}"
+        self._mesh.link_ended(self._sender, self.used, reason)

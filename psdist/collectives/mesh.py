@@ -20,7 +20,7 @@ from psdist.client.session.cluster_view import ClusterView
 from psdist.client.session.membership import WorkerMembership
 from psdist.collectives.core.plan import Bytes
 from psdist.collectives.incoming import GroupFrames, IncomingLink, Sender, digest_of
-from psdist.errors import InvalidArgumentError, LimitExceededError, PeerUnreachableError, PsdistError, copy_error
+from psdist.errors import LimitExceededError, PeerUnreachableError, PsdistError, copy_error
 from psdist.link.frame_connection import FrameConnection
 from psdist.link.peer_link import PeerLink
 from psdist.link.peers import PeerListener, check_hello
@@ -127,6 +127,8 @@ class Mesh:
         return self._outgoing[key]
 
     def _link_broke(self, worker: Sender, error: PsdistError) -> None:
+        """Process the end of a link that this worker dialed. The next frame dials another."""
+        del self._outgoing[worker]
         self._lose_later(worker, error.message)
 
     def drop(self, group: GroupFrames) -> None:
@@ -142,8 +144,11 @@ class Mesh:
         """Take over a link of another worker. Raises PsdistError to refuse it."""
         check_hello(hello, self._mine.run_id, self._mine.worker_id, self._mine.incarnation)
         sender = hello.sender.worker_id, hello.sender.incarnation
-        if sender in self._incoming or len(self._incoming) >= limits.MEMBERS_MAX:
-            raise InvalidArgumentError(f"{sender[0]!r:.80} has a link already, or {limits.MEMBERS_MAX} others do")
+        if (before := self._incoming.get(sender)) is not None:  # The sender has ended it, which is not noticed yet.
+            before.close()
+            self.link_ended(sender, before.used, f"{sender[0]} made another link")
+        if len(self._incoming) >= limits.MEMBERS_MAX:
+            raise LimitExceededError(f"{limits.MEMBERS_MAX} workers have links to this one, which is the limit")
         self._incoming[sender] = IncomingLink(self, sender, connection)
 
     def is_open(self, digest: bytes) -> GroupFrames | None:
@@ -162,25 +167,22 @@ class Mesh:
                 )
             self._early.append((sender, digest, frame, data))
 
-    def link_ended(self, sender: Sender, reason: str) -> None:
-        """Process the end of an accepted link, which ends the worker for all groups."""
+    def link_ended(self, sender: Sender, used: set[bytes], reason: str) -> None:
+        """Process the end of an accepted link, which ends the worker for the groups that have used the link."""
         self._incoming.pop(sender, None)
         self._early = [entry for entry in self._early if entry[0] != sender]
-        self._lose(sender, reason)
+        _lose([group for digest in used if (group := self._groups.get(digest)) is not None], sender, reason)
 
     def _lose_later(self, worker: Sender, reason: str) -> None:
         loop = asyncio.get_running_loop()
+        groups = self._all_groups()  # Not those that are made until then, which may use another link.
 
         def lose() -> None:
             self._ends.discard(timer)
-            self._lose(worker, reason)
+            _lose(groups, worker, reason)
 
         timer = loop.call_later(_GRACE_SECONDS, lose)
         self._ends.add(timer)
-
-    def _lose(self, worker: Sender, reason: str) -> None:
-        for group in self._all_groups():
-            group.on_lost(worker, reason)
 
     # --- the map ------------------------------------------------------------------------------------------------------
 
@@ -208,3 +210,8 @@ class Mesh:
         for timer in self._ends:
             timer.cancel()
         self._watcher.cancel()
+
+
+def _lose(groups: list[GroupFrames], worker: Sender, reason: str) -> None:
+    for group in groups:
+        group.on_lost(worker, reason)

@@ -238,3 +238,21 @@ async def test_without_shared_memory_parts_follow_their_frames(run: Run, monkeyp
     given = arrays(LARGE)
     for one in await run.all(lambda group: group.all_reduce(given[group.rank])):
         assert one.tobytes() == (given[0] + given[1] + given[2]).tobytes()
+
+
+async def test_the_same_workers_make_another_group_after_a_call_was_given_up_in_the_middle(run: Run) -> None:
+    large = np.ones(8 * LARGE)
+    await run.all(lambda group: group.barrier())
+    calls = [asyncio.ensure_future(group.all_reduce(large)) for group in run.groups]
+    while not run.workers[0]._mesh._incoming or not any(
+        link.receiving for link in run.workers[0]._mesh._incoming.values()
+    ):
+        await asyncio.sleep(0)
+        if any(call.done() for call in calls):
+            break
+    calls[0].cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    for _ in range(3):
+        run.groups = [one.new_group(range(SIZE)) for one in run.workers]
+        for one in await run.all(lambda group: group.all_reduce(large)):
+            assert one[0] == one[-1] == SIZE
