@@ -95,6 +95,8 @@ class Oracle:
         self.pushes: dict[int, Push] = {}
         self.violations: list[str] = []
         self.counts: Counter[str] = Counter()
+        #: True if pushes set the learning rate, in place of the specification's.
+        self.sets_rates = True
         self.initial = np.zeros((slices, self.slice_elements), np.float32)
         self.initial[:, slots:] = noise.standard_normal((slices, NOISE))
         self._noise = noise.standard_normal((slots, slices, NOISE)).astype(np.float32)
@@ -315,14 +317,14 @@ class Oracle:
 
     def settings(self, number: int) -> dict[int, dict[str, float]]:
         """Return the hyperparameters that workers give push or step ``number``."""
-        settings = {"lr": LR_SETTINGS[number % len(LR_SETTINGS)]}
+        settings = {"lr": LR_SETTINGS[number % len(LR_SETTINGS)]} if self.sets_rates else {}
         if self.optimizer.values()["momentum"]:
             settings["momentum"] = MOMENTUMS[number % len(MOMENTUMS)]
         return {0: settings}
 
     def worth(self, push: Push) -> float:
         """Return the learning rate with which the push was applied; it is the value of its slot."""
-        return self.lr_factor(push.step) * self.settings(push.step)[0]["lr"]
+        return self.lr_factor(push.step) * self.settings(push.step)[0].get("lr", 1.0)
 
     def replay(self, index: int, version: int, steps: dict[int, list[Push]]) -> list[Array]:
         """Return the weights and state that numpy computes from pushes, given by step."""

@@ -157,6 +157,7 @@ class OrdinaryWorld(SnapshotWorld):
     def __init__(self, loop: RunLoop, options: OrdinaryOptions) -> None:
         super().__init__(loop, options)
         self._life_rng = options.stream("ordinary life")
+        self.oracle.sets_rates = not options.rates
         self.oracle.rate = lambda phase: float(options.optimizer_of(phase).values()["lr"])
         #: Scripts by the number of their life.
         self.scripts: dict[int, Script] = {}
