@@ -107,16 +107,20 @@ def inspect(
 
 
 def merge_shared(model: nn.Module, tensors: ModelTensors, optimizer: torch.optim.Optimizer | None) -> ModelTensors:
-    """Return ``tensors`` with those that are the same memory only once, and tie the trained ones of them.
+    """Return ``tensors`` with those that are the same memory only once, and tie the trained ones of them. A frozen
+    parameter that is the memory of a trained one is an alias of it.
 
     optimizer: as for ``tie``. Raises InvalidArgumentError for tensors that share parts of their memory.
     """
-    aliases = find_aliases({**tensors.trained, **tensors.fixed})
-    tie(model, tensors.trained, aliases, optimizer)
+    learning = {name: one for name, one in tensors.trained.items() if one.requires_grad}
+    aliases = find_aliases({**learning, **tensors.trained, **tensors.fixed})
+    followers = {name for name, first in aliases.items() if name not in learning and first in learning}
+    trained = {name: one for name, one in tensors.trained.items() if name not in followers}
+    tie(model, trained, aliases, optimizer)
     return ModelTensors(
-        {name: one for name, one in tensors.trained.items() if name not in aliases},
+        {name: one for name, one in trained.items() if name not in aliases},
         {name: one for name, one in tensors.fixed.items() if name not in aliases},
-        {name: first for name, first in aliases.items() if name in tensors.fixed},
+        {name: first for name, first in aliases.items() if name not in trained},
     )
 
 
