@@ -12,7 +12,7 @@ from psdist.errors import DeviceLostError, LimitExceededError
 from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard
 from psdist_server.device.parameters import REGISTERED_BYTES, DeviceParameters
 from psdist_server.device.staging import LANES, Lanes
-from psdist_server.kernels.arrays import Update
+from psdist_server.kernels.arrays import DenseParameters, Update
 from tests.support.host_device import HostDevice, needs_compiler
 
 pytestmark = needs_compiler
@@ -139,3 +139,24 @@ def test_a_lane_is_free_again_after_an_error() -> None:
     device.failure = ""
     assert dense.apply([Update(0, 0, [gradient()])]) == [()]
     dense.close()
+
+
+def test_skipped_elements_give_the_bytes_of_the_processor() -> None:
+    device, host = filled(DeviceParameters(entry(2, 1), Lanes(HostDevice()))), DenseParameters(entry(2, 1))
+    host.hold(range(2))
+    for index in range(2):
+        host.install(index, np.ones(SLICE, np.float32))
+    rng = np.random.default_rng(1)
+    for step in range(4):
+        absent = ((1000, 5000), (100_001, 200_000)) if step % 2 else ((4000, 6000),)
+        values = rng.standard_normal(SLICE).astype(np.float32)
+        for start, stop in absent:
+            values[start:stop] = 0.0
+        means = [np.full(SLICE, np.nan, np.float32) for _ in range(2)]
+        for dense, mean in zip((device, host), means, strict=True):
+            dense.apply([Update(1, step, [values, values], mean=mean, absent=absent)])
+        assert means[0].tobytes() == means[1].tobytes()
+        assert device.digest(1) == host.digest(1)
+    assert device.lags.of(1) == host.lags.of(1) != ()
+    device.close()
+    host.close()
