@@ -364,6 +364,8 @@ class BucketStep(PushStep):
 
     async def _until_done(self, bucket: AsyncBucket, names: str) -> None:
         while not bucket.done():
+            if refused := next((one for one in self._failures if isinstance(one, WrittenWeightsError)), None):
+                await self._raise(refused)  # All buckets of the step were refused with it.
             if missing := self._plan.missing_for(bucket.slices):
                 raise InvalidArgumentError(
                     f"waiting for {names} would never end: {missing} must be given first, because they share slices or "
@@ -401,9 +403,20 @@ class BucketStep(PushStep):
             self._failures.clear()
             await self._servers.shared_memory.withdraw()
             if isinstance(error, WrittenWeightsError):
-                await self._servers.withdraw_push(error)
-                self.update_options()
+                await self._withdraw(error)
         raise copy_error(error)
+
+    async def _withdraw(self, error: WrittenWeightsError) -> None:
+        """Withdraw the step after servers refused it. All of its tensors must be given again, unless a slice has
+        applied it."""
+        if await self._servers.withdraw_push(error):
+            for bucket in self._waiting:
+                bucket.error = bucket.error or error
+            self._waiting.clear()
+            self._plan.restart()
+            self._update_sequence()
+            self._update()
+        self.update_options()
 
     def update_options(self) -> None:
         """Push tensors that are given from now on with the script's newest options."""

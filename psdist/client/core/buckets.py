@@ -157,6 +157,10 @@ class StepPlan:
             for index in self.index.slices_of(number):
                 self._needs[index] += 1
 
+    def restart(self) -> None:
+        """Mark all tensors and slices as missing again."""
+        self.take_back(list(self._given), list(self._under_way))
+
     def _abstains(self, index: int) -> bool:
         return any(self._given[number] for number in self.index.tensors_of(index))
 

@@ -139,7 +139,8 @@ async def test_written_weights_go_beside_compressed_gradients(cluster: EmbeddedC
 async def test_workers_that_write_different_values_are_refused(
     cluster: EmbeddedCluster, transport: TransportName
 ) -> None:
-    """Check that nothing is applied, not even to slices that nobody wrote to."""
+    """Check that nothing is applied, not even to slices that nobody wrote to, and that nothing is left there: the next
+    attempt counts with other gradients."""
     workers = Workers(cluster, transport)
     try:
         await workers.open(PLAIN, optimizer=optim.SGD(lr=1.0))
@@ -152,6 +153,27 @@ async def test_workers_that_write_different_values_are_refused(
         assert all("rank 0 wrote one thing, rank 1 wrote nothing" in str(error) for error in errors), errors
         async with AsyncClient(cluster.address, cluster.token) as reader:
             assert joined(await (await reader.parameters(workers.handles[0].name)).pull()) == before
+        await workers.handles[0].assign({})
+        twos = split(np.full(TOTAL, 2.0, np.float32))
+        await asyncio.gather(in_buckets(workers.handles[0], twos, 1.0), in_one(workers.handles[1], twos, 1.0))
+        expected = np.frombuffer(before, np.float32) - np.float32(2.0)
+        assert joined(await workers.handles[0].pull()) == expected.tobytes()
+    finally:
+        await workers.close()
+
+
+async def test_a_step_in_buckets_is_refused_as_a_whole(cluster: EmbeddedCluster) -> None:
+    workers = Workers(cluster)
+    try:
+        await workers.open(PLAIN, optimizer=optim.SGD(lr=1.0))
+        await workers.handles[1].assign({"b": np.zeros(7, np.float32)})
+        for value, refused in ((1.0, True), (2.0, False)):
+            gradients = split(np.full(TOTAL, value, np.float32))
+            steps = [in_buckets(one, gradients, 1.0) for one in workers.handles]
+            results = await asyncio.gather(*steps, return_exceptions=True)
+            assert [isinstance(one, WrittenWeightsError) for one in results] == [refused] * WORKERS, results
+            await workers.handles[1].assign({})
+        assert joined(await workers.handles[0].pull()) == (initial() - np.float32(2.0)).tobytes()
     finally:
         await workers.close()
 
