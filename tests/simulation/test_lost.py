@@ -13,8 +13,8 @@ from tests.simulation.storage import DAMAGES
 FIRST = 400_000
 SEEDS = 60
 #: Seeds that once showed a defect: a server, and a scheduler, that knew no parameters ended a worker with
-#: UnknownParametersError.
-REGRESSIONS = (1082, 700163)
+#: UnknownParametersError, and a run that was started again whose base could not be read, while an older one could.
+REGRESSIONS = (1082, 700163, 800035)
 #: Paths that these seeds must have taken.
 PATHS = (
     *lost_runs.KINDS,

@@ -13,7 +13,7 @@ that finds it taken saves no more. ``newest`` belongs to the current history of 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 from psdist.snapshots.format import CommitRecord
@@ -142,10 +142,17 @@ class Catalog:
         self.unreadable = dict(text.partition(": ")[::2] for text in history.skipped)
         self.highest = max(self.highest, history.highest)
         newest = history.newest
-        given_up = newest is not None and not self.bad and not self._resume.is_of_this_course(newest)
+        given_up = newest is not None and not self.bad and not self._is_of_this_course(newest, history.commits)
         self.newest = self._resume.found if given_up else newest
         if not self.committing:  # Otherwise the storage was read before that commit.
             self._unsure = ""
+
+    def _is_of_this_course(self, found: sn.CommitFound, commits: Iterable[CommitRecord]) -> bool:
+        """Return True if the run's history contains this snapshot. It may be one before the base, which is unreadable
+        then: otherwise the base would have been found first."""
+        base = self._resume.base.restore
+        is_before = any(base and c.directory == base.directory and found.commit.sequence < c.sequence for c in commits)
+        return is_before or self._resume.is_of_this_course(found)
 
     def give_up(self, directory: str, why: str) -> sn.ReadHistory:
         """Give up a snapshot that cannot be loaded. Returns the request to look for the one before."""

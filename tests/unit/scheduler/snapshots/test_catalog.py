@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from psdist import errors
 from psdist.snapshots.policy import SavePolicy
+from psdist.types import Restore
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import snapshot_events as sn
-from psdist_scheduler.events.cluster_state import Member
-from psdist_scheduler.snapshots.catalog import surplus
+from psdist_scheduler.events.cluster_state import Member, RestorePoint
+from psdist_scheduler.placement.restore_point import Resume
+from psdist_scheduler.snapshots.catalog import Catalog, surplus
 from tests.support.scheduler_driver import caller
 from tests.support.snapshot_driver import Ready, SnapshotDriver, commit_of, history_of, ready
 
@@ -31,6 +33,23 @@ def test_a_storage_that_cannot_be_read_is_read_again() -> None:
     again.on(ev.Tick())
     again.go_on()
     assert again.saved(call).sequence == 4
+
+
+def test_a_snapshot_before_an_unreadable_base_is_of_the_same_history() -> None:
+    """A run that went back to a snapshot is started again, and neither that one nor a later one can be read."""
+    d = ready(policy=SavePolicy(steps=10, keep_last=9))
+    found: list[sn.CommitFound] = []
+    for step in (10, 20, 30, 40):
+        d.train(step)
+        assert (newest := d.cluster.snapshots.catalog.newest) is not None
+        found.append(newest)
+    first, base, given_up, _ = found
+    commits = tuple(each.commit for each in reversed(found))
+    restore = Restore(base.commit.directory, bytes.fromhex(base.commit.manifest_digest))
+    resume = Resume(RestorePoint(restore, generation=1, epoch=base.commit.epoch + 50))
+    assert Catalog(resume, sn.History(commits, 4, first)).newest == first
+    assert Catalog(resume, sn.History(commits, 4, given_up)).newest is None
+    assert Catalog(resume, sn.History(commits[:2], 4, first)).newest is None, "nobody knows the number of the base"
 
 
 # --- what is kept -----------------------------------------------------------------------------------------------------
