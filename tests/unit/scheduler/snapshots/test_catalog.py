@@ -41,7 +41,8 @@ def test_a_snapshot_before_an_unreadable_base_is_of_the_same_history() -> None:
     found: list[sn.CommitFound] = []
     for step in (10, 20, 30, 40):
         d.train(step)
-        assert (newest := d.cluster.snapshots.catalog.newest) is not None
+        newest = d.cluster.snapshots.catalog.newest
+        assert newest is not None
         found.append(newest)
     first, base, given_up, _ = found
     commits = tuple(each.commit for each in reversed(found))
