@@ -96,11 +96,6 @@ def _returned_one_by_one(put: Put) -> None:
     put(Joins, "_is_joined_together", is_joined_together)
 
 
-@_ablation("a worker that joins sets one by one is followed later", **_SILENT)
-def _entered_by_several(put: Put) -> None:
-    put(Joins, "_entering", lambda self: set())
-
-
 # --- defects that these runs have found -------------------------------------------------------------------------------
 
 
