@@ -75,6 +75,8 @@ class _BspSlice(SliceBase):
     next_waiters: dict[int, tuple[bool, bool]] = field(default_factory=dict)
     #: Lowest attempt at the open step that is still accepted, of producers that withdrew some.
     attempts: dict[Producer, int] = field(default_factory=dict)
+    #: Errors of the producers whose latest attempt was refused. A connection may break before its worker reads it.
+    refusals: dict[Producer, PsdistError] = field(default_factory=dict)
 
     @property
     def step(self) -> int:
@@ -148,7 +150,7 @@ class BspShard(ShardMachine[_BspSlice]):
         if event.withdraws:
             return self._withdraw(state, event, producer)
         if event.attempt < state.attempts.get(producer, 0):
-            return [RefuseSlice(event.token, _withdrawn(event))]
+            return [RefuseSlice(event.token, state.refusals.get(producer) or _withdrawn(event))]
         waiters = state.next_waiters if state.busy else state.waiters
         if known is not None and (known.written, known.attempt) == (event.written, event.attempt):
             waiters[event.token] = (True, False)
@@ -187,7 +189,7 @@ class BspShard(ShardMachine[_BspSlice]):
         parts = tuple(part.token for _, part in ordered if not part.abstain)
         forgotten = [Forget(part.token) for _, part in ordered if part.abstain]
         state.applying, state.open, state.busy = tuple(producer for producer, _ in ordered), {}, True
-        state.attempts = {}
+        state.attempts, state.refusals = {}, {}
         if self._clipping:
             return [Aggregate(state.index, state.version, parts, writer), *forgotten]
         return [self._apply(state, parts, writer), *forgotten]
@@ -206,7 +208,10 @@ class BspShard(ShardMachine[_BspSlice]):
         tokens = dict.fromkeys(token for part in refused or contributions for token in (part.token, *part.repeats))
         if not refused:
             tokens |= dict.fromkeys(state.waiters)
-        state.open = {producer: part for producer, part in state.open.items() if part.token not in tokens}
+        for producer, part in list(state.open.items()):
+            if part.token in tokens:
+                del state.open[producer]
+                state.attempts[producer], state.refusals[producer] = newest + (not refused), error
         state.waiters = {token: flags for token, flags in state.waiters.items() if token not in tokens}
         return [RefuseSlice(token, error) for token in tokens]
 

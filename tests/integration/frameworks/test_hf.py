@@ -133,5 +133,5 @@ def test_a_saved_step_without_its_run_is_refused(runs: Runs, tmp_path: Path) -> 
     directory = str(tmp_path / "trainer")
     runs.together("train", 1, kind="bert", directory=directory, batch=4, max_steps=3)
     (error,) = runs.together("train", 1, kind="bert", directory=directory, batch=4, resume=True, codes=(1,))
-    assert "the checkpoint is of step 3, but the run is at step 0" in error
+    assert "the checkpoint is from step 3, but the run is at step 0" in error
     assert "with its earlier --run-id, or train without resume_from_checkpoint" in error

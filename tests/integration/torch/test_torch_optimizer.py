@@ -254,7 +254,7 @@ def test_gradients_that_were_pushed_may_not_change(
     model, optimizer = wrapped
     loss_of(model, BATCHES(0)).backward()
     change(model, optimizer)
-    with pytest.raises(InvalidArgumentError, match=r"was changed or removed.*zero_grad\(\).* makes the step"):
+    with pytest.raises(InvalidArgumentError, match=r"was changed or removed.*zero_grad\(\).* completes the step"):
         optimizer.step()
     optimizer.zero_grad()
     assert optimizer.handle.step == 1 and all(parameter.grad is None for parameter in model.parameters())

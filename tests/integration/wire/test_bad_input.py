@@ -280,7 +280,7 @@ async def test_a_second_client_with_the_same_worker_id(training: Training) -> No
 
 async def test_another_protocol_version(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "PROTOCOL_VERSION", 99)
-    with pytest.raises(errors.ProtocolMismatchError, match=r"99.*scheduler speaks 5.*same release"):
+    with pytest.raises(errors.ProtocolMismatchError, match=r"99.*scheduler speaks 6.*same release"):
         await training.join()
     await training.goes_on()
 
@@ -288,7 +288,7 @@ async def test_another_protocol_version(training: Training, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("program", "flags", "token", "words"),
     [
-        (_OLDER_SERVER, [], "", "protocol version 99, this scheduler speaks 5"),
+        (_OLDER_SERVER, [], "", "protocol version 99, this scheduler speaks 6"),
         ("", ["--server-id", "server-0", "--start-timeout", "1"], "", "'server-0' is taken by server-0, process"),
         pytest.param("", ["--run-id", "another"], "", "not 'another'", marks=pytest.mark.long),
         ("", [], "wrong", "the token is missing or wrong"),

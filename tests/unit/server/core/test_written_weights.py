@@ -88,8 +88,18 @@ def test_different_writes_are_refused_and_change_nothing(written: tuple[bytes, .
     refused = refusals(give(shard, *pushes))
     assert refused.keys() == {one.token for one in pushes} and all(expected in text for text in refused.values())
     assert shard.slices[0].version == 1 and not shard.slices[0].busy
-    again = [push(rank, 1, ONE) for rank in range(3)]
+    again = [push(rank, 1, ONE, attempt=1) for rank in range(3)]
     assert applied(give(shard, *again)).parts == tuple(one.token for one in again)
+
+
+def test_a_refusal_that_was_lost_is_repeated() -> None:
+    """A connection may break before the worker reads the refusal. Its push would wait for a worker that was refused
+    and makes no other."""
+    shard = shard_at(1)
+    first = refusals(give(shard, *[push(rank, 1, one) for rank, one in enumerate((ONE, b"", b""))]))
+    shard.on(push(1, 1, attempt=1, withdraws=True))
+    again = push(0, 1, ONE)
+    assert refusals(give(shard, again)) == {again.token: next(iter(first.values()))}
 
 
 def test_a_repeat_of_a_refused_push_is_refused_with_it() -> None:
