@@ -286,8 +286,8 @@ class Steps:
             )
         if participation.sequence.partly_applied:
             raise InvalidArgumentError(
-                f"step {participation.sequence.step} of {participation.name!r} is applied in part with what was "
-                "written before: push its gradient again first"
+                f"some slices of {participation.name!r} have applied step {participation.sequence.step} with the "
+                "weights that were assigned before: push its gradient again first"
             )
         written = None
         if values is not None:

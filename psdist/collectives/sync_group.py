@@ -30,7 +30,7 @@ class Handle(Generic[T]):
         if self._started is not None:
             started, self._started = self._started, None
             self._result = started.result()
-        return self._result  # type: ignore[return-value]
+        return self._result  # type: ignore[return-value]  # set once the call has ended
 
 
 class WorkerGroup(ProcessBound):
