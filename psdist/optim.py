@@ -477,7 +477,7 @@ def scale_lr(
     if warmup_steps:
         schedule = replace(schedule, warmup_steps=warmup_steps, warmup_start=1 / factors[mode])
     overrides = tuple(_scale_override(item, factors[mode]) for item in optimizer.overrides)
-    return replace(optimizer, lr=lr, schedule=schedule, overrides=overrides)  # type: ignore[call-arg]
+    return replace(optimizer, lr=lr, schedule=schedule, overrides=overrides)  # type: ignore[call-arg]  # all have lr
 
 
 def _scale_override(item: Override, factor: float) -> Override:

@@ -69,7 +69,7 @@ class AllGather:
                 if part is None or whole[rank] is None:
                     whole[rank] = None
                 else:
-                    whole[rank] += part  # type: ignore[operator]
+                    whole[rank] += part  # type: ignore[operator]  # not None, as just checked
             start += more.bytes
         return [
             None if found is None or length is None else bytes(found[_PREFIX:length])

@@ -24,7 +24,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore, _create_work_from_future  # type: ignore[attr-defined]
+from torch._C._distributed_c10d import HashStore, _create_work_from_future  # type: ignore[attr-defined]  # no stub
 
 from psdist.client.context import Context, init
 from psdist.errors import InvalidArgumentError
@@ -54,7 +54,7 @@ class PsdistGroup(dist.ProcessGroup):
     """
 
     def __init__(self, rank: int, world_size: int, context: Callable[[], Context]) -> None:
-        super().__init__(rank, world_size)  # type: ignore[call-arg]
+        super().__init__(rank, world_size)  # type: ignore[call-arg]  # missing in torch's stubs
         self._world_size = world_size
         self._place = rank
         self._context = context
@@ -109,7 +109,7 @@ class PsdistGroup(dist.ProcessGroup):
         return _done([output])
 
     #: Name of ``all_gather_single`` before torch 2.12.
-    _allgather_base = all_gather_single  # type: ignore[assignment]
+    _allgather_base = all_gather_single  # type: ignore[assignment]  # typed otherwise
 
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> dist.Work:
         """Collect the tensors of all workers at the root."""

@@ -36,7 +36,7 @@ class _GroupBase(dist.ProcessGroup):
     """
 
     def __init__(self, group: WorkerGroup, timeout: timedelta) -> None:
-        super().__init__(group.rank, group.size)  # type: ignore[call-arg]
+        super().__init__(group.rank, group.size)  # type: ignore[call-arg]  # missing in torch's stubs
         self._sync = group
         self._group: AsyncWorkerGroup = group.wrapped
         self._limit = timeout
@@ -177,7 +177,7 @@ class LinkGroup(_GroupBase):
         return self.all_gather_single_coalesced([output], [tensor], opts)
 
     #: Name of ``all_gather_single`` before torch 2.12.
-    _allgather_base = all_gather_single  # type: ignore[assignment]
+    _allgather_base = all_gather_single  # type: ignore[assignment]  # typed otherwise
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
@@ -192,7 +192,7 @@ class LinkGroup(_GroupBase):
 
         return self._work(map(gathered, outputs, inputs), outputs)
 
-    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]  # typed otherwise
 
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> dist.Work:
         """Collect the tensors of all ranks at the root."""
@@ -234,7 +234,7 @@ class LinkGroup(_GroupBase):
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
 
     #: Name of ``reduce_scatter_single`` before torch 2.12.
-    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]  # typed otherwise
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
@@ -250,7 +250,7 @@ class LinkGroup(_GroupBase):
 
         return self._work(map(reduced, outputs, inputs), outputs)
 
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]  # typed otherwise
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
         """Send a tensor to each rank, and receive one from each."""
@@ -276,7 +276,7 @@ class LinkGroup(_GroupBase):
         return work
 
     #: Name of ``all_to_all_single`` before torch 2.12.
-    alltoall_base = all_to_all_single  # type: ignore[assignment]
+    alltoall_base = all_to_all_single  # type: ignore[assignment]  # typed otherwise
 
 
 def make_group(options: Any, _: Any, context: Callable[[], Context] = init) -> LinkGroup:

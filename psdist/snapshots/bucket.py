@@ -47,8 +47,8 @@ def open_bucket(url: str) -> BucketStorage:
         return BucketStorage(url, _memories.setdefault(url, MemoryStore()))
     retries = {"max_retries": RETRIES, "retry_timeout": timedelta(seconds=_RETRY_SECONDS)}
     try:
-        # The overload depends on the kind of store, which only the URL shows.
-        return BucketStorage(url, from_url(url, retry_config=retries))  # type: ignore[call-overload]
+        store = from_url(url, retry_config=retries)  # type: ignore[call-overload]  # the URL shows the kind
+        return BucketStorage(url, store)
     except (BaseError, ValueError) as error:
         raise ConfigurationError(f"the storage {url:.200} cannot be opened: {_reason(error)}") from None
 

@@ -138,9 +138,9 @@ class GradientStream:
         self._hooks = self._hooks or {}
         for number, parameter in enumerate(self._parameters):
             if number not in self._hooks and parameter.requires_grad:
-                self._hooks[number] = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    partial(self._on_gradient, number)  # torch gives it no types
-                )
+                push = partial(self._on_gradient, number)
+                hook = parameter.register_post_accumulate_grad_hook(push)  # type: ignore[no-untyped-call]  # torch: untyped
+                self._hooks[number] = hook
 
     def set_weight(self, weight: float) -> None:
         """Set the weight of this step's gradients in its mean.

@@ -34,7 +34,7 @@ def metadata(token: str) -> tuple[tuple[str, str], ...]:
     return ((KEY, f"Bearer {token}"),) if token else ()
 
 
-class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
     """Server interceptor that refuses calls without ``token``. An empty ``token`` accepts all calls (loopback only)."""
 
     def __init__(self, token: str) -> None:

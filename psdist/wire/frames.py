@@ -71,7 +71,7 @@ def unpack(cls: type[M], data: bytes) -> Frame[M]:
     except DecodeError:
         pass  # The real parser decides, and has the better error message.
     message = parse(cls, data)
-    payload: bytes = message.payload  # type: ignore[attr-defined]
+    payload: bytes = message.payload  # type: ignore[attr-defined]  # of every class that is unpacked
     message.ClearField("payload")
     return Frame(message, memoryview(payload))
 

@@ -15,9 +15,8 @@ def main() -> int:
     gc.disable()  # Imported objects stay alive: traversing them would take a tenth of the start, and of the exit.
     settings = scheduler_settings(sys.argv[1:])
     check_machine("psdist-scheduler")
-    # Keep structlog from importing rich for the colours of tracebacks: 5 MB and 65 modules. None marks a module that
-    # cannot be imported; Python's stubs do not know that.
-    sys.modules.setdefault("rich", None)  # type: ignore[arg-type]
+    # Keep structlog from importing rich for the colours of tracebacks: 5 MB and 65 modules.
+    sys.modules.setdefault("rich", None)  # type: ignore[arg-type]  # None: cannot be imported
     from psdist_scheduler import app
 
     gc.freeze()

@@ -106,7 +106,8 @@ class Passes:
         for layer in self._layers:
             for name, parameter in layer.parameters.items():
                 take = partial(self._on_gradient, on_begin, layer, name)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(take))  # type: ignore[no-untyped-call]
+                hook = parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]  # torch: untyped
+                self._hooks.append(hook)
 
     def close(self) -> None:
         """Remove the hooks, and free all weights."""
@@ -186,7 +187,8 @@ class Passes:
                     "values are freed now: give the module that uses it in layers=, or return a copy, for example by "
                     "clone()"
                 )
-            tensor.register_hook(partial(self._before_backward, layers))  # type: ignore[no-untyped-call]
+            before = partial(self._before_backward, layers)
+            tensor.register_hook(before)  # type: ignore[no-untyped-call]  # torch gives it no types
 
     @staticmethod
     def _free(layer: OffloadedLayer) -> None:

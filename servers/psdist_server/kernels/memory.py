@@ -227,5 +227,4 @@ def leave_out() -> None:
     configuration file (1 MB). structlog imports rich for the colors of tracebacks (5 MB, 65 modules).
     """
     for name in ("scipy", "rich", "cffi", "yaml"):
-        # None marks a module that cannot be imported; the type stubs do not know that.
-        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # None: cannot be imported
