@@ -241,6 +241,7 @@ def _connect(arguments: dict[str, Any]) -> Context:
 def _world_of_one(arguments: dict[str, Any], metrics: MetricsSettings) -> Context:
     from psdist.launcher.embedded import EmbeddedCluster
 
+    loop.shared().end_on_sigterm()  # From here on SIGTERM raises SystemExit, so that the cluster is closed.
     cluster = EmbeddedCluster(servers=1)
     try:
         _print_line("no launcher, so this is a world of one: a scheduler and one server are started")

@@ -87,6 +87,22 @@ psdist.init()
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("place", ["launcher.embedded.await_address", "client.context.Client"])
+def test_a_signal_while_the_context_is_made_leaves_no_cluster_behind(tmp_path: Path, place: str) -> None:
+    """SIGTERM before the scheduler answers, and before the client connects to it."""
+    done = run(
+        f"""
+import psdist.client.context, psdist.launcher.embedded, signal
+psdist.{place} = lambda *_, **__: signal.raise_signal(signal.SIGTERM)
+psdist.init()
+""",
+        TMPDIR=str(tmp_path),
+        XDG_RUNTIME_DIR=str(tmp_path),
+    )
+    assert done.returncode == 143, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_forked_child_that_exits_leaves_the_context_alone() -> None:
     done = run("""
 class Log:
