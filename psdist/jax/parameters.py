@@ -5,6 +5,7 @@ Invariant: A returned tree owns its memory. Later steps do not change it, so tre
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -65,6 +66,16 @@ class TreeParameters:
     @lr_factor.setter
     def lr_factor(self, factor: float | None) -> None:
         self.handle.lr_factor = factor
+
+    @property
+    def settings(self) -> dict[int, dict[str, float]] | None:
+        """Other hyperparameters of the next pushes, by group of the optimizer: 0 is its own, i that of override i. See
+        ``Parameters.settings``."""
+        return self.handle.settings
+
+    @settings.setter
+    def settings(self, settings: Mapping[int, Mapping[str, float]] | None) -> None:
+        self.handle.settings = settings
 
     def pull(self) -> Any:
         """Return the weights: a tree with the structure, dtypes and sharding of the initial tree.

@@ -201,6 +201,21 @@ def test_every_mode_applies_each_push(
     assert [float(tree["w"].sum()) for tree in both(worker)] == [-100_000.0] * 2
 
 
+def test_hyperparameters_change_between_steps(both: Callable[[Work], list[Any]], name: str) -> None:
+    def worker(context: Context) -> list[float]:
+        weights = psdist.jax.parameters({"w": jnp.ones(3)}, psdist.jax.sgd(1.0), name=name, context=context)
+        seen = []
+        for settings in ({0: {"lr": 0.25}}, {}):
+            weights.settings = settings
+            assert weights.settings == settings
+            seen.append(float(weights.push_pull({"w": jnp.ones(3)})["w"][0]))
+        with pytest.raises(InvalidArgumentError, match="group 1"):
+            weights.settings = {1: {"lr": 0.5}}
+        return seen
+
+    assert both(worker) == [[0.75, -0.25]] * 2
+
+
 def test_gradients_that_are_not_finite_become_nan_everywhere(both: Callable[[Work], list[Any]], name: str) -> None:
     def worker(context: Context) -> list[bool]:
         trees = [{"a": jnp.ones(3), "b": jnp.ones(2)} for _ in range(2)]
