@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from numbers import Integral
 from typing import Any, ClassVar, Final, NamedTuple
 
@@ -137,6 +138,10 @@ class Optimizer:
 
     def values(self) -> dict[str, float]:
         """Return hyperparameters by name: booleans as 0 or 1, pairs as two numbers such as ``beta1``, ``beta2``."""
+        return dict(self._values)
+
+    @cached_property
+    def _values(self) -> Mapping[str, float]:
         values: dict[str, float] = {}
         for field in fields(self):
             value = getattr(self, field.name)

@@ -263,13 +263,13 @@ class ParametersSpec:
                 "psdist choose"
             )
 
-    @property
+    @cached_property
     def is_trained(self) -> bool:
         """True if pushes change the weights. With a learning rate of 0, workers only share values."""
         optimizer = self.optimizer
         return any(optimizer.group_values(group)["lr"] for group in range(len(optimizer.overrides) + 1))
 
-    @property
+    @cached_property
     def is_ordered(self) -> bool:
         """True if all workers train this set step by step, so that its place in the order of a script matters."""
         consistency = self.consistency

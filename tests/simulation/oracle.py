@@ -176,19 +176,20 @@ class Oracle:
             if first != digest:
                 self.violation(f"slice {index} at version {version} is not for {life.worker_id} what it is for {who}")
         life.versions = list(versions)
+        present = table.all(axis=0)
         for push in acked:
-            if not table[:, push.slot].all():
+            if not present[push.slot]:
                 self.violation(
                     f"{life.worker_id} read weights without push {push.step} of {push.life.worker_id}, which was "
                     "acknowledged before it asked"
                 )
-        self._check_own(life, table)
+        self._check_own(life, present)
         if isinstance(self.consistency, SSP) and life.joined:
             self._check_bound(life, table, members)
 
-    def _check_own(self, life: Life, table: Array) -> None:
+    def _check_own(self, life: Life, present: NDArray[np.bool_]) -> None:
         for push in life.pushes:
-            if push.acked and not push.ignored and not table[:, push.slot].all():
+            if push.acked and not push.ignored and not present[push.slot]:
                 self.violation(f"{life.worker_id} does not see its acknowledged push {push.step} (slot {push.slot})")
 
     def _check_bound(self, life: Life, table: Array, members: Sequence[Life]) -> None:

@@ -18,6 +18,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from psdist.consistency import Consistency
 from psdist.errors import PsdistError
@@ -207,11 +208,11 @@ class SnapshotOracle(Oracle):
             self._seen = {}
         super().saw(life, versions, weights, members, [push for push in acked if self.era_of(push) == era])
 
-    def _check_own(self, life: Life, table: Array) -> None:
+    def _check_own(self, life: Life, present: NDArray[np.bool_]) -> None:
         era, pushes = self.era_of_life(life), life.pushes
         life.pushes = [push for push in pushes if self.era_of(push) == era]
         try:
-            super()._check_own(life, table)
+            super()._check_own(life, present)
         finally:
             life.pushes = pushes
 
