@@ -16,7 +16,7 @@ def encode(group: bytes, effect: SendCall | SendPart | SendFailure) -> bytes:
         case SendCall(_, _, lane, number, header):
             call = pb.CollectiveCall(
                 lane=_lane(group, lane, number), kind=header.kind, op=header.op, dtype=header.dtype,
-                shape=header.shape, root=header.root, gives=header.gives, takes=header.takes,
+                shape=header.shape, root=header.root, gives=header.gives, takes=header.takes, shares=header.shares,
             )  # fmt: skip
             return pb.PeerFrame(call=call).SerializeToString()
         case SendPart(_, lane, number, outgoing):
@@ -46,4 +46,4 @@ def header_of(call: pb.CollectiveCall) -> Header:
     """Return the header of a peer's call. Raises InvalidArgumentError."""
     if len(call.shape) > DIMENSIONS_MAX:
         raise InvalidArgumentError(f"an array of {len(call.shape)} dimensions is announced, over {DIMENSIONS_MAX}")
-    return Header(call.kind, call.op, call.dtype, tuple(call.shape), call.root, call.gives, call.takes)
+    return Header(call.kind, call.op, call.dtype, tuple(call.shape), call.root, call.gives, call.takes, call.shares)

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PeerFrame(_message.Message):
-    __slots__ = ("hello", "welcome", "call", "part", "failure", "offer", "taken", "released", "shared")
+    __slots__ = ("hello", "welcome", "call", "part", "failure", "offer", "taken", "released", "memory", "shared")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     CALL_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,7 @@ class PeerFrame(_message.Message):
     OFFER_FIELD_NUMBER: _ClassVar[int]
     TAKEN_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
     SHARED_FIELD_NUMBER: _ClassVar[int]
     hello: PeerHello
     welcome: bool
@@ -26,8 +27,9 @@ class PeerFrame(_message.Message):
     offer: str
     taken: bytes
     released: int
+    memory: GroupMemory
     shared: SharedPayload
-    def __init__(self, hello: _Optional[_Union[PeerHello, _Mapping]] = ..., welcome: _Optional[bool] = ..., call: _Optional[_Union[CollectiveCall, _Mapping]] = ..., part: _Optional[_Union[CollectivePart, _Mapping]] = ..., failure: _Optional[_Union[CollectiveFailure, _Mapping]] = ..., offer: _Optional[str] = ..., taken: _Optional[bytes] = ..., released: _Optional[int] = ..., shared: _Optional[_Union[SharedPayload, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[PeerHello, _Mapping]] = ..., welcome: _Optional[bool] = ..., call: _Optional[_Union[CollectiveCall, _Mapping]] = ..., part: _Optional[_Union[CollectivePart, _Mapping]] = ..., failure: _Optional[_Union[CollectiveFailure, _Mapping]] = ..., offer: _Optional[str] = ..., taken: _Optional[bytes] = ..., released: _Optional[int] = ..., memory: _Optional[_Union[GroupMemory, _Mapping]] = ..., shared: _Optional[_Union[SharedPayload, _Mapping]] = ...) -> None: ...
 
 class SharedPayload(_message.Message):
     __slots__ = ("place", "size")
@@ -36,6 +38,16 @@ class SharedPayload(_message.Message):
     place: int
     size: int
     def __init__(self, place: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
+
+class GroupMemory(_message.Message):
+    __slots__ = ("group", "name", "nonce")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    group: bytes
+    name: str
+    nonce: bytes
+    def __init__(self, group: _Optional[bytes] = ..., name: _Optional[str] = ..., nonce: _Optional[bytes] = ...) -> None: ...
 
 class PeerHello(_message.Message):
     __slots__ = ("token", "run_id", "sender", "receiver")
@@ -62,7 +74,7 @@ class CollectiveLane(_message.Message):
     def __init__(self, group: _Optional[bytes] = ..., source: _Optional[int] = ..., tag: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
 
 class CollectiveCall(_message.Message):
-    __slots__ = ("lane", "kind", "op", "dtype", "shape", "root", "gives", "takes")
+    __slots__ = ("lane", "kind", "op", "dtype", "shape", "root", "gives", "takes", "shares")
     LANE_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     OP_FIELD_NUMBER: _ClassVar[int]
@@ -71,6 +83,7 @@ class CollectiveCall(_message.Message):
     ROOT_FIELD_NUMBER: _ClassVar[int]
     GIVES_FIELD_NUMBER: _ClassVar[int]
     TAKES_FIELD_NUMBER: _ClassVar[int]
+    SHARES_FIELD_NUMBER: _ClassVar[int]
     lane: CollectiveLane
     kind: str
     op: str
@@ -79,7 +92,8 @@ class CollectiveCall(_message.Message):
     root: int
     gives: int
     takes: int
-    def __init__(self, lane: _Optional[_Union[CollectiveLane, _Mapping]] = ..., kind: _Optional[str] = ..., op: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., root: _Optional[int] = ..., gives: _Optional[int] = ..., takes: _Optional[int] = ...) -> None: ...
+    shares: bool
+    def __init__(self, lane: _Optional[_Union[CollectiveLane, _Mapping]] = ..., kind: _Optional[str] = ..., op: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., root: _Optional[int] = ..., gives: _Optional[int] = ..., takes: _Optional[int] = ..., shares: _Optional[bool] = ...) -> None: ...
 
 class CollectivePart(_message.Message):
     __slots__ = ("lane", "part")

@@ -175,6 +175,14 @@ EAGER_BYTES: Final = 32 << 10
 PART_BYTES: Final = 1 << 20
 #: Parts in the memory that a worker shares with another one of its host.
 SHARED_PARTS: Final = 4
+#: Bytes of one piece of a call through memory that the ranks of a host map, of which each rank has four. Those of a few
+#: ranks stay in the caches.
+PIECE_BYTES: Final = 1 << 20
+#: Smallest data of such a call for one rank.
+HOST_MEMORY_BYTES_MIN: Final = 32 << 10
+#: Groups of one worker with such memory, and ranks of one of them.
+HOST_GROUPS_MAX: Final = 16
+HOST_RANKS_MAX: Final = 64
 #: Calls of collectives that one peer may make before this worker has made them, over all groups and tags.
 EARLY_CALLS_MAX: Final = 1024
 #: Groups of workers, closed ones included, and lanes (tags and directions) of one group.

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from psdist.collectives import calls
+from psdist.collectives.core import host_memory
 from psdist.collectives.core import plan as plans
 from psdist.collectives.core.machine import CallLane
 from psdist.collectives.core.plan import Plan
@@ -39,6 +40,8 @@ def small_parts() -> Iterator[None]:
         patch.setattr(plans, "PART_BYTES", 64)
         patch.setattr(plans, "EAGER_BYTES", 32)
         patch.setattr(calls, "EAGER_BYTES", 32)
+        patch.setattr(host_memory, "PIECE_BYTES", 512)
+        patch.setattr(host_memory, "HOST_MEMORY_BYTES_MIN", 32)
         yield
 
 
@@ -129,10 +132,17 @@ def scenarios(draw: st.DrawFn) -> list[Scenario]:
     return [one(seed) for seed in range(draw(st.integers(1, 4)))]
 
 
+def network_of(size: int, seed: int) -> CollectiveNetwork:
+    """Return a network whose ranks all share memory, or none, or some."""
+    rng = random.Random(seed)
+    share = rng.choice([0.0, 0.8, 1.0])
+    return CollectiveNetwork(size, rng, [rank for rank in range(size) if rng.random() < share])
+
+
 @given(scenarios(), st.integers(0, 1 << 30))
 def test_results_are_those_of_numpy_in_any_order_of_events(made: list[Scenario], seed: int) -> None:
     size = made[0].size
-    network = CollectiveNetwork(size, random.Random(seed))
+    network = network_of(size, seed)
     ended = [network.start(rank, one.plan(rank)) for one in made for rank in range(size)]
     network.run()
     assert all(call.has_ended and call.error is None for call in ended)
@@ -144,7 +154,7 @@ def test_results_are_those_of_numpy_in_any_order_of_events(made: list[Scenario],
 @given(scenarios(), st.integers(0, 1 << 30), st.data())
 def test_every_call_ends_though_ranks_die(made: list[Scenario], seed: int, data: st.DataObject) -> None:
     size = made[0].size
-    network = CollectiveNetwork(size, random.Random(seed))
+    network = network_of(size, seed)
     victims = data.draw(st.lists(st.integers(0, size - 1), max_size=2, unique=True))
     deaths = {data.draw(st.integers(0, 60)): victim for victim in victims}
     events = 0
@@ -172,7 +182,7 @@ def test_every_call_ends_though_ranks_die(made: list[Scenario], seed: int, data:
 @given(scenarios(), st.integers(0, 1 << 30))
 def test_closing_after_the_last_call_takes_no_result_from_others(made: list[Scenario], seed: int) -> None:
     size = made[0].size
-    network = CollectiveNetwork(size, random.Random(seed))
+    network = network_of(size, seed)
     ended = {(one, rank): network.start(rank, one.plan(rank)) for one in made for rank in range(size)}
 
     def happened() -> None:
@@ -192,7 +202,7 @@ def test_closing_after_the_last_call_takes_no_result_from_others(made: list[Scen
     st.integers(0, 1 << 30),
 )
 def test_messages_of_a_tag_arrive_in_order(size: int, sent: list[tuple[int, int, int, int]], seed: int) -> None:
-    network = CollectiveNetwork(size, random.Random(seed))
+    network = network_of(size, seed)
     ended, pairs = [], []
     for number, (source, target, tag, count) in enumerate(sent):
         source, target = source % size, target % size

@@ -2,13 +2,15 @@
 
 The data of a frame is read when it leaves, at any time after the machine gave it: a machine that lets go of its memory
 too early sends other bytes here than a real link would.
+
+Ranks in ``sharing`` have mapped the memory of all. A step of their movement is an event like others.
 """
 
 from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,12 +22,22 @@ from psdist.collectives.core.machine import (
     CallLane,
     Effect,
     GroupMachine,
+    MoveData,
     SendCall,
     SendFailure,
     SendPart,
 )
-from psdist.collectives.core.plan import Plan
+from psdist.collectives.core.host_memory import HostMemory, HostMoves, memory_bytes
+from psdist.collectives.core.plan import Bytes, Plan
 from psdist.errors import ClosedError, PsdistError
+
+
+def mapped_by(rank: int, memories: list[Bytes]) -> list[Bytes]:
+    """Return the memories of all ranks as one rank maps them: those of the others read-only."""
+    mapped = [memory[:] for memory in memories]
+    for other, memory in enumerate(mapped):
+        memory.flags.writeable = other == rank
+    return mapped
 
 
 @dataclass
@@ -38,6 +50,15 @@ class Call:
 
 
 @dataclass
+class _Moving:
+    """Movement of a rank's call through memory. step: the next one."""
+
+    call_id: int
+    moves: HostMoves
+    step: int
+
+
+@dataclass
 class _Link:
     #: Frames that have not left their sender, and frames on the way.
     leaving: deque[Effect] = field(default_factory=deque)
@@ -46,10 +67,16 @@ class _Link:
 
 
 class CollectiveNetwork:
-    """Machines of ``size`` ranks. rng: decides what happens next."""
+    """Machines of ``size`` ranks. rng: decides what happens next. sharing: ranks that have mapped the others' memory."""
 
-    def __init__(self, size: int, rng: random.Random) -> None:
+    def __init__(self, size: int, rng: random.Random, sharing: Collection[int] = ()) -> None:
         self.machines = [GroupMachine(rank, size) for rank in range(size)]
+        self._memories = [np.zeros(memory_bytes(), np.uint8) for _ in range(size)]
+        for rank in sharing:
+            self.machines[rank].memory = HostMemory(rank, mapped_by(rank, self._memories))
+        self._moving: dict[int, _Moving] = {}
+        #: Calls that moved through memory.
+        self.moved = 0
         self._rng = rng
         self._links = {(a, b): _Link() for a in range(size) for b in range(size) if a != b}
         self._calls: list[dict[int, Call]] = [{} for _ in range(size)]
@@ -76,6 +103,7 @@ class CollectiveNetwork:
     def kill(self, rank: int) -> None:
         """End a rank. What has left it still arrives."""
         self.dead.add(rank)
+        self._moving.pop(rank, None)
         for (source, target), link in self._links.items():
             if rank in (source, target):
                 link.leaving.clear()
@@ -99,6 +127,19 @@ class CollectiveNetwork:
                 yield lambda link=link, source=source, target=target: self._arrive(source, target, link)
             elif link.has_ended:
                 yield lambda link=link, source=source, target=target: self._end(source, target, link)
+
+        for rank, moving in self._moving.items():
+            completed = [int(memory[:8].view("<u8")[0]) for memory in self._memories]
+            if all(completed[peer] >= moving.step for peer in self.machines[rank].peers):
+                yield lambda rank=rank, moving=moving: self._advance(rank, moving)
+
+    def _advance(self, rank: int, moving: _Moving) -> None:
+        moving.moves.advance(moving.step)
+        moving.step += 1
+        if moving.step == moving.moves.last:
+            del self._moving[rank]
+            self.moved += 1
+            self._carry_out(rank, self.machines[rank].on_moved(moving.call_id))
 
     def _leave(self, source: int, link: _Link) -> None:
         effect = link.leaving.popleft()
@@ -144,12 +185,15 @@ class CollectiveNetwork:
                     self._put(rank, peer, effect)
                 case SendPart(outgoing=outgoing):
                     self._put(rank, outgoing.peer, effect)
+                case MoveData(call_id, moves):
+                    self._moving[rank] = _Moving(call_id, moves, moves.first)
 
     def _put(self, rank: int, peer: int, effect: Effect) -> None:
         if rank not in self.dead and peer not in self.dead:
             self._links[rank, peer].leaving.append(effect)
 
     def _drop(self, rank: int) -> None:
+        self._moving.pop(rank, None)
         for (source, _), link in self._links.items():
             if source == rank:
                 link.leaving = deque(effect for effect in link.leaving if isinstance(effect, SendFailure))

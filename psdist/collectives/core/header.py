@@ -17,6 +17,7 @@ class Header:
     shape: the shape that all ranks must agree on.
     root: the rank that the call names, -1 for none.
     gives, takes: bytes to the peer and from the peer.
+    shares: True if the rank can move the data through ``host_memory``. Ranks may differ in that.
     """
 
     kind: str
@@ -26,6 +27,7 @@ class Header:
     root: int = -1
     gives: int = 0
     takes: int = 0
+    shares: bool = False
 
     def __str__(self) -> str:
         named = {"op": self.op, "dtype": self.dtype, "shape": str(self.shape) if self.dtype else ""}

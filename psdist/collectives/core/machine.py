@@ -17,7 +17,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
+from psdist.collectives.core import host_memory
 from psdist.collectives.core.header import Header, mismatch
+from psdist.collectives.core.host_memory import HostMemory, HostMoves
 from psdist.collectives.core.plan import Bytes, Outgoing, Plan
 from psdist.errors import InvalidArgumentError, LimitExceededError, PsdistError, WaitTimeoutError, WorkerLostError
 from psdist.wire.limits import LANES_MAX, QUEUED_CALLS_MAX
@@ -66,6 +68,14 @@ class SendFailure:
 
 
 @dataclass(frozen=True, slots=True)
+class MoveData:
+    """Take all steps of ``moves``. ``on_moved`` follows with the call's id, unless the call ends before."""
+
+    call_id: int
+    moves: HostMoves
+
+
+@dataclass(frozen=True, slots=True)
 class CallDone:
     """End a call. error: None if it has its result."""
 
@@ -73,7 +83,7 @@ class CallDone:
     error: PsdistError | None = None
 
 
-Effect: TypeAlias = SendCall | SendPart | SendFailure | CallDone
+Effect: TypeAlias = SendCall | SendPart | SendFailure | MoveData | CallDone
 
 
 @dataclass(slots=True)
@@ -84,13 +94,27 @@ class GroupCall:
     plan: Plan
     #: Peers that have made the call too.
     called: set[int] = field(default_factory=set)
+    #: True until a rank has announced that it cannot move the data through memory of the host.
+    shares: bool = False
+    #: Movement of the data through memory of the host, and whether it is under way here.
+    moves: HostMoves | None = None
+    is_moving: bool = False
     #: Announcements and parts that are being sent, by peer.
     unsent: dict[int, int] = field(default_factory=dict)
 
     def needs(self, peer: int) -> bool:
-        return peer in self.plan.peers and (
-            peer not in self.called or bool(self.plan.missing[peer]) or bool(self.unsent.get(peer))
-        )
+        if peer not in self.plan.peers:
+            return False
+        if self.moves is not None:
+            return bool(self.unsent.get(peer)) or self.moves.needs(peer)
+        return peer not in self.called or bool(self.plan.missing[peer]) or bool(self.unsent.get(peer))
+
+    @property
+    def is_complete(self) -> bool:
+        """True if this rank has nothing more to do and to wait for."""
+        if self.moves is not None:
+            return not self.is_moving and not any(self.unsent.values())
+        return not any(map(self.needs, self.plan.peers))
 
 
 @dataclass(slots=True)
@@ -111,6 +135,8 @@ class GroupMachine:
         self.size = size
         #: Error that ended the group.
         self.broken: PsdistError | None = None
+        #: Memory of all ranks, once this rank has mapped it.
+        self.memory: HostMemory | None = None
         self._lanes: dict[CallLane, _Calls] = {}
         self._lost: dict[int, PsdistError] = {}
         self._ids = 0
@@ -145,7 +171,8 @@ class GroupMachine:
             raise LimitExceededError(f"{len(calls.queue)} calls wait for their turn, which is the limit: wait for some")
         self._ids += 1
         call_id = self._ids
-        calls.queue.append(GroupCall(call_id, plan))
+        plan.shares = self.memory is not None and lane == COLLECTIVES and host_memory.fits(plan)
+        calls.queue.append(GroupCall(call_id, plan, shares=plan.shares))
         if len(calls.queue) == 1:
             self._begin(lane, calls)
         return call_id, self._taken()
@@ -183,8 +210,22 @@ class GroupMachine:
             call.plan.check(peer, 0, data.nbytes)
             call.plan.place(peer, 0)[:] = data
             self._send(lane, calls, call.plan.received(peer, 0))
-        self._send(lane, calls, call.plan.initial(peer))
+        self._exchange_data(lane, calls, peer, header)
         return True
+
+    def _exchange_data(self, lane: CallLane, calls: _Calls, peer: int, header: Header) -> None:
+        """Start to exchange data with a peer that has made the call; with all at once if they share memory."""
+        call = calls.queue[0]
+        if not call.shares:
+            self._send(lane, calls, call.plan.initial(peer))
+        elif not header.shares:
+            call.shares = False
+            for other in sorted(call.called):
+                self._send(lane, calls, call.plan.initial(other))
+        elif len(call.called) == len(call.plan.peers):
+            assert self.memory is not None
+            call.moves, call.is_moving = HostMoves(call.plan, self.memory), True
+            self._effects.append(MoveData(call.call_id, call.moves))
 
     def _send(self, lane: CallLane, calls: _Calls, parts: Iterable[Outgoing]) -> None:
         call = calls.queue[0]
@@ -194,7 +235,7 @@ class GroupMachine:
 
     def _end_if_complete(self, lane: CallLane, calls: _Calls) -> None:
         call = calls.queue[0]
-        if any(map(call.needs, call.plan.peers)):
+        if not call.is_complete:
             return
         calls.queue.popleft()
         calls.number += 1
@@ -243,6 +284,14 @@ class GroupMachine:
         if calls.queue and calls.queue[0].call_id == call_id:
             calls.queue[0].unsent[peer] -= 1
             self._end_if_complete(lane, calls)
+        return self._taken()
+
+    def on_moved(self, call_id: int) -> list[Effect]:
+        """Record that all steps of a call through memory of the host were taken here."""
+        calls = self._calls_of(COLLECTIVES)
+        if calls.queue and calls.queue[0].call_id == call_id:
+            calls.queue[0].is_moving = False
+            self._end_if_complete(COLLECTIVES, calls)
         return self._taken()
 
     # --- failures -----------------------------------------------------------------------------------------------------
@@ -314,7 +363,7 @@ def _reason(call: GroupCall, first: GroupCall) -> str:
     absent = [peer for peer in call.plan.peers if peer not in call.called]
     if absent:
         return f"for {_ranks(absent)} to call {call.plan.call}"
-    late = [peer for peer in call.plan.peers if call.needs(peer)]
+    late = call.moves.slowest() if call.moves else [peer for peer in call.plan.peers if call.needs(peer)]
     return f"for {_ranks(late)} to exchange the data of {call.plan.call}"
 
 

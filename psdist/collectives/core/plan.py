@@ -68,7 +68,11 @@ class Plan:
     ) -> None:
         self.call = call
         self.peers = tuple(peers)
-        self._gives, self._takes = gives, takes
+        self.gives, self.takes = gives, takes
+        #: Data to reduce here; None if there is none.
+        self.segment: ReducedSegment | None = None
+        #: True if this rank can move the data through ``host_memory``.
+        self.shares = False
         #: By peer, the parts that have not arrived.
         self.missing = {peer: self._expected(peer) for peer in self.peers}
 
@@ -76,26 +80,28 @@ class Plan:
         return {2 * number for number in range(count_parts(self._taken_bytes(peer)))}
 
     def _given(self, peer: int) -> Bytes:
-        return self._gives.get(peer, _NO_BYTES)
+        return self.gives.get(peer, _NO_BYTES)
 
     def _taken_bytes(self, peer: int) -> int:
-        return self._takes[peer].nbytes if peer in self._takes else 0
+        return self.takes[peer].nbytes if peer in self.takes else 0
 
     def header(self, peer: int) -> Header:
         """Return the header for a peer."""
         call = self.call
         sizes = self._given(peer).nbytes, self._taken_bytes(peer)
-        return Header(call.kind, call.op, call.dtype, call.shape, call.root, *sizes)
+        return Header(call.kind, call.op, call.dtype, call.shape, call.root, *sizes, self.shares)
 
     def eager(self, peer: int) -> Bytes:
         """Return the data that travels with the call."""
-        given = self._given(peer)
-        return given if given.nbytes <= EAGER_BYTES else _NO_BYTES
+        return self._given(peer) if self._is_eager(peer) else _NO_BYTES
+
+    def _is_eager(self, peer: int) -> bool:
+        return not self.shares and self._given(peer).nbytes <= EAGER_BYTES
 
     def initial(self, peer: int) -> Iterable[Outgoing]:
         """Yield the parts to send once the peer has made the call."""
         given = self._given(peer)
-        if given.nbytes > EAGER_BYTES:
+        if not self._is_eager(peer):
             for number in range(count_parts(given.nbytes)):
                 yield Outgoing(peer, 2 * number, cut_part(given, number))
 
@@ -109,7 +115,7 @@ class Plan:
 
     def place(self, peer: int, part: int) -> Bytes:
         """Return the memory for a part that is expected."""
-        return cut_part(self._takes[peer], part // 2)
+        return cut_part(self.takes[peer], part // 2)
 
     def start(self) -> None:
         """Do what needs no peer."""
@@ -154,6 +160,7 @@ class ReductionPlan(Plan):
         #: Memory of contributions, reused.
         self._spare: list[Bytes] = []
         super().__init__(call, peers, gives, {})
+        self.segment = segment
 
     def _expected(self, peer: int) -> set[int]:
         results = self._segment.results.get(peer, _NO_BYTES)

@@ -1,0 +1,163 @@
+"""Movement of a call's data through memory that all ranks of a group map, if they are on one host.
+
+Each rank writes to its own memory alone, and reads the others' in place. A call is cut into pieces, small enough that
+they stay in the caches. Every piece goes through three stages:
+
+1. A rank writes its data for the others to its memory.
+2. It takes data for itself from the others' memory. For a reduction it combines all contributions to its segment, and
+   writes the result to its memory.
+3. It takes the results of the others' segments.
+
+The ranks advance step by step: step s is stage 1 of piece s, stage 2 of piece s - 1 and stage 3 of piece s - 2. A rank
+takes step s when all others have completed step s - 1. So two slots for each kind of data are enough.
+
+Invariants: A slot is written only after all ranks have read its last piece. A rank that writes anything else, or at
+another time, changes only its own contribution and the result of its own segment. Offsets follow from the call, on
+which all ranks agree; none is read from memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from psdist.collectives.core.plan import Bytes, Plan, ReducedSegment, flat_bytes
+from psdist.collectives.core.reductions import combine
+from psdist.wire.limits import HOST_MEMORY_BYTES_MIN, PIECE_BYTES
+
+#: Beginning of the slots in a rank's memory. Before it there is the number of steps that the rank has completed.
+_HEADER_BYTES: Final = 64
+_SLOTS: Final = 4
+#: Calls in which a rank has the same data for all that take it.
+_SAME_FOR_ALL: Final = frozenset({"all_gather", "broadcast", "gather", "reduce"})
+#: Other calls in which all ranks have equal amounts of data.
+_EVEN: Final = frozenset({"all_reduce", "reduce_scatter", "scatter"})
+_ALIGNMENT: Final = 64
+
+
+def fits(plan: Plan) -> bool:
+    """True if a call's data may move through memory: it is large, and all ranks cut it alike."""
+    sizes = {data.nbytes for data in (*plan.gives.values(), *plan.takes.values())}
+    kind = plan.call.kind
+    is_even = kind in _SAME_FOR_ALL or kind in _EVEN or (kind == "all_to_all" and len(sizes) == 1)
+    is_whole = kind == "all_reduce" and plan.segment is not None and not plan.segment.relays
+    return is_even and not is_whole and largest(plan) >= HOST_MEMORY_BYTES_MIN
+
+
+def largest(plan: Plan) -> int:
+    """Return the size of the largest data of one rank for one or all others, which is the same at all ranks."""
+    moved = [data.nbytes for data in (*plan.gives.values(), *plan.takes.values())]
+    if plan.segment is not None:
+        moved += [plan.segment.own.nbytes, *(data.nbytes for data in plan.segment.results.values())]
+    return max(moved, default=0)
+
+
+def memory_bytes() -> int:
+    """Return the size of one rank's memory."""
+    return _HEADER_BYTES + _SLOTS * PIECE_BYTES
+
+
+class HostMemory:
+    """Memory of all ranks of a group. memories: by rank, ``memory_bytes()`` each; only that of ``rank`` is writable."""
+
+    def __init__(self, rank: int, memories: Sequence[Bytes]) -> None:
+        self.rank = rank
+        self.size = len(memories)
+        #: Steps of all calls so far, those of the current one included.
+        self.planned = 0
+        #: Address of each rank's number of completed steps, of which the low 32 bits come first.
+        self.addresses = [memory.ctypes.data for memory in memories]
+        self._completed = [memory[:8].view("<u8") for memory in memories]
+        starts = [_HEADER_BYTES + slot * PIECE_BYTES for slot in range(_SLOTS)]
+        self._slots = [[memory[start : start + PIECE_BYTES] for start in starts] for memory in memories]
+
+    def completed(self, rank: int) -> int:
+        """Return the number of steps that a rank has completed, over all calls."""
+        return int(self._completed[rank][0])
+
+    def publish(self, completed: int) -> None:
+        """Set the number of steps that this rank has completed."""
+        self._completed[self.rank][0] = completed
+
+    def given(self, rank: int, piece: int) -> Bytes:
+        """Return the slot for a rank's data."""
+        return self._slots[rank][piece % 2]
+
+    def result(self, rank: int, piece: int) -> Bytes:
+        """Return the slot for the result of a rank's segment."""
+        return self._slots[rank][2 + piece % 2]
+
+
+class HostMoves:
+    """One call through ``memory`` at one rank. All ranks make an object for each of these calls, in the same order."""
+
+    def __init__(self, plan: Plan, memory: HostMemory) -> None:
+        self._memory = memory
+        self._plan = plan
+        self._is_same = plan.call.kind in _SAME_FOR_ALL
+        columns = 1 if self._is_same else memory.size
+        #: Bytes of one piece for one rank.
+        self._width = PIECE_BYTES // columns // _ALIGNMENT * _ALIGNMENT
+        pieces = -(-largest(plan) // self._width)
+        #: Completed steps of a rank that has begun this call, and of one that has completed it.
+        self.first = memory.planned
+        self.last = memory.planned = self.first + pieces + (2 if plan.call.kind == "all_reduce" else 1)
+
+    def needs(self, peer: int) -> bool:
+        """True if a rank has not completed the call."""
+        return self._memory.completed(peer) < self.last
+
+    def slowest(self) -> list[int]:
+        """Return the other ranks that are farthest behind."""
+        completed = {peer: self._memory.completed(peer) for peer in self._plan.peers}
+        return [peer for peer, steps in completed.items() if steps == min(completed.values())]
+
+    def advance(self, step: int) -> None:
+        """Take a step, ``first`` at first. All ranks must have completed ``step`` steps."""
+        piece = step - self.first
+        self._give(piece)
+        if piece >= 1:
+            self._take(piece - 1)
+        if piece >= 2:
+            self._take_results(piece - 2)
+        self._memory.publish(step + 1)
+
+    def _cut(self, data: Bytes, piece: int) -> Bytes:
+        return data[piece * self._width : (piece + 1) * self._width]
+
+    def _column(self, rank: int, taker: int, piece: int, size: int) -> Bytes:
+        """Return ``size`` bytes of a rank's slot: those for ``taker``."""
+        start = 0 if self._is_same else taker * self._width
+        return self._memory.given(rank, piece)[start : start + size]
+
+    def _give(self, piece: int) -> None:
+        rank, gives = self._memory.rank, self._plan.gives
+        for peer, data in list(gives.items())[: 1 if self._is_same else None]:
+            part = self._cut(data, piece)
+            self._column(rank, peer, piece, part.size)[:] = part
+
+    def _take(self, piece: int) -> None:
+        rank, plan = self._memory.rank, self._plan
+        for peer, data in plan.takes.items():
+            part = self._cut(data, piece)
+            part[:] = self._column(peer, rank, piece, part.size)
+        if plan.segment is not None:
+            self._reduce(plan.segment, piece)
+
+    def _reduce(self, segment: ReducedSegment, piece: int) -> None:
+        memory, dtype = self._memory, segment.own.dtype
+        own, out = (self._cut(flat_bytes(array), piece) for array in (segment.own, segment.out))
+        ranks = range(memory.size)
+        arrays = [own if rank == memory.rank else self._column(rank, memory.rank, piece, own.size) for rank in ranks]
+        result = memory.result(memory.rank, piece)[: own.size]
+        if own.size:
+            combine(self._plan.call.op, [array.view(dtype) for array in arrays], result.view(dtype))
+            out[:] = result
+
+    def _take_results(self, piece: int) -> None:
+        segment = self._plan.segment
+        for peer, data in segment.results.items() if segment is not None else ():
+            part = self._cut(data, piece)
+            part[:] = self._memory.result(peer, piece)[: part.size]

@@ -1,0 +1,92 @@
+"""Calls through memory of the host: steps of two ranks, and what happens to them if one is lost."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from psdist.collectives import calls
+from psdist.collectives.core.header import Header
+from psdist.collectives.core.host_memory import HostMemory, fits, memory_bytes
+from psdist.collectives.core.machine import COLLECTIVES, CallDone, Effect, GroupMachine, MoveData, SendPart
+from psdist.collectives.core.plan import Plan
+from psdist.errors import WorkerLostError
+from tests.support.collective_network import mapped_by
+
+NOTHING = np.empty(0, np.uint8)
+MIB = 1 << 20
+
+
+class Pair:
+    """Two ranks that share memory and make one all-reduce of ``size`` bytes."""
+
+    def __init__(self, size: int = 3 * MIB) -> None:
+        memories = [np.zeros(memory_bytes(), np.uint8) for _ in range(2)]
+        self.machines = [GroupMachine(rank, 2) for rank in range(2)]
+        self.arrays = [np.full(size // 4, rank + 1, np.float32) for rank in range(2)]
+        self.plans = [calls.all_reduce(rank, 2, array, array, "sum") for rank, array in enumerate(self.arrays)]
+        self.effects: list[list[Effect]] = []
+        for rank, machine in enumerate(self.machines):
+            machine.memory = HostMemory(rank, mapped_by(rank, memories))
+            call_id, effects = machine.start(COLLECTIVES, self.plans[rank])
+            self.effects.append(effects + machine.on_sent(1 - rank, COLLECTIVES, call_id))
+        for rank in range(2):
+            self.called(rank, self.plans[1 - rank].header(rank))
+        self.moves = [self.moves_of(rank) for rank in range(2)]
+
+    def called(self, rank: int, header: Header) -> None:
+        self.effects[rank] += self.machines[rank].on_call(1 - rank, COLLECTIVES, 0, header, NOTHING)
+
+    def moves_of(self, rank: int) -> MoveData:
+        [effect] = [effect for effect in self.effects[rank] if isinstance(effect, MoveData)]
+        return effect
+
+
+def test_data_moves_in_steps_without_parts() -> None:
+    pair = Pair()
+    assert not any(isinstance(effect, SendPart) for effects in pair.effects for effect in effects)
+    for step in range(pair.moves[0].moves.first, pair.moves[0].moves.last):
+        for move in pair.moves:
+            move.moves.advance(step)
+    for rank, machine in enumerate(pair.machines):
+        assert machine.on_moved(pair.moves[rank].call_id) == [CallDone(pair.moves[rank].call_id)]
+        assert (pair.arrays[rank] == 3).all()
+
+
+def test_rank_that_is_lost_before_its_last_step_ends_the_call() -> None:
+    pair = Pair()
+    for move in pair.moves:
+        move.moves.advance(0)
+    assert "rank 1" in pair.machines[0].waiting_for(pair.moves[0].call_id)
+    [done] = pair.machines[0].on_lost(1, "killed")
+    assert isinstance(done, CallDone) and isinstance(done.error, WorkerLostError)
+    assert pair.machines[0].on_moved(pair.moves[0].call_id) == []
+
+
+def test_rank_that_is_lost_after_its_last_step_is_not_missed() -> None:
+    pair = Pair()
+    ahead, behind = pair.moves[1].moves, pair.moves[0].moves
+    for step in range(behind.first, behind.last - 1):
+        ahead.advance(step)
+        behind.advance(step)
+    ahead.advance(ahead.last - 1)
+    assert pair.machines[0].on_lost(1, "has left") == []
+    behind.advance(behind.last - 1)
+    assert pair.machines[0].on_moved(pair.moves[0].call_id) == [CallDone(pair.moves[0].call_id)]
+    assert (pair.arrays[0] == 3).all()
+
+
+@pytest.mark.parametrize(
+    ("plan", "wanted"),
+    [
+        (calls.all_reduce(0, 2, np.zeros(MIB, np.int8), np.zeros(MIB, np.int8), "sum"), True),
+        (calls.all_reduce(0, 2, np.zeros(64, np.int8), np.zeros(64, np.int8), "sum"), False),
+        (calls.broadcast(0, 2, np.zeros(MIB, np.int8), 0), True),
+        (calls.barrier(0, 2), False),
+        (calls.send(np.zeros(MIB, np.int8), 1), False),
+        (calls.all_to_all(0, [np.zeros(MIB), np.zeros(MIB)], [np.zeros(MIB), np.zeros(MIB)]), True),
+        (calls.all_to_all(0, [np.zeros(1), np.zeros(MIB)], [np.zeros(1), np.zeros(7)]), False),
+    ],
+)
+def test_large_calls_of_equal_sizes_fit(plan: Plan, wanted: bool) -> None:
+    assert fits(plan) is wanted
