@@ -30,6 +30,11 @@ def _cut(array: Array, rank: int, size: int) -> Array:
     return array[array.size * rank // size : array.size * (rank + 1) // size]
 
 
+def rows_of(array: Array) -> list[Array]:
+    """Return a view of each row. An index, and iteration, would copy a row that is a single number."""
+    return [array[row : row + 1] for row in range(len(array))]
+
+
 def all_reduce(rank: int, size: int, array: Array, out: Array, op: str) -> Plan:
     """array, out: contiguous, of one shape, and the same memory or apart."""
     header, peers = _header("all_reduce", array, op=op), _peers(rank, size)
@@ -57,7 +62,8 @@ def all_gather(rank: int, size: int, array: Array, out: Array) -> Plan:
     """array: contiguous. out: one row of its shape for each rank."""
     peers = _peers(rank, size)
     out[rank] = array
-    takes = {peer: flat_bytes(out[peer]) for peer in peers}
+    rows = rows_of(out)
+    takes = {peer: flat_bytes(rows[peer]) for peer in peers}
     return Plan(_header("all_gather", array), peers, dict.fromkeys(peers, flat_bytes(array)), takes)
 
 
@@ -89,7 +95,8 @@ def gather(rank: int, size: int, array: Array, out: Array | None, root: int) -> 
     if out is None:
         return Plan(header, peers, {root: flat_bytes(array)}, {})
     out[rank] = array
-    return Plan(header, peers, {}, {peer: flat_bytes(out[peer]) for peer in peers})
+    rows = rows_of(out)
+    return Plan(header, peers, {}, {peer: flat_bytes(rows[peer]) for peer in peers})
 
 
 def scatter(rank: int, size: int, array: Array | None, out: Array, root: int) -> Plan:

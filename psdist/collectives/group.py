@@ -130,7 +130,7 @@ class AsyncWorkerGroup:
         given = self._rows(array)
         result = _Result(given, given.shape, out)
         sent = given.copy() if np.may_share_memory(given, result.memory) else given
-        await self._call(calls.all_to_all(self.rank, list(sent), list(result.memory)), timeout)
+        await self._call(calls.all_to_all(self.rank, calls.rows_of(sent), calls.rows_of(result.memory)), timeout)
         return result.finish()
 
     async def all_to_all_uneven(

@@ -60,34 +60,36 @@ class Scenario:
     def __init__(self, kind: str, size: int, count: int, dtype: np.dtype[Any], op: str, root: int, seed: int) -> None:
         rng = np.random.default_rng(seed)
         self.kind, self.size, self.op, self.root = kind, size, op, root
-        self.inputs = [(rng.standard_normal((size, count)) * 4).astype(dtype) for _ in range(size)]
+        # One element is a number, not an array of one.
+        shape = (size,) if count == 1 else (size, count)
+        self.inputs = [np.asarray(rng.standard_normal(shape) * 4).astype(dtype) for _ in range(size)]
         self.outs: dict[int, Array] = {}
 
     def plan(self, rank: int) -> Plan:
-        size, op, root, row = self.size, self.op, self.root, self.inputs[rank][0]
+        size, op, root, row = self.size, self.op, self.root, np.asarray(self.inputs[rank][0])
         rows, given = np.empty_like(self.inputs[rank]), self.inputs[rank].copy()
-        out = np.empty_like(row)
+        first, out = given[:1].reshape(row.shape), np.empty_like(row)
         match self.kind:
             case "all_reduce":
-                plan = calls.all_reduce(rank, size, given[0], out, op)
+                plan = calls.all_reduce(rank, size, first, out, op)
             case "all_reduce_in_place":
-                out = given[0]
+                out = first
                 plan = calls.all_reduce(rank, size, out, out, op)
             case "broadcast":
-                out = given[0]
+                out = first
                 plan = calls.broadcast(rank, size, out, root)
             case "all_gather":
-                plan, out = calls.all_gather(rank, size, given[0], rows), rows
+                plan, out = calls.all_gather(rank, size, first, rows), rows
             case "reduce":
-                plan = calls.reduce(rank, size, given[0], out, op, root)
+                plan = calls.reduce(rank, size, first, out, op, root)
             case "reduce_scatter":
                 plan = calls.reduce_scatter(rank, size, given, out, op)
             case "gather":
-                plan, out = calls.gather(rank, size, given[0], rows if rank == root else None, root), rows
+                plan, out = calls.gather(rank, size, first, rows if rank == root else None, root), rows
             case "scatter":
                 plan = calls.scatter(rank, size, given if rank == root else None, out, root)
             case "all_to_all":
-                plan, out = calls.all_to_all(rank, list(given), list(rows)), rows
+                plan, out = calls.all_to_all(rank, calls.rows_of(given), calls.rows_of(rows)), rows
             case _:
                 plan = calls.barrier(rank, size)
         self.outs[rank] = out
@@ -126,7 +128,7 @@ def scenarios(draw: st.DrawFn) -> list[Scenario]:
 
     def one(seed: int) -> Scenario:
         dtype, op = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(OPS))
-        count = draw(st.integers(0, 120))
+        count = draw(st.one_of(st.just(1), st.integers(0, 120)))
         return Scenario(draw(st.sampled_from(KINDS)), size, count, dtype, op, draw(st.integers(0, size - 1)), seed)
 
     return [one(seed) for seed in range(draw(st.integers(1, 4)))]
