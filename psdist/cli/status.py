@@ -118,7 +118,8 @@ def as_json(answer: scheduler_pb2.GetStatusResponse) -> dict[str, Any]:
         "datasets": [_dataset(one) for one in answer.datasets],
         "snapshots": _snapshots(answer.snapshots) if answer.HasField("snapshots") else None,
         "waiting_for": list(answer.waiting_for),
-        "events": [values(event, "time", "text") for event in answer.events],
+        "metrics_address": answer.metrics_address,
+        "events": [values(event, "time", "text", "number", "kind", "warning") for event in answer.events],
     }
 
 
@@ -139,6 +140,7 @@ def _member(member: scheduler_pb2.MemberStatus) -> dict[str, Any]:
         "waiting_for": list(member.waiting_for),
         "steps_per_second": _steps_per_second(member.rates),
         "waiting_share": _waiting_share(member.rates),
+        "metrics_address": member.metrics_address,
         "connections": [
             {"server": one.server_id, **values(one, "parameters", "transport", "reason", "compression")}
             for one in member.connections

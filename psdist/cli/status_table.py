@@ -39,6 +39,8 @@ def print_status(status: dict[str, Any], file: IO[str] | None = None) -> None:
     console.print(
         Text(f"epoch {status['epoch']}, up {duration(status['uptime_seconds'])}, psdist {status['version']}; {wanted}")
     )
+    if status["metrics_address"]:
+        console.print(Text(f"metrics http://{status['metrics_address']}/metrics, of all: /targets (http_sd_configs)"))
     if status["members"]:
         console.print(_members(status["members"]))
     if status["parameters"]:
@@ -84,10 +86,11 @@ def _members(members: list[dict[str, Any]]) -> Table:
             ", ".join(map(rate, member["steps_per_second"].values())),
             "" if member["waiting_share"] is None else f"{member['waiting_share']:.0%}",
             member["address"] or member["host"],
+            member["metrics_address"],
             member["reason"],
         ]
 
-    columns = ("member", "role", "state", "heartbeat", "epoch", "steps/s", "waiting", "address", "reason")
+    columns = ("member", "role", "state", "heartbeat", "epoch", "steps/s", "waiting", "address", "metrics", "reason")
     return make_table(columns, map(row, members))
 
 

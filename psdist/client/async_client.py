@@ -124,6 +124,8 @@ class AsyncClient(ProcessBound):
             self.snapshots = SnapshotRequests(session, self._quiesce)
             self.session = session
             await session.connect(self._connect_timeout)
+            if settings.metrics is not None:
+                self.handles.serve_metrics(settings.metrics)
         except BaseException:
             await self.close()
             raise

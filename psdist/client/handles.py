@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from numpy.typing import ArrayLike
 
@@ -26,8 +26,12 @@ from psdist.compression import Auto, Float32
 from psdist.errors import InvalidArgumentError, LayoutMismatchError, SettingsMismatchError
 from psdist.metrics.interval import Measurements
 from psdist.off_loop import in_thread
+from psdist.settings.config import MetricsEndpoint
 from psdist.types import DType, Layout, ParametersSpec
 from psdist.v1 import scheduler_pb2
+
+if TYPE_CHECKING:
+    from psdist.client.reporting.worker_metrics import WorkerMetrics
 
 _REMEDY: Final = ". Another model, or other parameters, need a name of their own: give them another name="
 #: The defaults of ``AsyncClient.parameters``. A call with these values may not have named them.
@@ -69,6 +73,8 @@ class Handles:
         self._opening: dict[str, asyncio.Lock] = {}
         #: Rejoins of handles that must finish before another set is created.
         self._following: set[asyncio.Future[None]] = set()
+        #: Metrics of this client for Prometheus, if they are served.
+        self.metrics: WorkerMetrics | None = None
 
     async def open_reader(self, name: str, choice: OwnChoice) -> AsyncParameters:
         """Return a handle that only reads, once the parameter set exists, or the existing handle. Raises
@@ -189,6 +195,22 @@ class Handles:
             sum(counted.pull_bytes for counted in each),
         )
 
+    def serve_metrics(self, endpoint: MetricsEndpoint) -> None:
+        """Serve metrics for Prometheus. Raises ConfigurationError and InsecureBindError."""
+        from psdist.client.reporting.worker_metrics import MeasuredClient, WorkerMetrics  # Few workers serve them.
+
+        session = self._session
+
+        def identity() -> tuple[str, str, int]:
+            mine = session.membership.registration
+            return mine.run_id, mine.worker_id, mine.incarnation
+
+        client = MeasuredClient(
+            identity, session.waits.sentences, lambda: self._opened, session.waits.phases, session.activities.throughput
+        )
+        self.metrics = WorkerMetrics(endpoint, client)
+        session.registrar.metrics_address = self.metrics.address
+
     def connections(self) -> Iterator[scheduler_pb2.Connection]:
         """Return how the handles reach servers, for heartbeats."""
         for handle in self._opened:
@@ -204,6 +226,8 @@ class Handles:
 
     async def close(self) -> None:
         """Cancel calls under way, and close all connections to servers."""
+        if self.metrics is not None:
+            self.metrics.close()
         for task in self._following:
             task.cancel()
         for handle in self._opened:

@@ -271,7 +271,7 @@ class Participation:
         self.sequence.end_push(progress, seen=seen)
         self.writes.clear()
         self._is_recorded = False
-        self._session.activities.throughput.push_ended(self.name)
+        self._session.activities.throughput.push_ended(self.name, progress.staleness_max)
         self._session.snapshots.states.push_finished(self.name)
         self._session.stopping.push_ended()
 

@@ -147,7 +147,7 @@ async def _run(
     directory, host = link.file.parent, addresses.loopback()
     metrics = open_metrics(settings, link.run_id, range(settings.processes))
     workers = WorkersPlan(
-        script=settings,
+        script=settings if settings.metrics_port is None else replace(settings, metrics_port=0),
         link=link,
         connected_directory=directory / "connected",
         # For torch.distributed in a user's script; nothing of psdist listens there.
@@ -165,6 +165,8 @@ async def _run(
         start_timeout_seconds=settings.start_timeout_seconds,
         storage_optional=settings.storage_path is None,
         host=host,
+        metrics_port=settings.metrics_port,
+        metrics_host=settings.metrics_host,
     )
     try:
         return await _supervise(settings, environ, workers, services, on_address, metrics)

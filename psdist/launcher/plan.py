@@ -31,6 +31,7 @@ from psdist.settings.programs import (
     OUTPUT_TITLE,
     SERVERS_TITLE,
     TIMEOUTS_TITLE,
+    MonitoringSettings,
     RunSettings,
     SchedulerSettings,
     ServerSettings,
@@ -46,7 +47,15 @@ _OWNED: Final = (
     *("PSDIST_SCHEDULER", "PSDIST_SCHEDULER_FILE", "PSDIST_ADDRESS_FILE", "PSDIST_ADVERTISE", "PSDIST_INSECURE"),
     *("PSDIST_WORKER_ID", "PSDIST_SERVER_ID", "PSDIST_CONNECTED_FILE", "PSDIST_LIFELINE_FD", "PSDIST_STORAGE_PATH"),
     *("PSDIST_STORAGE_OPTIONAL", "PSDIST_SAVE_INTERVAL", "PSDIST_KEEP_LAST", "PSDIST_KEEP_EVERY"),
-    *("PSDIST_METRICS_PIPE", "PSDIST_NO_SAVE_AT_END", "PSDIST_FRESH", "DMLC_ROLE", "DMLC_WORKER_ID"),
+    *(
+        "PSDIST_METRICS_PORT",
+        "PSDIST_METRICS_HOST",
+        "PSDIST_METRICS_PIPE",
+        "PSDIST_NO_SAVE_AT_END",
+        "PSDIST_FRESH",
+        "DMLC_ROLE",
+        "DMLC_WORKER_ID",
+    ),
     *("DMLC_NUM_WORKER", "DMLC_NUM_SERVER", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT"),
 )
 
@@ -83,7 +92,7 @@ def signals_text(value: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScriptSettings(MetricsOptions, Routing):
+class ScriptSettings(MetricsOptions, MonitoringSettings, Routing):
     """The script that the workers of this machine run, and how they are watched.
 
     ``psdist run`` and ``psdist-worker`` share these settings. Flags are spelled as torchrun spells them. Raises
@@ -260,6 +269,9 @@ class WorkersPlan:
             "PSDIST_CONNECTED_FILE": str(self.connected_file(rank, attempt)),
             **self.metrics,
         }
+        if self.script.metrics_port is not None:
+            port = self.script.metrics_port and self.script.metrics_port + local_rank
+            environment |= {"PSDIST_METRICS_PORT": str(port), "PSDIST_METRICS_HOST": self.script.metrics_host}
         is_program = self.script.kind is ScriptKind.PROGRAM
         return ProcessSpec(ProcessKey("worker", rank), self.script.argv, environment, signals_group=is_program)
 
@@ -293,6 +305,8 @@ class ServicesPlan:
     drain_timeout_seconds: longest wait of a server after SIGTERM for its shards to be moved to others.
     storage_optional: True if the run takes no snapshots when the storage cannot be written.
     host: address on which they listen: this machine's loopback address.
+    metrics_port: port of the scheduler's metrics; servers take free ones. None serves none.
+    metrics_host: address of the metrics; empty for loopback.
     """
 
     settings: ServicesSettings
@@ -304,6 +318,8 @@ class ServicesPlan:
     drain_timeout_seconds: float = ServerSettings.drain_timeout_seconds
     storage_optional: bool = False
     host: str = "127.0.0.1"
+    metrics_port: int | None = None
+    metrics_host: str = ""
 
     def scheduler(self, base: Mapping[str, str], port: int = 0) -> ProcessSpec:
         """Return the scheduler's process. It writes its address to the link's file; a restarted one keeps its
@@ -321,6 +337,7 @@ class ServicesPlan:
             store=self.directory / "scheduler.sqlite",
             address_file=self.link.file,
             storage_path=self.settings.storage_path or None,
+            metrics_port=self.metrics_port,
             storage_optional=self.storage_optional,
         )
         argv = (*program("psdist_scheduler"), *flags)
@@ -340,6 +357,8 @@ class ServicesPlan:
             kernel_threads=self.settings.kernel_threads or _kernel_threads_of_each(self.settings.servers),
             drain_timeout_seconds=self.drain_timeout_seconds,
             device=devices[number % len(devices)],
+            # The given port is the scheduler's, which lists those of all others.
+            metrics_port=None if self.metrics_port is None else 0,
         )
         argv = (*program("psdist_server"), *flags)
         return ProcessSpec(ProcessKey("server", number), argv, self.link.environment(base))
@@ -355,6 +374,7 @@ class ServicesPlan:
         """Settings of scheduler and servers."""
         return {
             "host": self.host,
+            "metrics_host": self.metrics_host or None,
             "run_id": self.link.run_id,
             "lifeline_fd": self.lifeline,
             "log_format": "console",

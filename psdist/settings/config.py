@@ -25,6 +25,7 @@ from typing import Final, Literal, cast, get_args
 from urllib.parse import quote
 
 from psdist.addresses import is_loopback as is_loopback
+from psdist.addresses import loopback
 from psdist.addresses import parse_address as parse_address
 from psdist.errors import ConfigurationError, InvalidArgumentError, SchedulerUnreachableError
 from psdist.settings.preflight import require_working_directory
@@ -46,12 +47,25 @@ _CONNECT_SECONDS_MIN: Final = 1.0
 _STORAGE_SCHEMES: Final = ("file", "s3", "gs", "az")
 #: The ``--storage-path`` that means no snapshots. A directory of this name is written ``./none``.
 _NO_STORAGE: Final = "none"
+_PORT_LAST: Final = 65535
 _DEVICE: Final = re.compile(r"cpu|cuda(?::\d{1,3})?")
 
 
 @dataclass(frozen=True, slots=True)
+class MetricsEndpoint:
+    """Place of a process's metrics for Prometheus. port: 0 takes a free one. token: empty without one."""
+
+    host: str
+    port: int
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
 class ClientSettings:
-    """Settings that a launcher passes to a worker's script. ``scheduler`` is empty if there is none."""
+    """Settings that a launcher passes to a worker's script. ``scheduler`` is empty if there is none.
+
+    metrics: None serves none.
+    """
 
     scheduler: str
     token: str
@@ -61,6 +75,7 @@ class ClientSettings:
     local_rank: int
     worker_id: str | None
     transport: TransportName
+    metrics: MetricsEndpoint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,15 +289,17 @@ def client_settings(
     world_size = _integer(environ, ("WORLD_SIZE", "DMLC_NUM_WORKER"), 1)
     if rank is not None and world_size is not None and rank >= world_size:
         raise ConfigurationError(f"RANK {rank} is not below WORLD_SIZE {world_size}: ranks count from 0")
+    found_token = find_token(environ, token)
     return ClientSettings(
         scheduler=scheduler or find_scheduler(environ),
-        token=find_token(environ, token),
+        token=found_token,
         run_id=check_run_id(chosen_run) if chosen_run else "",
         rank=rank,
         world_size=world_size or 1,
         local_rank=_integer(environ, ("LOCAL_RANK",), 0) or 0,
         worker_id=environ.get("PSDIST_WORKER_ID") or None,
         transport=_find_transport(environ, transport),
+        metrics=_find_metrics(environ, found_token),
     )
 
 
@@ -304,6 +321,15 @@ def metrics_settings(environ: Mapping[str, str]) -> MetricsSettings:
         known = ", ".join(get_args(ProgressName))
         raise ConfigurationError(f"PSDIST_PROGRESS={progress!r:.80} is unknown: use one of {known}")
     return MetricsSettings(environ.get("PSDIST_METRICS_PIPE", ""), seconds, cast(ProgressName, progress))
+
+
+def _find_metrics(environ: Mapping[str, str], token: str) -> MetricsEndpoint | None:
+    port = _integer(environ, ("PSDIST_METRICS_PORT",), 0)
+    if port is None:
+        return None
+    if port > _PORT_LAST:
+        raise ConfigurationError(f"PSDIST_METRICS_PORT={port} is no port: use 0 to {_PORT_LAST}; 0 takes a free one")
+    return MetricsEndpoint(environ.get("PSDIST_METRICS_HOST") or loopback(), port, token)
 
 
 def _find_transport(environ: Mapping[str, str], argument: str | None) -> TransportName:

@@ -19,6 +19,7 @@ from psdist.errors import ConfigurationError, InsecureBindError, InvalidArgument
 from psdist.settings import exit_codes, preflight
 from psdist.settings.config import (
     START_TIMEOUT_SECONDS,
+    MetricsEndpoint,
     TransportName,
     address_text,
     await_address,
@@ -44,6 +45,7 @@ SERVERS_TITLE: Final = "servers"
 _NETWORK_TITLE: Final = "network and security"
 _HOST: Final = "127.0.0.1"
 _SNAPSHOTS_TITLE: Final = "snapshots"
+_MONITORING_TITLE: Final = "monitoring"
 
 # --- settings that several programs declare with their own help or default --------------------------------------------
 
@@ -150,7 +152,21 @@ class RunSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProgramSettings:
+class MonitoringSettings:
+    """Place of a program's metrics for Prometheus. metrics_port: None serves none."""
+
+    metrics_port: int | None = setting(
+        "serve metrics for Prometheus on this port; 0 takes a free one, which psdist status shows (default: none)",
+        integer(0, 65535), None, "PORT", group=_MONITORING_TITLE,
+    )  # fmt: skip
+    metrics_host: str = setting(
+        "address of the metrics; beyond this machine they need a token, and are not encrypted (default: loopback)",
+        text, "", "HOST", group=_MONITORING_TITLE,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramSettings(MonitoringSettings):
     """Settings of scheduler and server. An empty ``token`` means none."""
 
     host: str = setting(
@@ -169,6 +185,13 @@ class ProgramSettings:
     log_level: str = log_level_setting("least level shown", "info")
     lifeline_fd: int | None = setting("inherited pipe; this process ends when it does", integer(0), None, "N")
     token: str = ""
+
+    @property
+    def metrics(self) -> MetricsEndpoint | None:
+        """Place of this process's metrics; None serves none."""
+        if self.metrics_port is None:
+            return None
+        return MetricsEndpoint(self.metrics_host or loopback(), self.metrics_port, self.token)
 
 
 # --- psdist-scheduler -------------------------------------------------------------------------------------------------

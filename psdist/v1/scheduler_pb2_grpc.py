@@ -139,6 +139,11 @@ class SchedulerServiceStub:
                 request_serializer=psdist_dot_v1_dot_scheduler__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=psdist_dot_v1_dot_scheduler__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.WatchEvents = channel.unary_stream(
+                '/psdist.v1.SchedulerService/WatchEvents',
+                request_serializer=psdist_dot_v1_dot_scheduler__pb2.WatchEventsRequest.SerializeToString,
+                response_deserializer=psdist_dot_v1_dot_scheduler__pb2.WatchEventsResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulerServiceServicer:
@@ -291,6 +296,13 @@ class SchedulerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchEvents(self, request, context):
+        """The run's history, of which the newest 10,000 events are kept.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -398,6 +410,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=psdist_dot_v1_dot_scheduler__pb2.GetStatusRequest.FromString,
                     response_serializer=psdist_dot_v1_dot_scheduler__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'WatchEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchEvents,
+                    request_deserializer=psdist_dot_v1_dot_scheduler__pb2.WatchEventsRequest.FromString,
+                    response_serializer=psdist_dot_v1_dot_scheduler__pb2.WatchEventsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -967,6 +984,33 @@ class SchedulerService:
             '/psdist.v1.SchedulerService/GetStatus',
             psdist_dot_v1_dot_scheduler__pb2.GetStatusRequest.SerializeToString,
             psdist_dot_v1_dot_scheduler__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/psdist.v1.SchedulerService/WatchEvents',
+            psdist_dot_v1_dot_scheduler__pb2.WatchEventsRequest.SerializeToString,
+            psdist_dot_v1_dot_scheduler__pb2.WatchEventsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -167,6 +167,15 @@ METRIC_NAME_CHARACTERS_MAX: Final = 64
 #: atomically.
 METRIC_LINE_BYTES_MAX: Final = 4096
 
+#: Events of a run's history that the scheduler keeps, and those in one message.
+EVENTS_MAX: Final = 10_000
+EVENTS_PER_MESSAGE: Final = 256
+
+#: Connections to a process's metrics port that are open at the same time, and seconds that each may take to send its
+#: request, and to read the answer.
+SCRAPES_MAX: Final = 4
+SCRAPE_SECONDS: Final = 5.0
+
 #: Header of a link's first frame from another worker, which carries the token.
 PEER_OPENING_BYTES: Final = 4 * TOKEN_CHARACTERS_MAX + (4 << 10)
 #: Bytes that a collective sends to a peer together with the call. They may wait there until the peer makes the call.

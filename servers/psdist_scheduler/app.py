@@ -100,13 +100,20 @@ async def _serve_run(
     server.add_generic_rpc_handlers((Service(scheduler).handler(),))
     probe = await add_standard_services(server, SERVICE, reflects=is_loopback(settings.host))
     readiness = asyncio.create_task(_follow_readiness(scheduler, probe))
+    exporter = None
     try:
+        if settings.metrics is not None:
+            from psdist_scheduler import metrics  # A run without metrics starts without their library.
+
+            exporter = metrics.export(scheduler, settings.metrics)
         port = channels.bind(server, settings.host, settings.port, settings.insecure)
         await server.start()
         address = settings.advertise or _own_address(settings.host, port)
         return await _until_the_end(settings, scheduler, address)
     finally:
         readiness.cancel()
+        if exporter is not None:
+            exporter.close()
         scheduler.stop()
         await server.stop(_STOP_SECONDS)
         scheduler.close()

@@ -172,7 +172,7 @@ class Cluster:
         changed = changed or self.machines.has_changed
         self.epoch += changed
         changes = replace(self._take_changes(), run_lost=lost)
-        log = ev.LogEvent(f"the run ends: {error}", "warning")
+        log = ev.LogEvent(f"the run ends: {error}", "warning", kind="shutdown")
         refused = [Refuse(call, copy_error(error)) for call in (*calls, *sessions)]
         published = [Publish(self.map)] if changed else []
         return [changes, log, *published, *effects, *refused]

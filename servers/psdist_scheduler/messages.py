@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from psdist.errors import InvalidArgumentError, LimitExceededError, StorageError
+from psdist.errors import ConfigurationError, InvalidArgumentError, LimitExceededError, StorageError
 from psdist.settings.config import parse_address
 from psdist.snapshots.format import CommitRecord, ShardFile
 from psdist.types import check_name
@@ -34,7 +35,7 @@ from psdist.wire.limits import (
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import snapshot_events as sn
 from psdist_scheduler.events import worker_events as we
-from psdist_scheduler.events.cluster_state import Role
+from psdist_scheduler.events.cluster_state import EventRecord, Role
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -301,6 +302,22 @@ def rates(message: pb.WorkerRates) -> pb.WorkerRates:
     # Copied, because a message that is kept must not keep other content from a peer.
     pushes = {name: count for name, count in message.pushes.items() if len(name) <= TEXT_CHARACTERS_MAX}
     return pb.WorkerRates(seconds=message.seconds, waiting_seconds=message.waiting_seconds, pushes=pushes)
+
+
+def metrics_address(value: str) -> str:
+    """Return where a member says that it shows its metrics; empty unless that is an address."""
+    if not value or len(value) > TEXT_CHARACTERS_MAX:
+        return ""
+    with suppress(ConfigurationError):
+        parse_address(value)
+        return value
+    return ""
+
+
+def event(record: EventRecord) -> pb.EventStatus:
+    """Return an event of the run's history as a message."""
+    message: pb.EventStatus = make_message(pb.EventStatus, record)
+    return message
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import convert
@@ -13,23 +12,39 @@ from psdist_scheduler.events.cluster_state import Member
 from psdist_scheduler.snapshots.attempt import Attempt, AttemptPhase
 
 
-def status(
-    cluster: Cluster,
-    reports: Mapping[str, pb.MemberStatus],
-    now: float,
-) -> pb.GetStatusResponse:
-    """Return the status report.
+class Reports:
+    """Reports of the run's processes about themselves: those of members are from their last heartbeats, by id."""
 
-    reports: what members reported about themselves in their last heartbeats, by id.
-    """
+    def __init__(self) -> None:
+        self.by_member: dict[str, pb.MemberStatus] = {}
+        #: ``host:port`` of the scheduler's metrics; empty without.
+        self.metrics_address = ""
+
+    def keep(self, member_id: str, heartbeat: pb.SessionRequest.Heartbeat) -> None:
+        """Keep the parts of a member's heartbeat that the status report shows."""
+        kept = self.by_member.setdefault(member_id, pb.MemberStatus())
+        if heartbeat.HasField("statistics"):
+            kept.statistics.CopyFrom(heartbeat.statistics)
+        if heartbeat.HasField("connections"):
+            kept.ClearField("connections")
+            kept.connections.extend(messages.connections(heartbeat.connections))
+        if heartbeat.HasField("rates"):
+            kept.rates.CopyFrom(messages.rates(heartbeat.rates))
+        kept.metrics_address = messages.metrics_address(heartbeat.metrics_address)
+
+
+def status(cluster: Cluster, reports: Reports, now: float) -> pb.GetStatusResponse:
+    """Return the status report."""
+    by_id = reports.by_member
     return pb.GetStatusResponse(
+        metrics_address=reports.metrics_address,
         run_id=cluster.settings.run_id,
         phase=cluster.phase,
         workers_min=cluster.demand.workers_min,
         servers_min=cluster.demand.servers_min,
         servers_wanted=cluster.demand.servers_wanted,
         replicas=cluster.settings.replicas,
-        members=[_member(cluster, member, reports.get(member.member_id), now) for member in cluster.members.all],
+        members=[_member(cluster, member, by_id.get(member.member_id), now) for member in cluster.members.all],
         parameters=[
             pb.ParametersStatus(
                 entry=convert.entry_to_proto(p.entry) if p.record else {"spec": {"name": p.name}},
@@ -85,6 +100,7 @@ def _member(
     if not member.live:
         report.ClearField("connections")
         report.ClearField("rates")
+        report.ClearField("metrics_address")
     if (presence := cluster.members.sessions.liveness.get(member.member_id)) is not None:
         report.heartbeat_age_seconds, report.epoch = now - presence.seen, presence.epoch
         report.waiting_for.extend(presence.waiting_for)

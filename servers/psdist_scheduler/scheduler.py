@@ -24,6 +24,7 @@ from psdist.snapshots.storage import Storage
 from psdist.v1 import scheduler_pb2 as pb
 from psdist_scheduler import messages, report
 from psdist_scheduler.cluster import Cluster
+from psdist_scheduler.event_history import EventHistory
 from psdist_scheduler.events.cluster_events import (
     Broadcast,
     Effect,
@@ -35,7 +36,7 @@ from psdist_scheduler.events.cluster_events import (
     Register,
     Tick,
 )
-from psdist_scheduler.events.cluster_state import ParametersRecord
+from psdist_scheduler.events.cluster_state import EventRecord, ParametersRecord
 from psdist_scheduler.events.snapshot_events import Prune, ReadHistory, RemoveDirectory, WriteCommit
 from psdist_scheduler.open_calls import OpenCalls
 from psdist_scheduler.probe import Probes
@@ -44,7 +45,8 @@ from psdist_scheduler.sqlite_store import Store
 
 logger = logging.getLogger("psdist.scheduler")
 
-EVENTS_KEPT = 100
+#: Number of events that the status report shows.
+EVENTS_SHOWN = 100
 
 
 class Scheduler:
@@ -56,13 +58,12 @@ class Scheduler:
         if storage is not None:
             self._storage = SnapshotIo(storage, cluster.settings.run_id, cluster.settings.salt, self.post)
         self.calls = OpenCalls(self.post)
-        #: Reports of members about themselves in their last heartbeats, by id.
-        self._reports: dict[str, pb.MemberStatus] = {}
+        self.reports = report.Reports()
         #: Set when the run is over (``exit_requests``), until that is withdrawn.
         self.is_over = asyncio.Event()
         #: True if the run has ended in an orderly way, so that nothing of it is needed any more.
         self.has_ended = False
-        self.events: deque[tuple[float, str]] = deque(maxlen=EVENTS_KEPT)
+        self.history = EventHistory(store.load_events())
         self._loop = asyncio.get_running_loop()
         self.started = self._loop.time()
         self._store = store
@@ -97,8 +98,10 @@ class Scheduler:
             changes = [effect for effect in batch if isinstance(effect, Persist)]
             if changes:
                 await self._loop.run_in_executor(self._writer, self._store.write, merge(changes))
-            for effect in batch:
-                self._carry_out(effect)
+            news = [record for effect in batch if (record := self._carry_out(effect)) is not None]
+            if news and self._store.keeps_events:
+                # Nothing waits for the history, and a run does not depend on it.
+                self._writer.submit(self._store.write_events, news)
 
     def _take(self) -> list[Effect]:
         """Return the effects to carry out, in order. Waiting registrations are passed to the machine first."""
@@ -140,38 +143,35 @@ class Scheduler:
         members = self.cluster.members.all
         return bool(members) and all(member.state == "left" for member in members)
 
+    def time(self) -> float:
+        """Return the time of the machine's clock."""
+        return self._loop.time()
+
     def status(self) -> pb.GetStatusResponse:
-        now = self._loop.time()
-        status = report.status(self.cluster, self._reports, now)
+        now = self.time()
+        status = report.status(self.cluster, self.reports, now)
         status.psdist_version, status.epoch = __version__, self.calls.published.cluster.epoch
         status.uptime_seconds = now - self.started
-        status.events.extend(pb.EventStatus(time=at, text=text) for at, text in self.events)
+        status.events.extend(map(messages.event, self.history.newest(EVENTS_SHOWN)))
         return status
 
     def keep_report(self, call: int, member_id: str, heartbeat: pb.SessionRequest.Heartbeat) -> None:
-        """Keep the parts of a member's heartbeat on its session ``call`` that the status report shows."""
-        if self.cluster.members.sessions.member_of(call) != member_id:
-            return
-        kept = self._reports.setdefault(member_id, pb.MemberStatus())
-        if heartbeat.HasField("statistics"):
-            kept.statistics.CopyFrom(heartbeat.statistics)
-        if heartbeat.HasField("connections"):
-            kept.ClearField("connections")
-            kept.connections.extend(messages.connections(heartbeat.connections))
-        if heartbeat.HasField("rates"):
-            kept.rates.CopyFrom(messages.rates(heartbeat.rates))
+        """Keep the report in a member's heartbeat on its session ``call``."""
+        if self.cluster.members.sessions.member_of(call) == member_id:
+            self.reports.keep(member_id, heartbeat)
 
     def _enqueue(self, items: Iterable[Effect | Register]) -> None:
         self._queue.extend(items)
         if self._queue:
             self._pending.set()
 
-    def _carry_out(self, effect: Effect) -> None:
+    def _carry_out(self, effect: Effect) -> EventRecord | None:
+        """Carry out an effect. Returns the new event of the run's history, if it is one."""
         match effect:
             case LogEvent():
                 logger.log(logging.WARNING if effect.level in ("warning", "wait") else logging.INFO, effect.text)
                 if effect.level in ("info", "warning"):
-                    self.events.append((time.time(), effect.text))
+                    return self.history.add(effect, time.time())
             case WriteCommit() | RemoveDirectory() | Prune() | ReadHistory():
                 if self._storage is not None:
                     self._storage.put(effect)
@@ -179,8 +179,9 @@ class Scheduler:
                 self._probes.start(effect)
             case _:
                 if isinstance(effect, Broadcast) and isinstance(effect.news, MemberLost):
-                    self._reports.pop(effect.news.member_id, None)
+                    self.reports.by_member.pop(effect.news.member_id, None)
                 self.calls.carry_out(effect)
+        return None
 
 
 def merge(changes: list[Persist]) -> Persist:

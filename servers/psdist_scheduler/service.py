@@ -22,6 +22,7 @@ from psdist.types import ClusterMap, Layout
 from psdist.v1 import common_pb2 as common
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import convert, frames
+from psdist.wire.limits import EVENTS_PER_MESSAGE
 from psdist.wire.rpc_handlers import service_handler
 from psdist_scheduler import messages, snapshot_io
 from psdist_scheduler.events import cluster_events as ev
@@ -145,6 +146,18 @@ class Service:
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         return self._scheduler.status()
+
+    async def WatchEvents(self, request: pb.WatchEventsRequest, context: Context) -> None:
+        """Send the run's history after an event, and with ``follow`` all later events."""
+        history, number = self._scheduler.history, request.after
+        while True:
+            if records := history.after(number, EVENTS_PER_MESSAGE):
+                number = records[-1].number
+                await context.write(pb.WatchEventsResponse(events=map(messages.event, records)))
+            elif request.follow:
+                await history.changed()
+            else:
+                return
 
     async def _ask(self, event: Callable[[int], ev.Event]) -> ev.Value:
         """Post an event and wait for its only answer."""

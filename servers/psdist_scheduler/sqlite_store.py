@@ -14,7 +14,8 @@ import json
 import logging
 import os
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import astuple, fields, replace
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,13 @@ from psdist.errors import ConfigurationError, PsdistError
 from psdist.types import Restore, check_directory
 from psdist.v1 import common_pb2, scheduler_pb2
 from psdist.wire import convert
-from psdist.wire.limits import BARRIER_NAMES_MAX
+from psdist.wire.limits import BARRIER_NAMES_MAX, EVENTS_MAX
 from psdist_scheduler.events.cluster_events import Persist
 from psdist_scheduler.events.cluster_state import (
     BarrierRecord,
     DataLease,
     DatasetRecord,
+    EventRecord,
     Member,
     Node,
     ParametersRecord,
@@ -67,6 +69,10 @@ CREATE TABLE barriers (
   PRIMARY KEY (worker_id, name));
 CREATE TABLE datasets (name TEXT PRIMARY KEY, spec BLOB NOT NULL, state TEXT NOT NULL);
 """
+_EVENTS = (
+    "CREATE TABLE IF NOT EXISTS events (number INTEGER PRIMARY KEY, time REAL NOT NULL, kind TEXT NOT NULL, "
+    "warning INTEGER NOT NULL, text TEXT NOT NULL)"
+)
 _BASE = "base_directory, base_digest, generation, term, base_epoch, began"
 _READ_PARAMETERS = "SELECT entry, uploader, committed, layout FROM parameters ORDER BY number"
 _READ_DATASETS = "SELECT spec, state FROM datasets ORDER BY rowid"
@@ -84,12 +90,22 @@ _FORGET_BARRIERS = (
 class Store:
     """Interface of the store, and a store that keeps nothing. Calls block; only one is made at a time."""
 
+    #: True if ``write_events`` keeps them.
+    keeps_events = False
+
     def load(self) -> StoredState | None:
         """Return the stored state; None if there is none yet."""
         return None
 
     def write(self, changes: Persist) -> None:
         """Make the changes durable, all or none, before returning."""
+
+    def load_events(self) -> list[EventRecord]:
+        """Return the stored history of the run, oldest first."""
+        return []
+
+    def write_events(self, records: Sequence[EventRecord]) -> None:
+        """Add to the history. A failure is only logged: the run does not depend on it."""
 
     def discard(self) -> None:
         """Delete the stored state and close the store, because the run has ended."""
@@ -101,6 +117,8 @@ class Store:
 
 class SqliteStore(Store):
     """A store in one SQLite file."""
+
+    keeps_events = True
 
     def __init__(self, path: Path, run_id: str, new_run_id: Callable[[], str] = lambda: "") -> None:
         """Open and lock the file. Raises ConfigurationError if it is in use, unusable, or another run's.
@@ -168,6 +186,27 @@ class SqliteStore(Store):
         self._known_layouts.difference_update(changes.forgotten)
         self._known_layouts.update(record.entry.spec.name for record in changes.parameters)
 
+    def load_events(self) -> list[EventRecord]:
+        try:
+            rows = self._db.execute("SELECT number, time, kind, warning, text FROM events ORDER BY number")
+            return [EventRecord(number, time, kind, bool(warning), text) for number, time, kind, warning, text in rows]
+        except sqlite3.Error as error:
+            raise _unusable(self._path, error) from None
+
+    def write_events(self, records: Sequence[EventRecord]) -> None:
+        try:
+            # Enough for the death of this process, and it does not wait for the disk.
+            self._db.execute("PRAGMA synchronous = NORMAL")
+            with self._db:
+                self._db.execute("BEGIN IMMEDIATE")
+                self._db.executemany(_upsert("events", EventRecord), map(astuple, records))
+                self._db.execute("DELETE FROM events WHERE number <= ?", (records[-1].number - EVENTS_MAX,))
+        except sqlite3.Error as error:
+            logger.warning("events of the run's history are not stored (--store %s): %s", self._path, error)
+        finally:
+            with suppress(sqlite3.Error):
+                self._db.execute("PRAGMA synchronous = FULL")
+
     def discard(self) -> None:
         # Deleted while the lock is held: the file of a scheduler that starts meanwhile must not be deleted. The main
         # file is last, because it holds the lock; after that its name may belong to another one.
@@ -191,6 +230,9 @@ class SqliteStore(Store):
                 self._db.execute(statement)
             self._db.execute("INSERT INTO run VALUES (1, ?, 0, 0, '', x'', 0, 1, 0, 0, '')", (run_id or new_run_id(),))
             self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        if version in (0, SCHEMA_VERSION):
+            # Releases without this table ignore it.
+            self._db.execute(_EVENTS)
         self._db.execute("COMMIT")
         (state,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
         if state != "ok":

@@ -97,6 +97,7 @@ async def _serve(settings: ServerSettings, scheduler: str, lanes: Lanes | None) 
     compiler = BackgroundCompiler(logging.getLogger("psdist.server"))
     compiler.add(kernels.KERNELS, "all optimizers")
     link = ServerSession(scheduler, settings.token, advertise, settings.server_id, settings.run_id)
+    exporter = None
     try:
         listener = TcpListener()
         await listener.open(settings.host, settings.data_port)
@@ -108,6 +109,11 @@ async def _serve(settings: ServerSettings, scheduler: str, lanes: Lanes | None) 
         me = link.registration
         host = ParameterServer(me, settings.token, threads, compiler=compiler, carriers=settings.carriers, lanes=lanes)
         logs.identify(id=me.server_id, run=me.run_id)
+        if settings.metrics is not None:
+            from psdist_server import metrics  # A server without metrics starts without their library.
+
+            exporter = metrics.export(host, me.run_id, settings.metrics)
+            link.metrics_address = exporter.address
         # The session adopts the map, because allocating memory for large shards takes longer than the scheduler waits
         # for a registration. Requests wait for the map.
         service = ServerService(host, listener)
@@ -125,6 +131,8 @@ async def _serve(settings: ServerSettings, scheduler: str, lanes: Lanes | None) 
         )
         return await _until_stopped(stop, link, host, service, server, probe, settings.drain_timeout_seconds)
     finally:
+        if exporter is not None:
+            exporter.close()
         compiler.close()
         await link.close()
 

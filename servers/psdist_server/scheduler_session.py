@@ -54,6 +54,8 @@ class ServerSession:
         self.run_ended = asyncio.Event()
         #: True while the session is open and its first map has been adopted.
         self.in_session = False
+        #: ``host:port`` of this server's metrics; empty without.
+        self.metrics_address = ""
         self._leaving = False
         #: Proposals of earlier sessions. Those that the first map does not confirm are withdrawn.
         self._stale: set[tuple[str, str]] = set()
@@ -155,6 +157,7 @@ class ServerSession:
             statistics=statistics,
             waiting_for=sorted({wait for part in statistics.parameters for wait in part.waiting_for}),
             snapshot=server.snapshot_progress(),
+            metrics_address=self.metrics_address,
             heard=[
                 common_pb2.WorkerIncarnation(worker_id=worker_id, incarnation=incarnation, age_seconds=age)
                 for worker_id, incarnation, age in server.admission.take_heard()

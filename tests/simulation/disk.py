@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from psdist_scheduler.events.cluster_events import Persist
-from psdist_scheduler.events.cluster_state import StoredState
+from psdist_scheduler.events.cluster_state import EventRecord, StoredState
 from psdist_scheduler.sqlite_store import SqliteStore
 from tests.simulation.loop import Node, SimLoop
 
@@ -80,6 +80,13 @@ class DiskStore:
             return store.load()
         finally:
             store.close()
+
+    #: The history of a run decides nothing.
+    keeps_events = False
+
+    def load_events(self) -> list[EventRecord]:
+        """Return no history."""
+        return []
 
     def write(self, changes: Persist) -> Any:
         """Begin a write."""

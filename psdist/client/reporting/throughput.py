@@ -31,16 +31,21 @@ class Throughput:
 
     def __init__(self, clock: Callable[[], float] = lambda: asyncio.get_running_loop().time()) -> None:
         self._clock = clock
-        self._pushes: Counter[str] = Counter()
+        #: Answered pushes by parameter set.
+        self.pushes: Counter[str] = Counter()
+        #: Called with the staleness of each push that ended.
+        self.on_push: Callable[[int], None] | None = None
         #: Seconds of finished waits, number of waits under way, and start of the first of these.
         self._waited = 0.0
         self._open = 0
         self._since = 0.0
         self._samples: deque[_Sample] = deque()
 
-    def push_ended(self, parameters: str) -> None:
-        """Count an answered push."""
-        self._pushes[parameters] += 1
+    def push_ended(self, parameters: str, staleness: int = 0) -> None:
+        """Count an answered push. staleness: the largest over its slices, in versions."""
+        self.pushes[parameters] += 1
+        if self.on_push is not None:
+            self.on_push(staleness)
 
     def wait_began(self) -> None:
         """Start a wait of the script. Concurrent waits of several threads count once."""
@@ -66,7 +71,7 @@ class Throughput:
     def rates(self) -> pb.WorkerRates | None:
         """Return pushes and waits since the oldest call of this method within the window; None at the first call."""
         now = self._clock()
-        current = _Sample(now, self._waited + (now - self._since if self._open else 0.0), self._pushes.copy())
+        current = _Sample(now, self._waited + (now - self._since if self._open else 0.0), self.pushes.copy())
         while len(self._samples) > 1 and self._samples[0].time < now - _WINDOW_SECONDS:
             self._samples.popleft()
         self._samples.append(current)

@@ -74,6 +74,8 @@ class Registrar:
         self._waits = waits
         #: Port for links of other workers.
         self.listener = PeerListener(target.token)
+        #: ``host:port`` of this worker's metrics; empty without.
+        self.metrics_address = ""
 
     async def register(self, timeout: float) -> pb.RegisterResponse:
         """Register for the first time.

@@ -232,6 +232,7 @@ class WorkerSession:
                 activity=self.activities.report(),
                 rates=self.activities.throughput.rates(),
                 unreachable=self.activities.reachability.reports(),
+                metrics_address=self.registrar.metrics_address,
             )
 
         return heartbeat

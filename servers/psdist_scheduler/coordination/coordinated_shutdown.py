@@ -211,7 +211,7 @@ class CoordinatedShutdown:
         self._steps = tuple(sorted(ends.items()))
         self._leaving |= {worker.identity for worker in self._stopping}
         steps = ", ".join(f"{name!r} at step {step}" for name, step in self._steps)
-        return [LogEvent(f"{name_some(self._stopping)} stopping{f': {steps}' if steps else ''}")]
+        return [LogEvent(f"{name_some(self._stopping)} stopping{f': {steps}' if steps else ''}", kind="shutdown")]
 
     def _notify(self) -> list[Effect]:
         """Return commands that follow from the phase and were not sent yet."""

@@ -101,7 +101,7 @@ class Rollback:
         self._joins.clear()
         self._datasets.go_back(found.manifest.datasets)
         lost = tuple((name, first, max(first, until)) for name, first, until in lost)
-        effects += [LogEvent(text, "warning"), Broadcast(RolledBack(found.commit.directory, lost, text))]
+        effects += [LogEvent(text, "warning", "rollback"), Broadcast(RolledBack(found.commit.directory, lost, text))]
         # A worker without a session learns of the end of its incarnation when it returns.
         for worker in [
             w

@@ -322,7 +322,7 @@ class Datasets:
         self.changed[event.dataset] = None
         where = f"data epoch {event.position.data_epoch}"
         return [
-            LogEvent(f"data set {event.dataset!r} continues from {where}, set by {worker}"),
+            LogEvent(f"data set {event.dataset!r} continues from {where}, set by {worker}", kind="data"),
             Answer(event.call, Done()),
         ]
 
@@ -344,7 +344,9 @@ class Datasets:
             if again or given_up:
                 self.changed[name] = None
             if again:
-                effects.append(LogEvent(f"data set {name!r}: {_ranges(again)} will be handed out again", "warning"))
+                effects.append(
+                    LogEvent(f"data set {name!r}: {_ranges(again)} will be handed out again", "warning", kind="data")
+                )
             if given_up:
                 tries = dataset.spec.retries_max + 1
                 text = f"data set {name!r}: {_ranges(given_up)} given up, after {tries} workers were lost with each"
@@ -373,7 +375,7 @@ class Datasets:
         if not dataset.finished:
             return []
         counts = f"{dataset.repeated} ranges handed out again, {dataset.failed} given up"
-        return [LogEvent(f"data set {dataset.spec.name!r} is finished: {counts}")]
+        return [LogEvent(f"data set {dataset.spec.name!r} is finished: {counts}", kind="data")]
 
 
 def _is_of(lease: DataLease, worker: Member) -> bool:

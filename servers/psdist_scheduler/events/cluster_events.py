@@ -551,6 +551,13 @@ class Probe:
     address: str
 
 
+#: Subject of an entry of the run's history.
+EventKind = Literal[
+    "join", "leave", "loss", "promotion", "replication", "rollback", "snapshot", "snapshot_failed", "scale",
+    "parameters", "data", "shutdown", "note",
+]  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class LogEvent:
     """An entry for the log and, unless it is only about a wait, for the list of recent events.
@@ -560,6 +567,7 @@ class LogEvent:
 
     text: str
     level: Literal["info", "warning", "wait", "call"] = "info"
+    kind: EventKind = "note"
 
 
 #: A wait: its name, the waiting calls, and the reason as text that begins with "for".

@@ -257,3 +257,14 @@ def name_some(items: Sequence[Member] | Sequence[str]) -> str:
     """Name the first three of ``items``, and the number of others."""
     more = f" and {len(items) - 3} more" if len(items) > 3 else ""
     return ", ".join(str(item) for item in items[:3]) + more
+
+
+@dataclass(frozen=True, slots=True)
+class EventRecord:
+    """An event of the run's history. number: from 1 on, without gaps. time: seconds since 1970."""
+
+    number: int
+    time: float
+    kind: str
+    warning: bool
+    text: str

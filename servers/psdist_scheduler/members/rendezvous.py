@@ -76,7 +76,7 @@ class Rendezvous:
         for event in round_:
             self._give_ranks(event, max(self.world_size, ranks_used))
         nodes = [self._nodes[event.agent_id] for event in round_]
-        note = LogEvent(f"rendezvous formed: {len(self._nodes)} nodes, {self.world_size} ranks")
+        note = LogEvent(f"rendezvous formed: {len(self._nodes)} nodes, {self.world_size} ranks", kind="join")
         return [*(self._formed(event.call, node) for event, node in zip(round_, nodes, strict=True)), note]
 
     def take_changes(self) -> tuple[Node, ...]:

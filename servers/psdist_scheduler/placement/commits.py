@@ -122,7 +122,10 @@ class Commits:
     def _end(self, p: ParameterSet, commit: Commit) -> list[Effect]:
         del self._by_name[p.name]
         p.commit()
-        return [Answer(commit.event.call, Done()), LogEvent(f"{commit.worker} uploaded the values of {p.name!r}")]
+        return [
+            Answer(commit.event.call, Done()),
+            LogEvent(f"{commit.worker} uploaded the values of {p.name!r}", kind="parameters"),
+        ]
 
     def _has_changed(self, commit: Commit) -> bool:
         p = self._registry.get(commit.event.parameters)

@@ -120,7 +120,7 @@ class Creation:
         if p.record.committed or not are_loaded:
             return []
         p.commit()
-        return [ev.LogEvent(f"parameters {p.name!r} are loaded")]
+        return [ev.LogEvent(f"parameters {p.name!r} are loaded", kind="parameters")]
 
     # --- progress -----------------------------------------------------------------------------------------------------
 
@@ -255,7 +255,10 @@ class Creation:
         if saved is not None and base.restore is not None:
             text = f"{text}; resuming from step {saved.step} of snapshot {base.restore.directory}"
         notice = self._resume.notice(entry)
-        return [ev.LogEvent(f"parameters {p.name!r} placed: {text}"), *([ev.LogEvent(notice)] if notice else [])]
+        return [
+            ev.LogEvent(f"parameters {p.name!r} placed: {text}", kind="parameters"),
+            *([ev.LogEvent(notice)] if notice else []),
+        ]
 
     def _entry(self, p: ParameterSet, creators: list[Member]) -> ParametersEntry:
         """Return the map entry of a parameter set that is placed now."""
@@ -314,7 +317,7 @@ class Creation:
         if p.entry.ready or missing:
             return []
         p.change(ready=True)
-        return [ev.LogEvent(f"parameters {p.name!r} are ready")]
+        return [ev.LogEvent(f"parameters {p.name!r} are ready", kind="parameters")]
 
     def _serve(self, p: ParameterSet) -> list[ev.Effect]:
         """Answer the callers of a ready parameter set, or let them join it."""

@@ -65,7 +65,10 @@ class ReplicaManager:
                 if p.placed.committed or placed != before:
                     p.replace_shards(placed, epoch)
                     effects.append(
-                        ev.LogEvent(f"a server was lost before {p.name!r} was ready; its values are uploaded again")
+                        ev.LogEvent(
+                            f"a server was lost before {p.name!r} was ready; its values are uploaded again",
+                            kind="parameters",
+                        )
                     )
             else:
                 p.change(shards=after)
@@ -82,7 +85,7 @@ class ReplicaManager:
         self._fresh.add((event.parameters, event.shard))
         if self._registry.missing_replicas(p) or self._settings.replicas == 1:
             return []
-        return [ev.LogEvent(f"every shard of {p.name!r} has {self._settings.replicas} copies")]
+        return [ev.LogEvent(f"every shard of {p.name!r} has {self._settings.replicas} copies", kind="replication")]
 
     def on_unreachable(self, event: ev.ReplicaUnreachable, now: float) -> list[ev.Effect]:
         """Process a primary's report that it cannot reach a replica. Another server takes its place, or the same one
@@ -166,7 +169,7 @@ class ReplicaManager:
         self._set(name, number, replicas.without(shard, replica))
         self._unreachable[place] = now + self._settings.lease_seconds
         what = f"{shard.primary} cannot reach {replica}, which held {name_shards([number])}"
-        return [ev.LogEvent(f"{what} of {name!r}: {reason}", "warning")]
+        return [ev.LogEvent(f"{what} of {name!r}: {reason}", "warning", kind="replication")]
 
     def _drop_unreachable(self, now: float) -> list[ev.Effect]:
         """Drop unreachable backups whose primaries confirmed a later epoch, and are therefore reachable themselves."""
@@ -235,11 +238,11 @@ class ReplicaManager:
             if not self._members.workers:
                 # At the orderly end of a run all servers leave. Each departure is logged, and nothing is lost.
                 if member is None or member.state != "left":
-                    effects.append(ev.LogEvent(f"{held}; no worker is left to miss it"))
+                    effects.append(ev.LogEvent(f"{held}; no worker is left to miss it", kind="loss"))
                 continue
             text = f"{held} ({len(numbers)} of {len(after)} shards, at {p.version_text}): {self._registry.remedy}"
             effects.append(ev.Broadcast(ev.ShardsLost(p.name, tuple(numbers), server, p.version, text)))
-            effects.append(ev.LogEvent(f"lost: {text}", "warning"))
+            effects.append(ev.LogEvent(f"lost: {text}", "warning", kind="loss"))
         return effects
 
 
@@ -247,7 +250,9 @@ def _promotions(name: str, before: tuple[Shard, ...], after: tuple[Shard, ...]) 
     changes = enumerate(zip(before, after, strict=True))
     promoted = group(((old.primary, new.primary), number) for number, (old, new) in changes if new.term != old.term)
     return [
-        ev.LogEvent(f"{new} is now the primary of {name_shards(numbers)} of {name!r}, which was {old}")
+        ev.LogEvent(
+            f"{new} is now the primary of {name_shards(numbers)} of {name!r}, which was {old}", kind="promotion"
+        )
         for (old, new), numbers in promoted.items()
     ]
 
@@ -257,6 +262,8 @@ def _fills(p: ParameterSet, before: tuple[Shard, ...], after: tuple[Shard, ...])
     changes = enumerate(zip(before, after, strict=True)) if p.entry.ready else ()
     begun = group((r, number) for number, (old, new) in changes for r in new.filling if r not in old.filling)
     return [
-        ev.LogEvent(f"{name_shards(n)} of {p.name!r} {'are' if n[1:] else 'is'} being copied to {replica}")
+        ev.LogEvent(
+            f"{name_shards(n)} of {p.name!r} {'are' if n[1:] else 'is'} being copied to {replica}", kind="replication"
+        )
         for replica, n in begun.items()
     ]

@@ -88,7 +88,7 @@ class Scaling:
         drained = tuple(server.member_id for server in surplus)
         answer = ev.Answer(event.call, ev.Scaled(len(there), drained, missing, len(self._watchers)))
         return [
-            ev.LogEvent(f"{event.servers} servers are wanted, {len(there)} are live"),
+            ev.LogEvent(f"{event.servers} servers are wanted, {len(there)} are live", kind="scale"),
             *self._mark(surplus),
             answer,
         ]
@@ -101,7 +101,7 @@ class Scaling:
         self._want_workers(event.workers)
         missing = max(0, event.workers - there)
         return [
-            ev.LogEvent(f"{event.workers} workers are wanted, {there} are live"),
+            ev.LogEvent(f"{event.workers} workers are wanted, {there} are live", kind="scale"),
             ev.Answer(event.call, ev.Scaled(len(self._members.staying), (), missing, len(self._watchers), there)),
         ]
 
@@ -148,7 +148,10 @@ class Scaling:
         fresh = [server for server in servers if not server.draining]
         for server in fresh:
             self._members.drain(server.member_id)
-        return [ev.LogEvent(f"draining {server}: {len(self._held(server))} shards to move") for server in fresh]
+        return [
+            ev.LogEvent(f"draining {server}: {len(self._held(server))} shards to move", kind="scale")
+            for server in fresh
+        ]
 
     def _advance_drain(self, call: int, drain: _Drain, now: float) -> list[ev.Effect]:
         server = self._members.get(drain.server.server_id)
@@ -160,7 +163,10 @@ class Scaling:
         left = len(self._held(server, worth=True))
         if not left or not (self._members.workers or self._members.staying):
             del self._drains[call]
-            return [ev.Answer(call, ev.Drained(drain.total)), ev.LogEvent(f"{server} is drained and may be stopped")]
+            return [
+                ev.Answer(call, ev.Drained(drain.total)),
+                ev.LogEvent(f"{server} is drained and may be stopped", kind="scale"),
+            ]
         news = ev.Draining(self._text(server, left), left, max(left, drain.total))
         if news == drain.told and now - drain.told_at < _REPEAT_SECONDS:
             return []

@@ -130,7 +130,11 @@ class Catalog:
         self.commits = tuple(commit for commit in self.commits if commit.sequence not in event.sequences)
         if not event.error:
             return []
-        return [LogEvent(f"snapshots that are no longer kept could not be deleted: {event.error}", "warning")]
+        return [
+            LogEvent(
+                f"snapshots that are no longer kept could not be deleted: {event.error}", "warning", kind="snapshot"
+            )
+        ]
 
     def on_read(self, history: sn.History | None) -> None:
         """Process the content of the storage. history: None if it could not be read."""

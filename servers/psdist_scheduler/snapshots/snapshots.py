@@ -255,7 +255,9 @@ class Snapshots:
         self.catalog.add(found)
         steps = ", ".join(f"{name!r} at step {step}" for name, step in commit.steps.items())
         size = f"{commit.bytes / 1e6:.1f} MB in {commit.seconds:.2f} s"
-        effects: list[Effect] = [LogEvent(f"snapshot {commit.directory} ({commit.reason}): {steps}, {size}")]
+        effects: list[Effect] = [
+            LogEvent(f"snapshot {commit.directory} ({commit.reason}): {steps}, {size}", kind="snapshot")
+        ]
         effects += [LogEvent(loss, "warning")] if loss else []
         if attempt is not None:
             self._end(attempt, commit, now)
@@ -415,7 +417,9 @@ class Snapshots:
         self.failures = SnapshotFailures(self.failures.count + 1, text, now)
         self._end(attempt, None, now)
         continues = "; training continues" if self._members.workers else ""
-        log = LogEvent(f"the snapshot of step {attempt.step} failed: {text}{continues}", "warning")
+        log = LogEvent(
+            f"the snapshot of step {attempt.step} failed: {text}{continues}", "warning", kind="snapshot_failed"
+        )
         error = SnapshotFailedError(f"the snapshot failed: {text}{continues}")
         refused = self.waiters.refuse_all(error, attempt.number)
         return [*self._abandon(attempt, text), log, *refused]

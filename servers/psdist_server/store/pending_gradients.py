@@ -76,7 +76,7 @@ class PendingGradients:
         self._counters = counters
         #: SSP and ASP clip each push by its own norm, which the worker sends.
         self._needs_norm = spec.optimizer.max_grad_norm > 0 and not isinstance(spec.consistency, BSP)
-        self._by_token: dict[int, PendingGradient] = {}
+        self.by_token: dict[int, PendingGradient] = {}
         self.estimates = GradientEstimates(slicing)
         self.comparison = ContributionComparison(spec)
         #: Values that scripts wrote, by slice and digest. Equal ones of several workers are stored once.
@@ -153,7 +153,7 @@ class PendingGradients:
 
     def writes(self, token: int) -> WrittenSlice | None:
         """Return the values that the worker of contribution ``token`` wrote to its slice."""
-        return self._by_token[token].writes if token else None
+        return self.by_token[token].writes if token else None
 
     def _decode(self, call: Call, index: int, payload: memoryview) -> Gradient:
         """Return a payload's elements, or its bytes if it is encoded, in place. Raises InvalidArgumentError if the size
@@ -216,11 +216,11 @@ class PendingGradients:
         """Store a contribution until it is used or discarded."""
         if not gradient.is_shared:
             self._counters.bytes_held += gradient.values.nbytes
-        self._by_token[token] = gradient
+        self.by_token[token] = gradient
 
     def values(self, tokens: Iterable[int]) -> list[Gradient]:
         """Return the elements of contributions, or their encoded bytes."""
-        return [self._by_token[token].values for token in tokens]
+        return [self.by_token[token].values for token in tokens]
 
     def are_encoded(self, values: Iterable[Gradient]) -> bool:
         """Return True if some of these contributions are encoded."""
@@ -229,18 +229,18 @@ class PendingGradients:
     def compare(self, step: int, tokens: Sequence[int], values: Sequence[Gradient]) -> None:
         """BSP: look for workers that contribute the same to a slice in ``step``. values: of the tokens, not encoded."""
         if len(tokens) > 1 and self.comparison.needs(step):
-            workers = [self._by_token[token].call.identity.worker_id for token in tokens]
+            workers = [self.by_token[token].call.identity.worker_id for token in tokens]
             self.comparison.compare(step, dict(zip(workers, values, strict=True)))
 
     def pushed(self, tokens: Iterable[int]) -> list[PushedGradient]:
         """Return the properties of the whole gradients that contributions belong to."""
-        return [self._by_token[token].call.gradient for token in tokens]
+        return [self.by_token[token].call.gradient for token in tokens]
 
     def weights(self, tokens: Iterable[int]) -> tuple[float, ...]:
         """Return the weight of each contribution; empty if all have the default weight."""
         if not self._has_sums:
             return ()
-        found = tuple(self._by_token[token].call.gradient.weight for token in tokens)
+        found = tuple(self.by_token[token].call.gradient.weight for token in tokens)
         return found if any(weight != 1.0 for weight in found) else ()
 
     def decision(self, tokens: Iterable[int]) -> Decision:
@@ -248,7 +248,7 @@ class PendingGradients:
         return Decision(self._spec.optimizer, map(self._stated, tokens if self._has_settings else ()))
 
     def _stated(self, token: int) -> Stated:
-        gradient = self._by_token[token]
+        gradient = self.by_token[token]
         stated, worker_id = gradient.call.gradient, gradient.call.identity.worker_id
         return Stated(worker_id, gradient.first_step, stated.lr_factor, stated.settings)
 
@@ -260,7 +260,7 @@ class PendingGradients:
         """
         self._compare_settings(tokens)
         for position in left_out:
-            call = self._by_token[tokens[position]].call
+            call = self.by_token[tokens[position]].call
             self._counters.of(call.identity.worker_id).non_finite += 1
             if self._spec.non_finite == "reject":
                 call.fail(self._non_finite(index))
@@ -273,7 +273,7 @@ class PendingGradients:
             return
         decision = self.decision(tokens)
         for token in tokens:
-            call = self._by_token[token].call
+            call = self.by_token[token].call
             mine, used, decider = decision.difference(self._stated(token))
             if mine:
                 call.fail(
@@ -286,14 +286,14 @@ class PendingGradients:
 
     def refused(self, token: int) -> None:
         """Discard a contribution that was refused, so that no later one can be a difference to it."""
-        gradient = self._by_token.get(token)
+        gradient = self.by_token.get(token)
         if gradient is not None and gradient.call.gradient.difference is not None:
             self.estimates.discard(gradient.call.identity.worker_id, gradient.index)
         self.discard(token)
 
     def discard(self, token: int) -> None:
         """Discard a contribution."""
-        gradient = self._by_token.pop(token, None)
+        gradient = self.by_token.pop(token, None)
         if gradient is not None and not gradient.is_shared:
             self._counters.bytes_held -= gradient.values.nbytes
             gradient.call.release_payload()
@@ -301,5 +301,5 @@ class PendingGradients:
     def discard_slices(self, indices: Collection[int]) -> None:
         """Discard all contributions to these slices, and their estimates."""
         self.estimates.discard_slices(indices)
-        for token in [token for token, gradient in self._by_token.items() if gradient.index in indices]:
+        for token in [token for token, gradient in self.by_token.items() if gradient.index in indices]:
             self.discard(token)

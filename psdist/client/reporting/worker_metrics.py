@@ -1,0 +1,152 @@
+"""Metrics of a worker for Prometheus.
+
+Counters are read from the handles when a scraper asks. Only the end of a push counts for metrics alone: its phases and
+its staleness go into histograms.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from psdist.client.reporting.phase_timer import PhaseTimer
+from psdist.client.reporting.throughput import Throughput
+from psdist.metrics.phases import PhaseTimes
+from psdist.metrics.report import MEASURED
+from psdist.monitoring.catalog import SECONDS_BOUNDS, VERSIONS_BOUNDS
+from psdist.monitoring.exporter import Exporter
+from psdist.monitoring.readings import Histogram, Readings
+from psdist.settings.config import MetricsEndpoint
+from psdist.types import ParametersSpec
+
+_PHASES = ("compute", "push", "wait", "pull")
+
+
+class MeasuredHandle(Protocol):
+    """The part of a handle that metrics need."""
+
+    @property
+    def name(self) -> str:
+        """Name of the parameter set."""
+
+    @property
+    def spec(self) -> ParametersSpec:
+        """Its settings."""
+
+    @property
+    def servers(self) -> Any:
+        """Its ``ServerAccess``. Only the options are read."""
+
+    def statistics(self) -> Any:
+        """Return its ``Statistics``."""
+
+
+@dataclass(frozen=True)
+class MeasuredClient:
+    """The parts of a client that metrics read.
+
+    identity: returns the run, the worker's id and its incarnation.
+    waits: returns the reasons of waits that have lasted.
+    handles: returns the open handles.
+    """
+
+    identity: Callable[[], tuple[str, str, int]]
+    waits: Callable[[], list[str]]
+    handles: Callable[[], Iterable[MeasuredHandle]]
+    phases: PhaseTimer
+    throughput: Throughput
+
+
+class ReportedNumbers:
+    """Tracker that keeps the script's numbers of the last interval; psdist's own have metrics of their own."""
+
+    def __init__(self) -> None:
+        self.newest: dict[str, float] = {}
+
+    def start(self, run_id: str) -> None: ...
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self.newest = {name: value for name, value in values.items() if name not in MEASURED}
+
+    def close(self) -> None: ...
+
+
+class WorkerMetrics:
+    """Metrics of one client. Made and closed on its loop. Raises ConfigurationError if the port cannot be bound,
+    InsecureBindError."""
+
+    def __init__(self, endpoint: MetricsEndpoint, client: MeasuredClient) -> None:
+        self._client = client
+        self._before: PhaseTimes | None = None
+        self._steps = {phase: Histogram(SECONDS_BOUNDS) for phase in _PHASES}
+        self._staleness = Histogram(VERSIONS_BOUNDS)
+        #: Bytes by labels, and the counters of each parameter set at the last scrape.
+        self._bytes: Counter[tuple[str, str, str, str]] = Counter()
+        self._counted: Counter[tuple[str, str]] = Counter()
+        self.reported = ReportedNumbers()
+        self._exporter = Exporter(endpoint, "worker", lambda: client.identity()[:2], self._read)
+        client.throughput.on_push = self._push_ended
+
+    @property
+    def address(self) -> str:
+        """``host:port`` of the metrics."""
+        return self._exporter.address
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._client.throughput.on_push = None
+        self._exporter.close()
+
+    def _push_ended(self, staleness: int) -> None:
+        """Count the time since the previous push, by phase. Costs some microseconds of each step."""
+        self._staleness.observe(staleness)
+        times, before = self._client.phases.times(), self._before
+        self._before = times
+        if before is None:
+            return
+        steps = self._steps
+        steps["compute"].observe(times.compute - before.compute)
+        steps["push"].observe(times.push - before.push)
+        steps["wait"].observe(times.wait - before.wait)
+        steps["pull"].observe(times.pull - before.pull)
+
+    def _read(self, readings: Readings) -> None:
+        readings.add("psdist_incarnation", self._client.identity()[2])
+        readings.add("psdist_waits", len(self._client.waits()))
+        for phase, histogram in self._steps.items():
+            readings.add_histogram("psdist_step_seconds", histogram, phase=phase)
+        readings.add_histogram("psdist_staleness_versions", self._staleness)
+        for name, count in sorted(self._client.throughput.pushes.items()):
+            readings.add("psdist_steps_total", count, parameters=name)
+        for name, value in self.reported.newest.items():
+            readings.add("psdist_reported", value, metric=name)
+        for handle in {handle.name: handle for handle in self._client.handles()}.values():
+            self._read_handle(handle, readings)
+        for (name, transport, codec, direction), size in sorted(self._bytes.items()):
+            readings.add(
+                "psdist_bytes_total", size, parameters=name, transport=transport, codec=codec, direction=direction
+            )
+
+    def _read_handle(self, handle: MeasuredHandle, readings: Readings) -> None:
+        name, counted = handle.name, handle.statistics()
+        readings.add("psdist_pushes_dropped_total", counted.dropped, parameters=name)
+        readings.add("psdist_pushes_abstained_total", counted.abstained, parameters=name)
+        readings.add("psdist_slices_ignored_total", counted.ignored, parameters=name)
+        readings.add("psdist_slices_resent_total", counted.resent, parameters=name)
+        directions = ("push", "pull")
+        for direction, codec, size in zip(
+            directions, _codecs(handle), (counted.push_bytes, counted.pull_bytes), strict=True
+        ):
+            before = self._counted[name, direction]
+            # A handle that was opened again starts from 0.
+            self._bytes[name, counted.transport, codec, direction] += size - before if size >= before else size
+            self._counted[name, direction] = size
+
+
+def _codecs(handle: MeasuredHandle) -> tuple[str, str]:
+    """Return the names of the codecs of pushes and pulls."""
+    options = handle.servers.options
+    pull = handle.spec.pull_compression.partition("(")[0] or options.pull_dtype
+    return type(options.codec).__name__.lower(), pull.lower()

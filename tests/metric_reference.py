@@ -1,0 +1,35 @@
+"""The table of the metrics for Prometheus in ``docs/monitoring.md``, from their declarations.
+
+    python -m tests.metric_reference
+
+``tests/unit/monitoring/test_metric_reference.py`` compares the page with this table.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from psdist.monitoring.catalog import METRICS, Metric
+
+PAGE: Final = Path(__file__).resolve().parent.parent / "docs" / "monitoring.md"
+START: Final = "<!-- metrics: python -m tests.metric_reference -->\n"
+END: Final = "<!-- end of metrics -->\n"
+
+
+def page() -> str:
+    """The text of the page, with the table as the catalog has it."""
+    head, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
+    rows = ["| metric | of | labels | |", "|---|---|---|---|", *map(_row, METRICS)]
+    return f"{head}{START}{chr(10).join(rows)}\n{END}{rest.partition(END)[2]}"
+
+
+def _row(metric: Metric) -> str:
+    roles = "all" if len(metric.roles) == 3 else ", ".join(metric.roles)
+    labels = ", ".join(f"`{label}`" for label in metric.labels)
+    kind = "" if metric.kind != "histogram" else " A histogram."
+    return f"| `{metric.name}` | {roles} | {labels} | {metric.help}{kind} |"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,123 @@
+"""The port for scrapers: who may read it, and peers that read slowly or not at all."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from psdist.errors import ConfigurationError, InsecureBindError
+from psdist.monitoring import http_server
+from psdist.monitoring.http_server import MetricsServer, Page
+from psdist.wire import limits
+
+
+def hello() -> tuple[str, bytes]:
+    return "text/plain", b"hello"
+
+
+@contextmanager
+def serving(token: str = "", page: Page = hello) -> Iterator[MetricsServer]:
+    server = MetricsServer("127.0.0.1", 0, token, {"/metrics": page})
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.close()
+        thread.join()
+
+
+def get(server: MetricsServer, path: str = "/metrics", method: str = "GET", **headers: str) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=60)
+    try:
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def test_the_token_opens_the_port() -> None:
+    with serving("secret") as server:
+        assert get(server)[0] == 401
+        assert get(server, Authorization="Bearer other")[0] == 401
+        assert get(server, Authorization="Bearer s\u00e9cret")[0] == 401
+        assert get(server, Authorization="Bearer secret") == (200, b"hello")
+        assert get(server, Authorization="Bearer secret", Host="anything.example") == (200, b"hello")
+
+
+def test_without_a_token_a_browser_cannot_reach_it_by_a_name_of_its_own() -> None:
+    with serving() as server:
+        assert get(server) == (200, b"hello")
+        assert get(server, Host="[::1]:80")[0] == 200 and get(server, Host="localhost")[0] == 200
+        assert get(server, Host="evil.example:9400")[0] == 403 and get(server, Host="")[0] == 403
+
+
+def test_other_pages_and_methods_are_refused() -> None:
+    with serving() as server:
+        assert get(server, "/other")[0] == 404 and get(server, "/metrics?x=1")[0] == 200
+        assert get(server, method="POST")[0] == 501
+
+
+def test_a_process_that_does_not_answer_is_unavailable() -> None:
+    def page() -> tuple[str, bytes]:
+        raise TimeoutError
+
+    with serving(page=page) as server:
+        assert get(server)[0] == 503
+
+
+def stuck(server: MetricsServer, count: int) -> list[socket.socket]:
+    """Open connections that ask for a large page and never read it."""
+    server.pages = {"/metrics": lambda: ("text/plain", bytes(64 << 20))}
+    found = [socket.create_connection(server.server_address[:2], 60) for _ in range(count)]
+    for one in found:
+        one.sendall(b"GET /metrics HTTP/1.0\r\nHost: localhost\r\n\r\n")
+    return found
+
+
+def test_scrapers_that_never_read_hold_a_few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server._Handler, "timeout", 100.0)
+    before = threading.active_count()
+    with serving() as server:
+        opened = stuck(server, limits.SCRAPES_MAX + 4)
+        # Those above the limit are closed without an answer.
+        assert all(map(_is_closed, opened[limits.SCRAPES_MAX :]))
+        assert threading.active_count() <= before + 1 + limits.SCRAPES_MAX
+        for one in opened:
+            one.close()
+
+
+def test_a_scraper_that_never_reads_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server._Handler, "timeout", 0.2)
+    with serving() as server:
+        opened = stuck(server, limits.SCRAPES_MAX)
+        server.pages, pause = {"/metrics": hello}, threading.Event()
+        answer = None
+        while answer is None:  # The test's time limit ends this.
+            try:
+                answer = get(server)
+            except (http.client.HTTPException, OSError):
+                pause.wait(0.05)
+        assert answer == (200, b"hello")
+        for one in opened:
+            one.close()
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_a_port_in_use_and_an_open_one_are_refused() -> None:
+    with serving() as server, pytest.raises(ConfigurationError, match="Choose another --metrics-port"):
+        MetricsServer("127.0.0.1", server.server_address[1], "", {})
+    with pytest.raises(InsecureBindError, match=r"--metrics-host 0.0.0.0 .* PSDIST_TOKEN"):
+        MetricsServer("0.0.0.0", 0, "", {})
