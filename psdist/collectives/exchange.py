@@ -8,12 +8,26 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 from psdist.client.session.wait_tracker import WaitTracker
-from psdist.collectives import messages
-from psdist.collectives.core.machine import CallDone, CallLane, Effect, GroupMachine, SendCall, SendFailure, SendPart
+from psdist.collectives import host_sharing, messages
+from psdist.collectives.core import host_memory
+from psdist.collectives.core.host_memory import HostMemory
+from psdist.collectives.core.machine import (
+    COLLECTIVES,
+    CallDone,
+    CallLane,
+    Effect,
+    GroupMachine,
+    MoveData,
+    SendCall,
+    SendFailure,
+    SendPart,
+)
 from psdist.collectives.core.plan import Bytes, Plan
+from psdist.collectives.host_sharing import HostSharing
 from psdist.collectives.incoming import Sender
 from psdist.collectives.mesh import Mesh
-from psdist.errors import ClosedError, InvalidArgumentError, PsdistError, WaitTimeoutError, copy_error
+from psdist.collectives.mover import Mover
+from psdist.errors import ClosedError, InternalError, InvalidArgumentError, PsdistError, WaitTimeoutError, copy_error
 from psdist.types import WorkerEntry
 from psdist.v1 import worker_pb2 as pb
 from psdist.wire import limits, status
@@ -39,6 +53,9 @@ class Exchange:
         self._todo: deque[Effect] = deque()
         self._unopened: deque[Effect] = deque()
         self._is_busy = False
+        #: Memory of the host, once a large call or a rank has asked for it.
+        self._sharing: HostSharing | None = None
+        self._mover: Mover | None = None
         mesh.add(self)
 
     @property
@@ -50,6 +67,8 @@ class Exchange:
 
     def start(self, lane: CallLane, plan: Plan) -> int:
         """Make a call. Returns its id. Raises the error that ended the group."""
+        if self._sharing is None and lane == COLLECTIVES and host_memory.fits(plan):
+            self._share()
         try:
             call_id, effects = self._machine.start(lane, plan)
         except PsdistError as error:
@@ -122,15 +141,21 @@ class Exchange:
                 effect = self._todo.popleft()
                 if isinstance(effect, CallDone):
                     self._finish(effect)
+                elif isinstance(effect, MoveData):
+                    assert self._mover is not None
+                    self._mover.start(effect.moves, partial(self._moved, effect.call_id))
                 elif self._digest:
                     self._send(effect)
                 else:
                     self._unopened.append(effect)
         finally:
             self._is_busy = False
+        if self.has_ended:
+            self._stop_sharing()
 
     def _release_memory(self) -> None:
         """Stop to use the arrays of calls, which have failed."""
+        self._stop_sharing()
         for queue in (self._todo, self._unopened):
             failures = [effect for effect in queue if isinstance(effect, CallDone | SendFailure)]
             queue.clear()
@@ -164,6 +189,36 @@ class Exchange:
     def _sent(self, peer: int, lane: CallLane, call_id: int) -> None:
         self._carry_out(self._machine.on_sent(peer, lane, call_id))
 
+    # --- memory of the host -------------------------------------------------------------------------------------------
+
+    def _share(self) -> None:
+        """Start to share memory, if all ranks are on this host. Calls move over the links meanwhile."""
+        members, machine = self._members, self._machine
+        if not self.has_ended and host_sharing.are_on_one_host(members) and self._mesh.claim_memory(self):
+            self._sharing = HostSharing(machine.rank, len(members), self._offer_memory, self._shared)
+
+    def _offer_memory(self, peer: int, offer: pb.GroupMemory) -> None:
+        offer.group = self._digest
+        self._mesh.link(self._members[peer]).send(pb.PeerFrame(memory=offer).SerializeToString())
+
+    def _shared(self, memory: HostMemory) -> None:
+        self._machine.memory, self._mover = memory, Mover(memory)
+
+    def _moved(self, call_id: int, error: Exception | None) -> None:
+        if error is not None:
+            self.end(InternalError(f"rank {self._machine.rank} could not move its data: {error!r}"))
+        else:
+            self._carry_out(self._machine.on_moved(call_id))
+
+    def _stop_sharing(self) -> None:
+        """Stop to use memory of the host, for good."""
+        if self._mover is not None:
+            self._mover.stop()
+        if self._sharing is not None:
+            self._sharing.close()
+            self._mesh.return_memory(self)
+        self._sharing = self._mover = self._machine.memory = None
+
     # --- frames -------------------------------------------------------------------------------------------------------
 
     def open(self, digest: bytes, members: list[WorkerEntry]) -> None:
@@ -191,6 +246,11 @@ class Exchange:
                 part = frame.part
                 lane = messages.lane_of(part.lane, peer, rank)
                 self._carry_out(self._machine.on_part(peer, lane, part.lane.number, part.part))
+            case "memory":
+                if self._sharing is None:
+                    self._share()
+                if self._sharing is not None:
+                    self._sharing.on_offer(peer, frame.memory)
             case "failure":
                 error = status.from_detail(frame.failure.error)
                 is_closed = isinstance(error, ClosedError)

@@ -63,7 +63,9 @@ def digest_of(frame: pb.PeerFrame) -> bytes:
             return frame.part.lane.group
         case "failure":
             return frame.failure.group
-    raise InvalidArgumentError("a link carries calls, parts and failures after its first frame")
+        case "memory":
+            return frame.memory.group
+    raise InvalidArgumentError("a link carries calls, parts, failures and memory after its first frame")
 
 
 class IncomingLink(MessageReceiver[pb.PeerFrame]):

@@ -53,6 +53,8 @@ class Mesh:
         self._opened: Counter[str] = Counter()
         #: Calls and failures of groups that are not open here.
         self._early: list[tuple[Sender, bytes, pb.PeerFrame, Bytes]] = []
+        #: Groups that share memory of the host.
+        self._sharing: set[GroupFrames] = set()
         self._ends: set[asyncio.TimerHandle] = set()
         self._watcher = asyncio.create_task(self._watch(), name="psdist collectives")
         listener.serve(self)
@@ -77,6 +79,16 @@ class Mesh:
         for digest, other in self._groups.items():
             if other is group:
                 self._groups[digest] = None
+
+    def claim_memory(self, group: GroupFrames) -> bool:
+        """Return True if a group may share memory of the host, until ``return_memory``."""
+        if self.shares and len(self._sharing) < limits.HOST_GROUPS_MAX:
+            self._sharing.add(group)
+        return group in self._sharing
+
+    def return_memory(self, group: GroupFrames) -> None:
+        """Let another group share memory of the host."""
+        self._sharing.discard(group)
 
     def absent(self, group: GroupFrames) -> list[int]:
         """Return the ranks of a group that the map lacks."""

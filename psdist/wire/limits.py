@@ -184,11 +184,12 @@ EAGER_BYTES: Final = 32 << 10
 PART_BYTES: Final = 1 << 20
 #: Parts in the memory that a worker shares with another one of its host.
 SHARED_PARTS: Final = 4
-#: Bytes of one piece of a call through memory that the ranks of a host map, of which each rank has four. Those of a few
-#: ranks stay in the caches.
+#: Bytes of one piece of a call through memory that the ranks of a host map, of which each rank has four: of a group of
+#: up to four ranks, and of a larger one. More would leave the caches, and fewer cost more steps.
 PIECE_BYTES: Final = 1 << 20
+LARGE_GROUP_PIECE_BYTES: Final = 2 << 20
 #: Smallest data of such a call for one rank.
-HOST_MEMORY_BYTES_MIN: Final = 32 << 10
+HOST_MEMORY_BYTES_MIN: Final = 4 << 10
 #: Groups of one worker with such memory, and ranks of one of them.
 HOST_GROUPS_MAX: Final = 16
 HOST_RANKS_MAX: Final = 64

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from psdist.collectives.core.host_memory import HostMemory, HostMoves, memory_bytes
 from psdist.collectives.core.machine import (
     COLLECTIVES,
     CallDone,
@@ -27,7 +28,6 @@ from psdist.collectives.core.machine import (
     SendFailure,
     SendPart,
 )
-from psdist.collectives.core.host_memory import HostMemory, HostMoves, memory_bytes
 from psdist.collectives.core.plan import Bytes, Plan
 from psdist.errors import ClosedError, PsdistError
 
@@ -67,11 +67,11 @@ class _Link:
 
 
 class CollectiveNetwork:
-    """Machines of ``size`` ranks. rng: decides what happens next. sharing: ranks that have mapped the others' memory."""
+    """Machines of ``size`` ranks. rng: decides what happens next. sharing: ranks that have mapped all memory."""
 
     def __init__(self, size: int, rng: random.Random, sharing: Collection[int] = ()) -> None:
         self.machines = [GroupMachine(rank, size) for rank in range(size)]
-        self._memories = [np.zeros(memory_bytes(), np.uint8) for _ in range(size)]
+        self._memories = [np.zeros(memory_bytes(size), np.uint8) for _ in range(size)]
         for rank in sharing:
             self.machines[rank].memory = HostMemory(rank, mapped_by(rank, self._memories))
         self._moving: dict[int, _Moving] = {}

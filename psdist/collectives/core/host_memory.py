@@ -21,11 +21,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
-
 from psdist.collectives.core.plan import Bytes, Plan, ReducedSegment, flat_bytes
 from psdist.collectives.core.reductions import combine
-from psdist.wire.limits import HOST_MEMORY_BYTES_MIN, PIECE_BYTES
+from psdist.wire.limits import HOST_MEMORY_BYTES_MIN, LARGE_GROUP_PIECE_BYTES, PIECE_BYTES
 
 #: Beginning of the slots in a rank's memory. Before it there is the number of steps that the rank has completed.
 _HEADER_BYTES: Final = 64
@@ -54,13 +52,17 @@ def largest(plan: Plan) -> int:
     return max(moved, default=0)
 
 
-def memory_bytes() -> int:
-    """Return the size of one rank's memory."""
-    return _HEADER_BYTES + _SLOTS * PIECE_BYTES
+def memory_bytes(size: int) -> int:
+    """Return the size of one rank's memory in a group of ``size`` ranks."""
+    return _HEADER_BYTES + _SLOTS * _piece_bytes(size)
+
+
+def _piece_bytes(size: int) -> int:
+    return PIECE_BYTES if size <= 4 else LARGE_GROUP_PIECE_BYTES
 
 
 class HostMemory:
-    """Memory of all ranks of a group. memories: by rank, ``memory_bytes()`` each; only that of ``rank`` is writable."""
+    """Memory of all ranks of a group. memories: by rank, ``memory_bytes`` each; only that of ``rank`` is writable."""
 
     def __init__(self, rank: int, memories: Sequence[Bytes]) -> None:
         self.rank = rank
@@ -70,8 +72,9 @@ class HostMemory:
         #: Address of each rank's number of completed steps, of which the low 32 bits come first.
         self.addresses = [memory.ctypes.data for memory in memories]
         self._completed = [memory[:8].view("<u8") for memory in memories]
-        starts = [_HEADER_BYTES + slot * PIECE_BYTES for slot in range(_SLOTS)]
-        self._slots = [[memory[start : start + PIECE_BYTES] for start in starts] for memory in memories]
+        self.piece_bytes = _piece_bytes(self.size)
+        starts = [_HEADER_BYTES + slot * self.piece_bytes for slot in range(_SLOTS)]
+        self._slots = [[memory[start : start + self.piece_bytes] for start in starts] for memory in memories]
 
     def completed(self, rank: int) -> int:
         """Return the number of steps that a rank has completed, over all calls."""
@@ -94,12 +97,13 @@ class HostMoves:
     """One call through ``memory`` at one rank. All ranks make an object for each of these calls, in the same order."""
 
     def __init__(self, plan: Plan, memory: HostMemory) -> None:
+        self.peers = plan.peers
         self._memory = memory
         self._plan = plan
         self._is_same = plan.call.kind in _SAME_FOR_ALL
         columns = 1 if self._is_same else memory.size
         #: Bytes of one piece for one rank.
-        self._width = PIECE_BYTES // columns // _ALIGNMENT * _ALIGNMENT
+        self._width = memory.piece_bytes // columns // _ALIGNMENT * _ALIGNMENT
         pieces = -(-largest(plan) // self._width)
         #: Completed steps of a rank that has begun this call, and of one that has completed it.
         self.first = memory.planned
@@ -111,7 +115,7 @@ class HostMoves:
 
     def slowest(self) -> list[int]:
         """Return the other ranks that are farthest behind."""
-        completed = {peer: self._memory.completed(peer) for peer in self._plan.peers}
+        completed = {peer: self._memory.completed(peer) for peer in self.peers}
         return [peer for peer, steps in completed.items() if steps == min(completed.values())]
 
     def advance(self, step: int) -> None:

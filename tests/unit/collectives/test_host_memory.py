@@ -21,7 +21,7 @@ class Pair:
     """Two ranks that share memory and make one all-reduce of ``size`` bytes."""
 
     def __init__(self, size: int = 3 * MIB) -> None:
-        memories = [np.zeros(memory_bytes(), np.uint8) for _ in range(2)]
+        memories = [np.zeros(memory_bytes(2), np.uint8) for _ in range(2)]
         self.machines = [GroupMachine(rank, 2) for rank in range(2)]
         self.arrays = [np.full(size // 4, rank + 1, np.float32) for rank in range(2)]
         self.plans = [calls.all_reduce(rank, 2, array, array, "sum") for rank, array in enumerate(self.arrays)]
