@@ -67,18 +67,19 @@ def combine(op: str, arrays: Sequence[Array], out: Array) -> None:
             reduce(total, array.astype(np.float32), out=total)
         out[...] = _averaged(op, total, len(arrays))
         return
+    # ``out`` may be a later one of the arrays. The first one was received, then, and is overwritten instead.
+    last = max((number for number, array in enumerate(arrays) if _is_same(array, out)), default=0)
     total = arrays[0]
     for number, array in enumerate(arrays[1:], start=2):
-        # ``out`` may be a later one of the arrays. The first one was received, then, and is overwritten instead.
-        total = reduce(total, array, out=total if _is_among(out, arrays[number:]) else out)
+        total = reduce(total, array, out=total if number <= last else out)
     if total is not out:
         out[...] = total
     _averaged(op, out, len(arrays))
 
 
-def _is_among(out: Array, arrays: Sequence[Array]) -> bool:
-    """True if ``out`` is the memory of one of the arrays."""
-    return any(array.ctypes.data == out.ctypes.data for array in arrays)
+def _is_same(array: Array, other: Array) -> bool:
+    """True if two arrays have the same memory."""
+    return bool(array.ctypes.data == other.ctypes.data)
 
 
 def _averaged(op: str, total: Array, count: int) -> Array:

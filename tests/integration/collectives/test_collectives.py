@@ -6,7 +6,7 @@ All clients are in this process.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import ml_dtypes
@@ -17,7 +17,6 @@ from psdist import AsyncClient
 from psdist.collectives.group import AsyncWorkerGroup
 from psdist.collectives.incoming import IncomingLink
 from psdist.collectives.mesh import Mesh
-from psdist.collectives.workers import AsyncCollectives
 from psdist.errors import (
     ClosedError,
     CollectiveMismatchError,
@@ -29,8 +28,8 @@ from psdist.errors import (
     WorkerLostError,
 )
 from psdist.launcher.embedded import EmbeddedCluster
+from tests.support.collective_run import SIZE, Run, arrays
 
-SIZE = 3
 #: More than one part, and not a multiple of one.
 LARGE = 1_000_003
 
@@ -40,19 +39,6 @@ def cluster() -> Iterator[EmbeddedCluster]:
     cluster = EmbeddedCluster(servers=1)
     yield cluster
     cluster.close()
-
-
-class Run:
-    """Three workers and their collectives."""
-
-    def __init__(self, clients: list[AsyncClient]) -> None:
-        self.clients = clients
-        self.workers = [AsyncCollectives(client._opened()) for client in clients]
-        self.groups = [one.new_group(range(SIZE)) for one in self.workers]
-
-    async def all(self, call: Callable[[AsyncWorkerGroup], Awaitable[Any]]) -> list[Any]:
-        """Make a call at all ranks. Returns their results, and errors in place of results."""
-        return await asyncio.gather(*map(call, self.groups), return_exceptions=True)
 
 
 @pytest.fixture(params=["shm", "tcp"])
@@ -66,10 +52,6 @@ async def run(
     yield Run(clients)
     for client in clients:
         await client.close()
-
-
-def arrays(count: int, dtype: Any = np.float32) -> list[Any]:
-    return [(np.random.default_rng(rank).standard_normal(count) * 9).astype(dtype) for rank in range(SIZE)]
 
 
 @pytest.mark.parametrize("count", [0, 1, 1000, LARGE])
