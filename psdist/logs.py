@@ -1,9 +1,9 @@
 """Logging of the server programs: structlog over the standard library, one line per event, to standard error.
 
 ``console`` is for people who watch one process (coloured on a terminal). ``json`` is for collectors of many: one object
-per line with ``timestamp``, ``level``, ``event``, ``logger``, ``role``, ``id`` and ``run``. Messages of other libraries
-have the same form. Importing this module configures nothing, and the client library never calls it: a script's logging
-belongs to the script. Launchers and commands print their own messages and configure no logging.
+per line with ``timestamp``, ``level``, ``event``, ``logger``, ``role``, ``id``, ``run`` and ``incarnation``. Messages
+of other libraries have the same form. Importing this module configures nothing, and the client library never calls it:
+a script's logging belongs to the script. Launchers and commands print their own messages and configure no logging.
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ from structlog.types import Processor
 
 
 def configure(
-    role: str, *, member_id: str = "", run_id: str = "", log_format: str = "console", level: str = "info"
+    role: str, *, member_id: str = "", run_id: str = "", log_format: str = "auto", level: str = "info"
 ) -> None:
-    """Configure this process's logging; a second call replaces the first. ``level``: debug, info, warning or error."""
-    as_json = log_format == "json"
+    """Configure this process's logging; a second call replaces the first.
+
+    log_format: console, json, or auto, which is console on a terminal and json elsewhere.
+    level: debug, info, warning or error.
+    """
+    as_json = log_format == "json" or (log_format == "auto" and not sys.stderr.isatty())
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
@@ -30,7 +34,7 @@ def configure(
     ]
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(foreign_pre_chain=[_Identity(), *shared], processors=_rendering(log_format))
+        structlog.stdlib.ProcessorFormatter(foreign_pre_chain=[_Identity(), *shared], processors=_rendering(as_json))
     )
     handler.addFilter(_is_news)
     root = logging.getLogger()
@@ -52,8 +56,8 @@ def configure(
     identify(role=role, id=member_id, run=run_id)
 
 
-def identify(**fields: str) -> None:
-    """Set ``role``, ``id`` or ``run`` once they are known; empty ones are omitted from the lines."""
+def identify(**fields: str | int) -> None:
+    """Set ``role``, ``id``, ``run`` or ``incarnation`` once they are known; empty ones are omitted from the lines."""
     _identity.update(fields)
 
 
@@ -71,8 +75,8 @@ def _is_news(record: logging.LogRecord) -> bool:
     return not (is_cancelled or str(record.msg).startswith("ExecuteBatchError raised in core"))
 
 
-def _rendering(log_format: str) -> list[Processor]:
-    if log_format == "json":
+def _rendering(as_json: bool) -> list[Processor]:
+    if as_json:
         return [
             structlog.stdlib.ProcessorFormatter.remove_processors_meta,
             structlog.processors.dict_tracebacks,
@@ -90,14 +94,14 @@ def _rendering(log_format: str) -> list[Processor]:
 def _without_constants(
     logger: structlog.types.WrappedLogger, name: str, event_dict: structlog.types.EventDict
 ) -> structlog.types.EventDict:
-    # The reader of a console knows the role and run of the process.
-    event_dict.pop("role", None)
-    event_dict.pop("run", None)
+    # The reader of a console knows which process it shows.
+    for name in ("role", "run", "incarnation"):
+        event_dict.pop(name, None)
     return event_dict
 
 
 #: Identity of the logging member. A program is one member, so this is per process and not per task.
-_identity: dict[str, str] = {}
+_identity: dict[str, str | int] = {}
 
 
 class _Identity:

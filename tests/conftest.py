@@ -54,6 +54,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # this so that nothing lies about, but the kernels' cache does anyway.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
+    # Tests read the lines of scheduler and servers as a person would.
+    os.environ["PSDIST_LOG_FORMAT"] = "console"
     # Runs of tests about other subjects spend no time on snapshots and leave none.
     os.environ["PSDIST_STORAGE_PATH"] = "none"
     # The death of a process is seen by its connections. A server that lives is not to be lost because others had the

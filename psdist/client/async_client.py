@@ -12,6 +12,7 @@ import os
 import random
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Self, get_args
 
@@ -124,6 +125,7 @@ class AsyncClient(ProcessBound):
             self.snapshots = SnapshotRequests(session, self._quiesce)
             self.session = session
             await session.connect(self._connect_timeout)
+            default_log.identify(partial(_log_fields, session, self.handles))
             if settings.metrics is not None:
                 self.handles.serve_metrics(settings.metrics)
         except BaseException:
@@ -153,6 +155,7 @@ class AsyncClient(ProcessBound):
                 await self.session.close(reason)
         finally:
             # Their memory is as large as the model, and should end with the last reference to the client.
+            default_log.identify(dict)
             self.handles = self.snapshots = None
             loop.release(self)
 
@@ -425,6 +428,13 @@ class AsyncClient(ProcessBound):
         if self.session is None:
             raise ClosedError("the client is not connected: use it in a with block, or call connect() first")
         return self.session
+
+
+def _log_fields(session: WorkerSession, handles: Handles) -> dict[str, str | int | None]:
+    """Return the fields of this worker's log lines."""
+    mine = session.membership.registration
+    step = handles.measure().step
+    return {"run": mine.run_id, "id": mine.worker_id, "incarnation": mine.incarnation, "step": step}
 
 
 def _spec(

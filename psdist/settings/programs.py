@@ -181,7 +181,10 @@ class ProgramSettings(MonitoringSettings):
         "allow a --host beyond this machine without encryption (private networks)", group=_NETWORK_TITLE
     )
     token_file: Path | None = token_file_setting()
-    log_format: str = setting("console or json", one_of("console", "json"), "console", "FORMAT", group=OUTPUT_TITLE)
+    log_format: str = setting(
+        "console, json (one object per line), or auto: console on a terminal, else json",
+        one_of("auto", "console", "json"), "auto", "FORMAT", group=OUTPUT_TITLE,
+    )  # fmt: skip
     log_level: str = log_level_setting("least level shown", "info")
     lifeline_fd: int | None = setting("inherited pipe; this process ends when it does", integer(0), None, "N")
     token: str = ""

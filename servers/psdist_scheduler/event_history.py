@@ -40,10 +40,13 @@ class EventHistory:
         return list(islice(self._records, max(0, len(self._records) - count), None))
 
     def after(self, number: int, count: int) -> list[EventRecord]:
-        """Return the first ``count`` kept events after event ``number``, oldest first."""
+        """Return the first ``count`` kept events after event ``number``, oldest first.
+
+        A number that this history has not reached is of a scheduler that kept no store: then all are new.
+        """
         if not self._records:
             return []
-        start = max(0, number + 1 - self._records[0].number)
+        start = max(0, number + 1 - self._records[0].number) if number < self._next else 0
         return list(islice(self._records, start, start + count))
 
     async def changed(self) -> None:

@@ -108,7 +108,7 @@ async def _serve(settings: ServerSettings, scheduler: str, lanes: Lanes | None) 
         threads = settings.kernel_threads or default_kernel_threads(first_map, advertise)
         me = link.registration
         host = ParameterServer(me, settings.token, threads, compiler=compiler, carriers=settings.carriers, lanes=lanes)
-        logs.identify(id=me.server_id, run=me.run_id)
+        logs.identify(id=me.server_id, run=me.run_id, incarnation=me.incarnation)
         if settings.metrics is not None:
             from psdist_server import metrics  # A server without metrics starts without their library.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -41,3 +42,22 @@ def test_a_warning_has_the_time() -> None:
 )
 def test_the_scripts_own_logging_counts_alone(configuration: str, place: str) -> None:
     assert stderr(**{place: configuration}) == "own step 7 was dropped\n"
+
+
+def test_json_lines_have_the_fields_of_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PSDIST_LOG_FORMAT", "json")
+    fields = "{'run': 'r', 'id': 'worker-3', 'incarnation': 2, 'step': 0, 'empty': ''}"
+    line = stderr(after=f"from psdist.client.process import default_log; default_log.identify(lambda: {fields})")
+    found = json.loads(line)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT[\d:.]+Z", found.pop("timestamp"))
+    assert found == {
+        "event": "step 7 was dropped", "level": "warning", "logger": "psdist", "role": "worker", "run": "r",
+        "id": "worker-3", "incarnation": 2, "step": 0,
+    }  # fmt: skip
+
+
+def test_json_lines_have_tracebacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PSDIST_LOG_FORMAT", "json")
+    after = "try:\n    1 / 0\nexcept ZeroDivisionError:\n    log.warning('failed', exc_info=True)"
+    first, _ = stderr(after=after).splitlines()
+    assert "ZeroDivisionError" in json.loads(first)["exception"]

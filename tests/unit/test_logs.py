@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 
 import pytest
@@ -45,3 +46,16 @@ def test_a_peer_that_died_is_no_traceback(capsys: pytest.CaptureFixture[str]) ->
     shown = capsys.readouterr().err
     assert "ExecuteBatchError" not in shown
     assert "Unexpected error in Pull" in shown and "a write failed" in shown
+
+
+def test_lines_are_json_unless_they_are_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure("server", run_id="r")
+    logs.identify(id="server-1", incarnation=3)
+    logging.getLogger("psdist.server").warning("a %s", "message")
+    found = json.loads(capsys.readouterr().err)
+    assert {name: found[name] for name in ("event", "level", "role", "run", "id", "incarnation")} == {
+        "event": "a message", "level": "warning", "role": "server", "run": "r", "id": "server-1", "incarnation": 3,
+    }  # fmt: skip
+    logs.configure("server", run_id="r", log_format="console")
+    logging.getLogger("psdist.server").warning("a %s", "message")
+    assert "a message" in (shown := capsys.readouterr().err) and "{" not in shown
