@@ -16,13 +16,14 @@ import numpy as np
 
 from psdist.compression import segments
 from psdist.consistency import BSP, check_weight
-from psdist.errors import InvalidArgumentError, MalformedPayloadError, NonFiniteGradientError
-from psdist.types import ITEM_BYTES, WORDS, ParametersSpec, Slicing
+from psdist.errors import InvalidArgumentError, MalformedPayloadError, NonFiniteGradientError, PsdistError
+from psdist.types import ITEM_BYTES, WORDS, ParametersMember, ParametersSpec, Slicing
 from psdist.v1 import server_pb2
 from psdist.wire.limits import TENSORS_MAX
 from psdist_server.core.contribution_comparison import ContributionComparison
 from psdist_server.core.gradient_estimates import GradientEstimates
 from psdist_server.core.lags import RangeEdges
+from psdist_server.core.late_refusals import LateRefusals
 from psdist_server.core.stated_settings import Decision, SettingsCheck, Stated
 from psdist_server.kernels import kernels
 from psdist_server.kernels.arrays import Bad, Gradient, gradient_of
@@ -38,7 +39,7 @@ class PendingGradient:
     """A contribution that waits for its update.
 
     is_shared: it is in memory of the worker, and this server holds nothing for it.
-    first_step: BSP: its worker's first step.
+    member: its worker in the map by which it was accepted.
     writes: values that its worker's script wrote to weights of the slice.
     """
 
@@ -46,7 +47,7 @@ class PendingGradient:
     call: Call
     values: Gradient
     is_shared: bool
-    first_step: int = 0
+    member: ParametersMember | None = None
     writes: WrittenSlice | None = None
 
 
@@ -79,6 +80,7 @@ class PendingGradients:
         self.by_token: dict[int, PendingGradient] = {}
         self.estimates = GradientEstimates(slicing)
         self.comparison = ContributionComparison(spec)
+        self.late_refusals = LateRefusals()
         #: Values that scripts wrote, by slice and digest. Equal ones of several workers are stored once.
         self._writes: WeakValueDictionary[tuple[int, bytes], WrittenSlice] = WeakValueDictionary()
 
@@ -189,7 +191,7 @@ class PendingGradients:
         """Count a contribution that is not finite. Raises NonFiniteGradientError if the policy is to reject it."""
         self._counters.of(call.identity.worker_id).non_finite += 1
         if self._spec.non_finite != "skip":
-            raise self._non_finite(index)
+            raise _non_finite(self._spec, self._slicing, index)
 
     def _check_encoded(self, call: Call, index: int, values: Gradient) -> bool:
         """Do the same as ``_is_finite`` for an encoded payload."""
@@ -204,13 +206,6 @@ class PendingGradients:
             ) from None
         self._counters.of(call.identity.worker_id).saved_bytes += elements * ITEM_BYTES["float32"] - values.nbytes
         return is_finite
-
-    def _non_finite(self, index: int) -> NonFiniteGradientError:
-        start, stop = self._slicing.bounds(index)
-        return NonFiniteGradientError(
-            f"the gradient of {self._spec.name!r} holds NaN or Inf in elements {start} to {stop - 1} (slice "
-            f"{index}); find out why, or set non_finite='skip'"
-        )
 
     def add(self, token: int, gradient: PendingGradient) -> None:
         """Store a contribution until it is used or discarded."""
@@ -250,7 +245,23 @@ class PendingGradients:
     def _stated(self, token: int) -> Stated:
         gradient = self.by_token[token]
         stated, worker_id = gradient.call.gradient, gradient.call.identity.worker_id
-        return Stated(worker_id, gradient.first_step, stated.lr_factor, stated.settings)
+        first_step = gradient.member.first_step if gradient.member is not None else 0
+        return Stated(worker_id, first_step, stated.lr_factor, stated.settings)
+
+    def error_of_repeat(self, gradient: PendingGradient) -> PsdistError | None:
+        """Return the error of a contribution that repeats one of a push that was refused; None if it does not."""
+        call, index, member = gradient.call, gradient.index, gradient.member
+        if member is None or call.abstain:
+            return None
+        pushed, producer, refusals = call.gradient, member.producer, self.late_refusals
+        if error := refusals.settings_error(producer, call.step, index, (pushed.lr_factor, pushed.settings)):
+            return error
+        was_refused = refusals.was_not_finite(producer, call.step, index)
+        return (
+            _non_finite(self._spec, self._slicing, index)
+            if was_refused and not all_finite(gradient.values, self._spec.dtype)
+            else None
+        )
 
     def used(self, index: int, tokens: tuple[int, ...], left_out: Bad) -> None:
         """Discard contributions that an update of slice ``index`` has read.
@@ -258,31 +269,38 @@ class PendingGradients:
         Those at positions ``left_out`` held NaN or Inf and were skipped; their calls fail if the policy is to reject.
         Calls whose learning rate or hyperparameters differ from the update's fail, too.
         """
-        self._compare_settings(tokens)
+        self._compare_settings(index, tokens)
         for position in left_out:
-            call = self.by_token[tokens[position]].call
+            gradient = self.by_token[tokens[position]]
+            call = gradient.call
             self._counters.of(call.identity.worker_id).non_finite += 1
             if self._spec.non_finite == "reject":
-                call.fail(self._non_finite(index))
+                call.fail(_non_finite(self._spec, self._slicing, index))
+                if gradient.member is not None:
+                    self.late_refusals.add_not_finite(gradient.member.producer, call.step, index)
         for token in tokens:
             self.discard(token)
 
-    def _compare_settings(self, tokens: tuple[int, ...]) -> None:
+    def _compare_settings(self, index: int, tokens: tuple[int, ...]) -> None:
         """Fail the calls whose settings differ from those of the update."""
         if not self._has_settings:
             return
         decision = self.decision(tokens)
         for token in tokens:
-            call = self.by_token[token].call
+            gradient = self.by_token[token]
+            call = gradient.call
             mine, used, decider = decision.difference(self._stated(token))
-            if mine:
-                call.fail(
-                    InvalidArgumentError(
-                        f"{mine} in step {call.step} of {self._spec.name!r}, which was made with {used}, set by "
-                        f"{decider}: a step has one learning rate and one set of hyperparameters, so all workers must "
-                        "set the same, including those that restarted or joined later"
-                    )
-                )
+            if not mine:
+                continue
+            error = InvalidArgumentError(
+                f"{mine} in step {call.step} of {self._spec.name!r}, which was made with {used}, set by {decider}: a "
+                "step has one learning rate and one set of hyperparameters, so all workers must set the same, "
+                "including those that restarted or joined later"
+            )
+            call.fail(error)
+            if gradient.member is not None:
+                stated = (call.gradient.lr_factor, call.gradient.settings)
+                self.late_refusals.add_settings(gradient.member.producer, call.step, index, stated, error)
 
     def refused(self, token: int) -> None:
         """Discard a contribution that was refused, so that no later one can be a difference to it."""
@@ -303,3 +321,11 @@ class PendingGradients:
         self.estimates.discard_slices(indices)
         for token in [token for token, gradient in self.by_token.items() if gradient.index in indices]:
             self.discard(token)
+
+
+def _non_finite(spec: ParametersSpec, slicing: Slicing, index: int) -> NonFiniteGradientError:
+    start, stop = slicing.bounds(index)
+    return NonFiniteGradientError(
+        f"the gradient of {spec.name!r} holds NaN or Inf in elements {start} to {stop - 1} (slice {index}); find out "
+        "why, or set non_finite='skip'"
+    )

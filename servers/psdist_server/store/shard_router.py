@@ -185,10 +185,13 @@ class ShardRouter:
         self._push(call, index, base_version, PendingGradient(index, call, values, is_shared), call.abstain)
 
     def _push(self, call: Call, index: int, base_version: int, gradient: PendingGradient, abstain: bool) -> None:
-        token, worker_id, incarnation = self.calls.ask(call, index), call.identity.worker_id, call.identity.incarnation
+        worker_id, incarnation = call.identity.worker_id, call.identity.incarnation
+        token = self.calls.ask(call, index)
         self._counters.of(worker_id).pushes += 1
         member = self.machines[index % self._shard_count].members.get(worker_id)
-        gradient.first_step = member.first_step if member is not None else 0
+        if member is not None and member.incarnation == incarnation:  # Otherwise the machine refuses it.
+            gradient.member = member
+        repeated = self._gradients.error_of_repeat(gradient)
         self._gradients.add(token, gradient)
         pushed = call.gradient
         event = SlicePushed(
@@ -196,6 +199,8 @@ class ShardRouter:
             pushed.written, pushed.follows_writes, pushed.attempt, pushed.withdraws,
         )  # fmt: skip
         self.dispatch(index, event)
+        if repeated is not None:
+            call.fail(repeated)
 
     def pull(self, call: Call, index: int, min_version: int) -> None:
         """Request one slice at ``min_version`` or later. Raises the errors of ``check_slice``."""

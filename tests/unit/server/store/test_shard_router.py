@@ -9,9 +9,17 @@ import numpy as np
 import pytest
 
 from psdist import BSP, optim
-from psdist.errors import FencedError, InternalError, InvalidArgumentError, MalformedPayloadError, StaleEpochError
+from psdist.errors import (
+    FencedError,
+    InternalError,
+    InvalidArgumentError,
+    MalformedPayloadError,
+    NonFiniteGradientError,
+    PsdistError,
+    StaleEpochError,
+)
 from psdist.types import Identity, ParametersEntry, ParametersMember, ParametersSpec, Replica, Shard
-from psdist_server.core.events import Apply, Effect, SliceLoaded
+from psdist_server.core.events import Apply, Effect, SliceApplied, SliceLoaded
 from psdist_server.core.role_changes import make_shard
 from psdist_server.store.pending_gradients import PendingGradients
 from psdist_server.store.rpc_call import Call, CallTable, PushedGradient
@@ -30,13 +38,13 @@ PAYLOAD = memoryview(np.ones(SLICE, np.float32)).cast("B")
 class Routed:
     """The first of two shards is served here, by the map of epoch 5."""
 
-    def __init__(self) -> None:
+    def __init__(self, members: tuple[ParametersMember, ...] = MEMBERS) -> None:
         self.effects: list[Effect] = []
         self.counters, self.calls = Counters(), CallTable()
         self.gradients = PendingGradients(SPEC, ENTRY.slicing, self.counters)
         self.router = ShardRouter(ENTRY, self.calls, self.gradients, self.counters, self.run)
         self.router.assign(5, [0])
-        self.router.add(0, make_shard(self.router.slices_of(0), MEMBERS, SPEC.consistency, False))
+        self.router.add(0, make_shard(self.router.slices_of(0), members, SPEC.consistency, False))
 
     def run(self, effects: Sequence[Effect]) -> None:
         self.effects += effects
@@ -47,8 +55,10 @@ async def routed() -> Routed:
     return Routed()
 
 
-def call_of(incarnation: int = 1) -> Call:
-    return Call(Identity("run", "worker-0", incarnation, 5, "p"), is_push=True, wants_weights=False)
+def call_of(incarnation: int = 1, worker: str = "worker-0", lr_factor: float | None = None) -> Call:
+    call = Call(Identity("run", worker, incarnation, 5, "p"), is_push=True, wants_weights=False)
+    call.gradient = PushedGradient(lr_factor=lr_factor)
+    return call
 
 
 def test_a_push_becomes_an_event_of_its_slices_machine(routed: Routed) -> None:
@@ -164,3 +174,60 @@ async def test_a_call_that_was_cancelled_is_answered_nothing(routed: Routed) -> 
     routed.router.push(call, 0, 0, PAYLOAD)
     routed.router.cancel(call)
     assert not call.outstanding and list(routed.calls) == []
+
+
+# --- refusals that the worker did not read before its connection broke ------------------------------------------------
+
+
+def update(routed: Routed, index: int, left_out: tuple[int, ...] = ()) -> None:
+    """Carry out the update that the last effect asks for."""
+    applied = routed.effects.pop()
+    assert isinstance(applied, Apply)
+    routed.gradients.used(index, applied.parts, left_out)
+    routed.router.dispatch(index, SliceApplied(index))
+
+
+async def test_settings_that_differ_are_refused_again() -> None:
+    routed = Routed((*MEMBERS, ParametersMember("worker-1", 1, 1)))
+    for number, factor in enumerate((0.5, 0.25)):
+        call = call_of(worker=f"worker-{number}", lr_factor=factor)
+        routed.gradients.begin_push(call)
+        routed.router.push(call, 0, 0, PAYLOAD)
+        routed.router.cancel(call)
+    update(routed, 0)
+    again = call_of(worker="worker-1", lr_factor=0.25)
+    for index in (0, 2):
+        routed.router.push(again, index, 0, PAYLOAD)
+    with pytest.raises(InvalidArgumentError, match=r"lr_factor=0\.25 in step 0 .*lr_factor=0\.5, set by worker-0"):
+        await again.next_answer()
+    assert 2 in again.outstanding.values()  # The slice that had not counted the push takes it.
+    for corrected in (call_of(worker="worker-1", lr_factor=0.5), call_of(lr_factor=0.5)):
+        routed.router.push(corrected, 0, 0, PAYLOAD)
+        assert "ignored=True" in repr(routed.effects[-1])
+        routed.router.cancel(corrected)
+        assert await failure(corrected) is None
+
+
+async def test_values_that_are_not_finite_are_refused_again(routed: Routed) -> None:
+    bad = np.full(SLICE, np.nan, np.float32)
+    lost = call_of()
+    routed.router.push_unchecked(lost, 0, 0, bad, is_shared=False)
+    routed.router.cancel(lost)
+    update(routed, 0, left_out=(0,))
+    again, corrected = call_of(), call_of()
+    routed.router.push_unchecked(again, 0, 0, bad, is_shared=False)
+    routed.router.push_unchecked(corrected, 0, 0, np.ones(SLICE, np.float32), is_shared=False)
+    with pytest.raises(NonFiniteGradientError, match="NaN or Inf in elements 0 to 15"):
+        await again.next_answer()
+    assert await failure(corrected) is None
+
+
+async def failure(call: Call) -> BaseException | None:
+    """Return the error of a call that is asked no more; None if it has none."""
+    call.outstanding.clear()
+    call.asked_all()
+    try:
+        assert await call.next_answer() is None
+    except PsdistError as error:
+        return error
+    return None
