@@ -421,6 +421,11 @@ class ParametersEntry:
         """Producers whose pushes may continue."""
         return frozenset(member.producer for member in (*self.members, *self.departed))
 
+    @cached_property
+    def has_lost_shards(self) -> bool:
+        """True if a shard has no copy any more."""
+        return any(shard.lost for shard in self.shards)
+
     @property
     def primaries(self) -> tuple[str, ...]:
         """Id of the primary, by shard number."""

@@ -27,6 +27,7 @@ from psdist.v1 import common_pb2
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import convert, limits, status
 from psdist.wire.backoff import Backoff
+from psdist.wire.followed_map import FollowedMap
 from psdist.wire.member_connection import MemberConnection, SessionRequests, is_cancelled
 from psdist_server.core.contribution_comparison import EqualReport
 from psdist_server.server import ParameterServer, ServerRegistration
@@ -132,11 +133,12 @@ class ServerSession:
         cluster = server.admission.map
         heartbeats = requests.stream(
             mine.server_id, mine.incarnation, lambda: self._heartbeat(server), mine.heartbeat_seconds,
-            epoch=cluster.epoch, scheduler_id=cluster.scheduler_id,
+            takes_differences=True, epoch=cluster.epoch, scheduler_id=cluster.scheduler_id,
         )  # fmt: skip
+        followed = FollowedMap()
         try:
             async for response in connection.stub.Session(heartbeats, metadata=connection.metadata):
-                await self._handle(response, server)
+                await self._handle(response, server, followed)
         finally:
             requests.close()
 
@@ -164,10 +166,10 @@ class ServerSession:
             ],
         )
 
-    async def _handle(self, response: pb.SessionResponse, server: ParameterServer) -> None:
+    async def _handle(self, response: pb.SessionResponse, server: ParameterServer, followed: FollowedMap) -> None:
         match response.WhichOneof("command"):
-            case "map":
-                await server.adopt_map(convert.map_from_proto(response.map))
+            case "map" | "map_difference":
+                await server.adopt_map(followed.apply(response))
                 if not self.in_session:
                     self.in_session = True
                     for parameters, worker_id in self._stale:

@@ -27,9 +27,9 @@ import structlog
 import psdist_scheduler.service  # noqa: F401
 import psdist_server.scheduler_session
 import psdist_server.service  # noqa: F401
-from psdist.client.session.followed_map import FollowedMap
 from psdist.link.peers import PeerListener
 from psdist.wire import channels, convert, malloc_options, status
+from psdist.wire.followed_map import FollowedMap
 from psdist.wire.shm import WeightsArena
 from psdist_scheduler import probe
 from psdist_scheduler.cluster import Cluster

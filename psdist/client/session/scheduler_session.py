@@ -27,7 +27,6 @@ import grpc.aio
 
 from psdist.client.core.push_sequence import PushSequence
 from psdist.client.session.activity import Activities
-from psdist.client.session.followed_map import FollowedMap
 from psdist.client.session.iterations import Iterations
 from psdist.client.session.membership import WorkerMembership
 from psdist.client.session.registration import Registrar, SchedulerTarget
@@ -50,6 +49,7 @@ from psdist.types import Replica
 from psdist.v1 import scheduler_pb2
 from psdist.wire import convert, status
 from psdist.wire.backoff import Backoff
+from psdist.wire.followed_map import FollowedMap
 from psdist.wire.member_connection import SessionRequests, is_cancelled
 
 logger = logging.getLogger("psdist")

@@ -313,14 +313,17 @@ class Creation:
 
     def _complete(self, p: ParameterSet) -> list[ev.Effect]:
         """Mark a parameter set as ready once it has its values, in as many copies as wanted."""
-        missing = not p.placed.committed or self._registry.missing_replicas(p) or not p.has_place(self._members)
-        if p.entry.ready or missing:
+        if p.entry.ready or not p.placed.committed:
+            return []
+        if self._registry.missing_replicas(p) or not p.has_place(self._members):
             return []
         p.change(ready=True)
         return [ev.LogEvent(f"parameters {p.name!r} are ready", kind="parameters")]
 
     def _serve(self, p: ParameterSet) -> list[ev.Effect]:
         """Answer the callers of a ready parameter set, or let them join it."""
+        if not p.describers and not p.creators:
+            return []
         described = ev.Described(p.entry.spec, p.placed.layout)
         effects: list[ev.Effect] = [ev.Answer(call, described) for call in p.describers]
         effects += [effect for call, worker in p.creators.items() for effect in self.joins.join(p, call, worker)]

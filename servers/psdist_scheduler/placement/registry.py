@@ -119,7 +119,7 @@ class ParameterSet:
     @property
     def lost(self) -> str:
         """Sentence about the shards lost with their servers; empty if none are lost."""
-        shards = self.entry.shards if self.record else ()
+        shards = self.entry.shards if self.record and self.entry.has_lost_shards else ()
         gone = group((shard.primary.server_id, number) for number, shard in enumerate(shards) if shard.lost)
         version = f" (at {self.version_text})" if gone else ""
         return "; ".join(f"{owner} held {name_shards(n)} of {self.name!r} alone{version}" for owner, n in gone.items())

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from psdist.client.session.followed_map import FollowedMap
 from psdist.errors import StaleEpochError
 from psdist.map_difference import difference
 from psdist.types import ClusterMap, WorkerEntry
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import convert
+from psdist.wire.followed_map import FollowedMap
 
 MAPS = [ClusterMap("run", epoch, workers=tuple(WorkerEntry(f"w{n}", 1, n) for n in range(epoch))) for epoch in range(4)]
 
