@@ -16,8 +16,8 @@ from typing import ClassVar, Final
 BY_CODE: dict[str, type[PsdistError]] = {}
 
 
-class PsdistError(Exception):
-    """Base of all errors of psdist.
+class PsdistError(RuntimeError):
+    """Base of all errors of psdist. A RuntimeError, which is what scripts of torch.distributed catch.
 
     message: text for the user.
     details: the offending values, as text.

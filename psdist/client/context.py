@@ -111,15 +111,16 @@ class Context:
             self._groups.world = self.new_group()
         return self._groups.world
 
-    def new_group(self, ranks: Iterable[int] | None = None) -> WorkerGroup:
+    def new_group(self, ranks: Iterable[int] | None = None, *, ordered: bool = False) -> WorkerGroup:
         """Return a group of the workers with these ranks, for collectives; None means all.
 
         Its members make it in the same order as other groups of the same workers. It waits for those that have not
-        joined the run. Numbers of ranks in the calls of the group are positions in ``ranks``, which are sorted.
+        joined the run. Numbers of ranks in the calls of the group are positions in ``ranks``, which are sorted unless
+        they are ``ordered``.
 
         Raises InvalidArgumentError unless this worker is among them, LimitExceededError, ClosedError, and FencedError.
         """
-        return self._groups.new_group(ranks)
+        return self._groups.new_group(ranks, ordered)
 
     def add_tracker(self, tracker: Tracker) -> None:
         """Also pass this worker's later reports to ``tracker``, about once a second, and call its ``start``.

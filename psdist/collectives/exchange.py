@@ -56,6 +56,8 @@ class Exchange:
         #: Memory of the host, once a large call or a rank has asked for it.
         self._sharing: HostSharing | None = None
         self._mover: Mover | None = None
+        #: Set after the next event, for calls that wait for a message of any rank.
+        self._event = asyncio.Event()
         mesh.add(self)
 
     @property
@@ -102,6 +104,31 @@ class Exchange:
                 timer.cancel()
                 del self._results[call_id]
 
+    async def any_source(self, tag: int, timeout: float | None) -> int:
+        """Wait for a message with this tag, and return its source. The caller receives it before it waits again.
+
+        Raises the error that ends the group; WaitTimeoutError after ``timeout`` seconds.
+        """
+        reason = f"for a message with tag {tag} from any rank"
+        try:
+            with self._waits.open(reason):
+                async with asyncio.timeout(timeout):
+                    while (source := self._announced(tag)) is None:
+                        await self._event.wait()
+        except TimeoutError as error:
+            if not isinstance(error, PsdistError):
+                rank = self._machine.rank
+                self.end(WaitTimeoutError(f"rank {rank} reached the timeout of {timeout:g} s, waiting {reason}"))
+                self._announced(tag)
+            raise
+        return source
+
+    def _announced(self, tag: int) -> int | None:
+        try:
+            return self._machine.announced(tag)
+        except PsdistError as error:
+            raise copy_error(error) from None
+
     @staticmethod
     def _pause(until: float | None) -> float:
         """Return the time in seconds until a wait is looked at again."""
@@ -133,6 +160,8 @@ class Exchange:
     def _carry_out(self, effects: Iterable[Effect]) -> None:
         """Carry out effects in order, after those of a call of this method that is under way."""
         self._todo.extend(effects)
+        self._event.set()
+        self._event = asyncio.Event()
         if self._is_busy:
             return
         self._is_busy = True

@@ -171,6 +171,16 @@ class AsyncWorkerGroup:
         await self._call(calls.receive(result.memory, src), timeout, CallLane(src, self.rank, tag))
         return result.finish()
 
+    async def recv_any(self, out: Array, tag: int = 0, *, timeout: float | None = None) -> int:
+        """Receive the next array that any rank sends with this tag into ``out``, and return its rank.
+
+        Raises WorkerLostError if a rank is gone and no other has sent one.
+        """
+        _check_timeout(timeout)
+        source = await self._exchange.any_source(tag, timeout)
+        await self.recv(out, source, tag, timeout=timeout)
+        return source
+
     async def barrier(self, *, timeout: float | None = None) -> None:
         """Return when all ranks have called it."""
         await self._call(calls.barrier(self.rank, self.size), timeout)
@@ -201,10 +211,14 @@ class AsyncWorkerGroup:
         return given
 
     async def _call(self, plan: Plan, timeout: float | None, lane: CallLane = COLLECTIVES) -> None:
-        if timeout is not None and not timeout > 0:
-            raise InvalidArgumentError(f"timeout={timeout!r:.60} is out of range: use seconds above 0, or None")
+        _check_timeout(timeout)
         call_id = self._exchange.start(lane, plan)
         await self._exchange.result(call_id, str(plan.call), timeout)
+
+
+def _check_timeout(timeout: float | None) -> None:
+    if timeout is not None and not timeout > 0:
+        raise InvalidArgumentError(f"timeout={timeout!r:.60} is out of range: use seconds above 0, or None")
 
 
 class _Result:

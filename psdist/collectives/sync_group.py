@@ -173,6 +173,13 @@ class WorkerGroup(ProcessBound):
         """Receive the next array that rank ``src`` sends with this tag into ``out``, and return it."""
         return _run(self._async.recv(out, src, tag, timeout=timeout), async_op)
 
+    def recv_any(self, out: Array, tag: int = 0, *, timeout: float | None = None, async_op: bool = False) -> Any:
+        """Receive the next array that any rank sends with this tag into ``out``, and return its rank.
+
+        Raises WorkerLostError if a rank is gone and no other has sent one.
+        """
+        return _run(self._async.recv_any(out, tag, timeout=timeout), async_op)
+
     def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Any:
         """Return when all ranks have called it."""
         return _run(self._async.barrier(timeout=timeout), async_op)
@@ -199,14 +206,14 @@ class Collectives:
         #: Group of all workers.
         self.world: WorkerGroup | None = None
 
-    def new_group(self, ranks: Iterable[int] | None = None) -> WorkerGroup:
+    def new_group(self, ranks: Iterable[int] | None = None, ordered: bool = False) -> WorkerGroup:
         """See ``Context.new_group``."""
-        return loop.shared().call(on_loop(lambda: self._new_group(ranks)))
+        return loop.shared().call(on_loop(lambda: self._new_group(ranks, ordered)))
 
-    def _new_group(self, ranks: Iterable[int] | None) -> WorkerGroup:
+    def _new_group(self, ranks: Iterable[int] | None, ordered: bool) -> WorkerGroup:
         if self._async is None:
             self._async = AsyncCollectives(self._client.session)
-        return WorkerGroup(self._async.new_group(ranks))
+        return WorkerGroup(self._async.new_group(ranks, ordered=ordered))
 
 
 def _run(coroutine: Coroutine[Any, Any, T], async_op: bool) -> T | Handle[T]:

@@ -25,17 +25,19 @@ class AsyncCollectives:
         self._incarnation = membership.registration.incarnation
         return Mesh(membership, listener, listener.token)
 
-    def new_group(self, ranks: Iterable[int] | None = None) -> AsyncWorkerGroup:
+    def new_group(self, ranks: Iterable[int] | None = None, *, ordered: bool = False) -> AsyncWorkerGroup:
         """Return a group of the workers with these ranks in the run; None means all.
 
         Its members make it in the same order as other groups of the same workers. It waits for those that have not
-        joined the run. Numbers of ranks in the calls of the group are positions in ``ranks``, which are sorted.
+        joined the run. Numbers of ranks in the calls of the group are positions in ``ranks``, which are sorted unless
+        they are ``ordered``.
 
         Raises InvalidArgumentError unless this worker is among them, LimitExceededError, and FencedError.
         """
         mine = self._session.membership.registration
         world = max(1, mine.world_size)
-        members = range(world) if ranks is None else sorted(set(ranks))
+        given = list(range(world) if ranks is None else dict.fromkeys(ranks))
+        members = given if ordered else sorted(given)
         if not all(0 <= rank < WORLD_MAX for rank in members):
             raise InvalidArgumentError(f"ranks {list(members)} are out of range: ranks count from 0")
         if mine.rank not in members:

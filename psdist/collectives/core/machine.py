@@ -323,9 +323,28 @@ class GroupMachine:
         for calls in self._lanes.values():
             for call in calls.queue:
                 if call.call_id == call_id:
-                    self._fail(WaitTimeoutError(f"rank {self.rank} waited {seconds:g} s {self.waiting_for(call_id)}"))
+                    absent = ", ".join(str(peer) for peer in call.plan.peers if peer not in call.called)
+                    reason = (
+                        f"rank {self.rank} reached the timeout of {seconds:g} s, waiting {self.waiting_for(call_id)}"
+                    )
+                    self._fail(WaitTimeoutError(reason, absent=absent))
                     return self._taken()
         return []
+
+    def announced(self, tag: int) -> int | None:
+        """Return a rank that has announced a message with this tag, for which no call waits here, or None.
+
+        Raises the error that ended the group, or that of a lost rank if no other has announced one: the message might
+        have been its own.
+        """
+        if self.broken is not None:
+            raise self.broken
+        for lane, calls in self._lanes.items():
+            if lane.target == self.rank and lane.tag == tag and lane.source in calls.early and not calls.queue:
+                return lane.source
+        if self._lost:
+            raise next(iter(self._lost.values()))
+        return None
 
     def waiting_for(self, call_id: int) -> str:
         """Return for whom a call waits: "for rank 2 to call all_reduce(...)"."""

@@ -135,6 +135,40 @@ async def test_calls_in_progress_are_carried_out_in_order(run: Run) -> None:
     assert await run.all(many) == [[0.0, 3.0, 6.0, 9.0, 12.0]] * SIZE
 
 
+async def test_messages_of_any_rank(run: Run) -> None:
+    small = asyncio.gather(*(run.groups[0].recv_any(np.zeros(1, int), 1) for _ in range(2)))
+    sent = asyncio.gather(*(group.send(np.full(1, group.rank), 0, tag=1) for group in run.groups[1:]))
+    assert sorted(await small) == [1, 2]
+    await sent
+    large = asyncio.gather(*(group.send(np.full(LARGE, group.rank), 0) for group in run.groups[1:]))
+    out = np.zeros(LARGE, int)
+    for _ in range(2):
+        assert (out == await run.groups[0].recv_any(out)).all()
+    await large
+
+
+async def test_a_message_of_any_rank_that_never_comes(run: Run) -> None:
+    with pytest.raises(WaitTimeoutError, match="rank 0 reached the timeout of 0.1 s, waiting for a message with tag 5"):
+        await run.groups[0].recv_any(np.zeros(1), 5, timeout=0.1)
+    with pytest.raises(WaitTimeoutError, match="rank 0 reached the timeout"):
+        await run.groups[1].barrier()
+    groups = [one.new_group(range(SIZE)) for one in run.workers]
+    await asyncio.gather(*(group.barrier() for group in groups))
+    waiting = asyncio.ensure_future(groups[0].recv_any(np.zeros(1)))
+    await asyncio.sleep(0)
+    await run.clients[2].close()
+    with pytest.raises(WorkerLostError, match="rank 2 is gone"):
+        await waiting
+
+
+async def test_a_group_in_another_order(run: Run) -> None:
+    order = [2, 0, 1]
+    groups = [one.new_group(order, ordered=True) for one in run.workers]
+    assert [group.rank for group in groups] == [1, 2, 0]
+    found = await asyncio.gather(*(group.all_gather([rank]) for rank, group in enumerate(groups)))
+    assert [one.ravel().tolist() for one in found] == [order] * SIZE
+
+
 async def test_different_calls_are_an_error_at_all_ranks(run: Run) -> None:
     errors = await run.all(lambda g: g.all_reduce(np.ones(3 if g.rank else 4)))
     assert all(isinstance(error, CollectiveMismatchError) for error in errors)
@@ -195,6 +229,7 @@ async def test_wrong_arguments(run: Run) -> None:
         (group.scatter(None, 0), InvalidArgumentError, "rank src gives the array"),
         (group.send([1], 0), InvalidArgumentError, "rank 0 is this rank: copy the array"),
         (group.barrier(timeout=0), InvalidArgumentError, "timeout=0 is out of range"),
+        (group.recv_any(np.zeros(1), timeout=0), InvalidArgumentError, "timeout=0 is out of range"),
     ):
         with pytest.raises(error, match=text):
             await call

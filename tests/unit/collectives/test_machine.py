@@ -74,9 +74,29 @@ def test_a_time_limit_names_the_absent_rank_at_all_ranks() -> None:
     network.run()
     for call in started.values():
         assert isinstance(call.error, WaitTimeoutError)
-        assert call.error.message == "rank 0 waited 1 s for rank 2 to call barrier()"
+        assert call.error.message == "rank 0 reached the timeout of 1 s, waiting for rank 2 to call barrier()"
+        assert call.error.details == {"absent": "2"}
     late = network.start(2, calls.barrier(2, 3))
     assert isinstance(late.error, WaitTimeoutError)
+
+
+def test_a_message_of_any_rank_is_one_for_which_no_call_waits() -> None:
+    network = CollectiveNetwork(3, random.Random(1))
+    machine = network.machines[0]
+    network.start(1, calls.send(np.ones(3), 0), CallLane(1, 0, 7))
+    network.start(0, calls.receive(np.ones(3), 2), CallLane(2, 0, 7))
+    network.run()
+    assert machine.announced(0) is None
+    assert machine.announced(7) == 1
+    network.start(0, calls.receive(np.ones(3), 1), CallLane(1, 0, 7))
+    network.run()
+    assert machine.announced(7) is None
+    machine.on_lost(1, "killed")
+    with pytest.raises(WorkerLostError, match="rank 1 is gone"):
+        machine.announced(7)
+    network.close(0, ClosedError("closed"))
+    with pytest.raises(ClosedError):
+        machine.announced(7)
 
 
 def test_a_call_behind_another_names_it() -> None:
