@@ -13,22 +13,33 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._C._autograd import (
+    _profiler_enabled,
+    _record_function_with_args_enter,
+    _record_function_with_args_exit,
+)
 
 from psdist.client.process import loop
 from psdist.collectives.core.reductions import DTYPES
-from psdist.errors import InvalidArgumentError, PsdistError, WaitTimeoutError, copy_error
+from psdist.errors import DTypeMismatchError, InvalidArgumentError, PsdistError, WaitTimeoutError, copy_error
 
 
 class TensorMemory:
     """Contiguous memory of a tensor for a call: its own if possible. array: the same memory for numpy.
 
     Dtypes that numpy lacks become bytes, which can be moved but not reduced.
+
+    is_reduced: True for a call that computes. DTypeMismatchError is raised if numpy lacks the dtype.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, *, is_reduced: bool = False) -> None:
         if tensor.device.type != "cpu" or tensor.layout != torch.strided:
             raise InvalidArgumentError(
                 f"a tensor on {tensor.device} with layout {tensor.layout} cannot be sent: use dense tensors on the CPU"
+            )
+        if is_reduced and not _has_arithmetic(tensor.dtype):
+            raise DTypeMismatchError(
+                f"tensors of {tensor.dtype} can be moved, but not reduced: convert them to float32"
             )
         self._tensor = tensor.detach()
         self._flat = self._tensor.resolve_conj().resolve_neg().contiguous()
@@ -43,16 +54,20 @@ class TensorMemory:
 def _as_numpy(tensor: Tensor) -> NDArray[Any]:
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    if str(tensor.dtype).removeprefix("torch.") in DTYPES:
+    if _has_arithmetic(tensor.dtype):
         return tensor.numpy()
     return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
-def rows(tensors: Sequence[Tensor]) -> NDArray[Any]:
-    """Return a new array with a row for each tensor, which have one shape."""
+def _has_arithmetic(dtype: torch.dtype) -> bool:
+    return str(dtype).removeprefix("torch.") in DTYPES
+
+
+def rows(tensors: Sequence[Tensor], *, is_reduced: bool = False) -> NDArray[Any]:
+    """Return a new array with a row for each tensor, which have one shape. is_reduced: as for ``TensorMemory``."""
     if len({(tensor.shape, tensor.dtype) for tensor in tensors}) > 1:
         raise InvalidArgumentError("a list of tensors has several shapes or dtypes: give tensors of one")
-    return np.stack([TensorMemory(tensor).array for tensor in tensors])
+    return np.stack([TensorMemory(tensor, is_reduced=is_reduced).array for tensor in tensors])
 
 
 def set_rows(tensors: Sequence[Tensor], found: NDArray[Any]) -> None:
@@ -64,11 +79,20 @@ def set_rows(tensors: Sequence[Tensor], found: NDArray[Any]) -> None:
 
 
 class CollectiveWork(dist.Work):
-    """A call in progress. call: the coroutine that makes it. tensors: its result, for the future."""
+    """A call in progress.
 
-    def __init__(self, call: Coroutine[Any, Any, None], tensors: Sequence[Any]) -> None:
+    call: the coroutine that makes it; the source of a message from any rank is its result.
+    tensors: the call's result, for the future.
+    name, inputs: name of the call and its tensors, for torch's profiler.
+    """
+
+    def __init__(
+        self, call: Coroutine[Any, Any, int | None], tensors: Sequence[Any], name: str, inputs: Sequence[Tensor]
+    ) -> None:
         super().__init__()
         self._ended = threading.Event()
+        self._source = -1
+        self._profiled = _record_function_with_args_enter(name, *inputs) if _profiler_enabled() else None
         self._error: BaseException | None = None
         self._started: torch.futures.Future[Any] = torch.futures.Future()
         # torch's C++ code sees errors of a callback, but none that were set from Python.
@@ -76,14 +100,17 @@ class CollectiveWork(dist.Work):
         self._tensors = list(tensors)
         loop.shared().start(self._run(call))
 
-    async def _run(self, call: Coroutine[Any, Any, None]) -> None:
+    async def _run(self, call: Coroutine[Any, Any, int | None]) -> None:
         try:
-            await call
+            source = await call
+            self._source = -1 if source is None else source
         except BaseException as error:
             self._error = error
             if not isinstance(error, Exception):
                 raise
         finally:
+            if self._profiled is not None:
+                _record_function_with_args_exit(self._profiled)
             self._ended.set()
             self._started.set_result(self._tensors)
 
@@ -107,6 +134,10 @@ class CollectiveWork(dist.Work):
             raise self._error
         return True
 
+    def _source_rank(self) -> int:
+        """Return the rank whose message was received."""
+        return self._source
+
     def get_future(self) -> torch.futures.Future[Any]:
         """Return the future of the result."""
         return self._future
@@ -122,3 +153,33 @@ class CollectiveWork(dist.Work):
     def result(self) -> list[Any]:
         """Return the tensors."""
         return self._tensors
+
+
+class SeveralWorks(dist.Work):
+    """Calls in progress as one."""
+
+    def __init__(self, works: Sequence[CollectiveWork]) -> None:
+        super().__init__()
+        self._works = works
+
+    # torch calls these methods by name.
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for each call, and raise the first one's error; WaitTimeoutError as a call does."""
+        return all(work.wait(timeout) for work in self._works)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return the future of the results."""
+        return torch.futures.collect_all([work.get_future() for work in self._works])
+
+    def is_completed(self) -> bool:
+        """True if all calls have ended."""
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        """True if all calls have their results."""
+        return all(work.is_success() for work in self._works)
+
+    def result(self) -> list[Any]:
+        """Return the tensors."""
+        return [tensor for work in self._works for tensor in work.result()]

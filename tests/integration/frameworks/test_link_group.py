@@ -111,6 +111,79 @@ def test_all_calls(tmp_path: Path) -> None:
     assert launched(tmp_path, _CALLS, 3).count("done") == 3
 
 
+_GROUPS = """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _coalescing_manager
+from psdist.errors import ClosedError, DTypeMismatchError, InvalidArgumentError, WaitTimeoutError
+
+if rank == 0:
+    found = torch.zeros(4)
+    sources = [dist.recv(found) for _ in range(2 * (size - 1))]
+    assert sorted(sources) == sorted(list(range(1, size)) * 2), sources
+else:
+    for _ in range(2):
+        dist.send(torch.full((4,), float(rank)), 0)
+turned = dist.new_group([2, 0, 1], sort_ranks=False)
+found = [torch.zeros(1) for _ in range(size)]
+dist.all_gather(found, torch.full((1,), float(rank)), group=turned)
+assert [one.item() for one in found] == [2, 0, 1]
+mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("data",))
+total = torch.ones(1)
+dist.all_reduce(total, group=mesh.get_group("data"))
+assert total.item() == size
+for device in (None, torch.device("cpu")):
+    tensors = [torch.full((3,), float(rank)), torch.full((5,), 1.0)]
+    with _coalescing_manager(device=device, async_ops=True) as calls:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    calls.wait()
+    assert tensors[0][0] == sum(range(size)) and tensors[1][0] == size
+with _coalescing_manager(device=torch.device("cpu"), async_ops=True) as calls:
+    dist.broadcast(total, 0)
+    dist.barrier(async_op=True)
+calls.wait()
+# The calls of a sparse all-reduce are not mixed with those of the next ones.
+sparse = [torch.sparse_coo_tensor([[rank, 0]], torch.ones(2, 3), (size, 3)).coalesce() for _ in range(2)]
+works = [dist.all_reduce(tensor, async_op=True) for tensor in (sparse[0], total, sparse[1])]
+for work in reversed(works):
+    work.wait()
+assert sparse[1].to_dense()[:, 0].tolist() == [size + 1] + [1] * (size - 1)
+for tensor, error in (
+    (torch.ones(2).to(torch.float8_e4m3fn), DTypeMismatchError), (torch.eye(2).to_sparse_csr(), InvalidArgumentError),
+):
+    try:
+        dist.all_reduce(tensor)
+    except error as refused:
+        print("refused", refused)
+some = dist.new_group()
+some.monitored_barrier(timedelta(seconds=60))
+dist.barrier()
+if rank == 0:
+    try:
+        some.monitored_barrier(timedelta(seconds=0.2), wait_all_ranks=True)
+    except WaitTimeoutError as error:
+        assert isinstance(error, RuntimeError)
+        print("monitored", error)
+dist.barrier()
+world = dist.group.WORLD
+dist.destroy_process_group()
+try:
+    world.allreduce([torch.ones(1)]).wait()
+except ClosedError:
+    print("closed")
+dist.init_process_group("cpu:psdist", store=dist.HashStore(), rank=rank, world_size=size)
+dist.all_reduce(total)
+"""
+
+
+def test_groups_and_rarer_calls(tmp_path: Path) -> None:
+    output = launched(tmp_path, _GROUPS, 3)
+    assert output.count("done") == output.count("closed") == 3
+    assert "monitored Ranks 1, 2 failed to pass monitoredBarrier in 200 ms" in output
+    assert output.count("torch.float8_e4m3fn can be moved, but not reduced") == 3
+    assert output.count("layout torch.sparse_csr cannot be sent") == 3
+
+
 _DDP = """
 torch.manual_seed(0)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(300, 300))

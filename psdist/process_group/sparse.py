@@ -1,0 +1,43 @@
+"""All-reduce of sparse tensors: all ranks' indices and values are collected, and added in rank order."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from psdist.collectives.group import AsyncWorkerGroup
+from psdist.errors import InvalidArgumentError, ShapeMismatchError
+from psdist.process_group.work import TensorMemory
+
+
+async def all_reduce_sparse(group: AsyncWorkerGroup, tensor: Tensor, op: str, timeout: float | None) -> None:
+    """Add the sparse tensors (COO, on the CPU) of all ranks into ``tensor``.
+
+    op: "sum" or "avg"; InvalidArgumentError for others.
+    timeout: seconds for each of the calls.
+
+    Raises ShapeMismatchError if the ranks' shapes differ.
+    """
+    if op not in ("sum", "avg") or tensor.device.type != "cpu":
+        raise InvalidArgumentError(
+            f"all_reduce of a sparse tensor on {tensor.device} with {op}: use SUM or AVG on the CPU"
+        )
+    own = tensor.detach().coalesce()
+    facts = await group.all_gather(np.array([own._nnz(), own.sparse_dim(), *own.shape]), timeout=timeout)
+    if len({tuple(row) for row in facts[:, 1:]}) > 1:
+        raise ShapeMismatchError(
+            f"ranks give sparse tensors of shapes {[tuple(row[2:]) for row in facts]}: give one shape"
+        )
+    indices = await _gather_uneven(group, own.indices().t(), facts[:, 0], timeout)
+    values = await _gather_uneven(group, own.values(), facts[:, 0], timeout)
+    total = torch.sparse_coo_tensor(indices.t(), values, own.shape, check_invariants=True).coalesce()
+    tensor.copy_(total / group.size if op == "avg" else total)
+
+
+async def _gather_uneven(group: AsyncWorkerGroup, rows: Tensor, counts: np.ndarray, timeout: float | None) -> Tensor:
+    """Return the rows of all ranks, one rank after another. counts: number of each rank's rows."""
+    memory = [torch.empty((int(count), *rows.shape[1:]), dtype=rows.dtype) for count in counts]
+    given = TensorMemory(rows).array
+    await group.all_to_all_uneven([given] * group.size, [TensorMemory(one).array for one in memory], timeout=timeout)
+    return torch.cat(memory)
