@@ -133,6 +133,8 @@ class GroupMachine:
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
+        #: The other ranks.
+        self.peers = [peer for peer in range(size) if peer != rank]
         #: Error that ended the group.
         self.broken: PsdistError | None = None
         #: Memory of all ranks, once this rank has mapped it.
@@ -148,11 +150,6 @@ class GroupMachine:
             assert len(calls.early) < self.size, "a peer announced two calls ahead"
             assert not self.broken or not calls.queue, "a failed group has calls"
             assert all(not call.called for call in list(calls.queue)[1:]), "a call began before its turn"
-
-    @property
-    def peers(self) -> list[int]:
-        """The other ranks."""
-        return [rank for rank in range(self.size) if rank != self.rank]
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
