@@ -92,9 +92,9 @@ class Exchange:
                     self._expire(call_id, timeout)
                 else:
                     wait.update_reason(self._reason(call_id))
-                    timer = loop.call_later(self._pause(until), check)
+                    timer = loop.call_later(_pause(until), check)
 
-            timer = loop.call_later(self._pause(until), check)
+            timer = loop.call_later(_pause(until), check)
             try:
                 await future
             except asyncio.CancelledError:
@@ -128,13 +128,6 @@ class Exchange:
             return self._machine.announced(tag)
         except PsdistError as error:
             raise copy_error(error) from None
-
-    @staticmethod
-    def _pause(until: float | None) -> float:
-        """Return the time in seconds until a wait is looked at again."""
-        if until is None:
-            return limits.WAIT_REASON_SECONDS
-        return max(0.0, min(limits.WAIT_REASON_SECONDS, until - asyncio.get_running_loop().time()))
 
     def _reason(self, call_id: int) -> str:
         if not self._digest and (absent := self._mesh.absent(self)):
@@ -294,3 +287,10 @@ class Exchange:
         if sender not in self._by_worker:
             raise InvalidArgumentError(f"{sender[0]!r:.80} is not in a group that it sends frames of")
         return self._by_worker[sender]
+
+
+def _pause(until: float | None) -> float:
+    """Return the time in seconds until a wait is looked at again."""
+    if until is None:
+        return limits.WAIT_REASON_SECONDS
+    return max(0.0, min(limits.WAIT_REASON_SECONDS, until - asyncio.get_running_loop().time()))

@@ -94,9 +94,10 @@ class CollectiveWork(dist.Work):
         self._source = -1
         self._profiled = _record_function_with_args_enter(name, *inputs) if _profiler_enabled() else None
         self._error: BaseException | None = None
-        self._started: torch.futures.Future[Any] = torch.futures.Future()
-        # torch's C++ code sees errors of a callback, but none that were set from Python.
-        self._future = self._started.then(self._checked)
+        self._lock = threading.Lock()
+        #: Future that is set when the call ends, and the one that torch gets, if it has asked for it.
+        self._started: torch.futures.Future[Any] | None = None
+        self._future: torch.futures.Future[Any] | None = None
         self._tensors = list(tensors)
         loop.shared().start(self._run(call))
 
@@ -111,8 +112,13 @@ class CollectiveWork(dist.Work):
         finally:
             if self._profiled is not None:
                 _record_function_with_args_exit(self._profiled)
-            self._ended.set()
-            self._started.set_result(self._tensors)
+            with self._lock:
+                self._ended.set()
+                started = self._started
+            if started is not None:
+                # Callbacks may make calls, and wait for them: neither this loop nor each other's thread may be held up.
+                given = (self._tensors,)
+                threading.Thread(target=started.set_result, args=given, name="psdist callbacks", daemon=True).start()
 
     def _checked(self, future: torch.futures.Future[Any]) -> Any:
         if self._error is not None:
@@ -140,6 +146,15 @@ class CollectiveWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return the future of the result."""
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            self._started = started = torch.futures.Future()
+            # torch's C++ code sees errors of a callback, but none that were set from Python.
+            self._future = started.then(self._checked)
+            has_ended = self._ended.is_set()
+        if has_ended:
+            started.set_result(self._tensors)
         return self._future
 
     def is_completed(self) -> bool:
