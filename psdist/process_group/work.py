@@ -149,7 +149,8 @@ class CollectiveWork(dist.Work):
         with self._lock:
             if self._future is not None:
                 return self._future
-            self._started = started = torch.futures.Future()
+            started: torch.futures.Future[Any] = torch.futures.Future()
+            self._started = started
             # torch's C++ code sees errors of a callback, but none that were set from Python.
             self._future = started.then(self._checked)
             has_ended = self._ended.is_set()
