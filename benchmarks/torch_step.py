@@ -7,10 +7,11 @@ python -m benchmarks.torch_step --example mnist --batch 64 --steps 50
 python -m benchmarks.torch_step --transport tcp --compression bfloat16 --pull-dtype bfloat16
 
 ``psdist`` is ``psdist.torch.DistributedOptimizer``, ``ddp`` the same script with torch's DistributedDataParallel and
-its defaults, ``ddp_tuned`` with ``gradient_as_bucket_view=True`` and fused AdamW, ``alone`` one process without
-communication. Phases are forward (with the batch), backward and optimizer step of rank 0, in ms. "processor" is the
-processor time of all processes of the run for one step, workers and servers, in ms. If workers share few cores it tells
-more than the step's time.
+its defaults, ``ddp_tuned`` with ``gradient_as_bucket_view=True`` and fused AdamW, ``ddp_psdist`` over the backend
+psdist. ``servers`` and ``collectives`` are ``psdist.torch.DistributedDataParallel`` with this path. ``alone`` is one
+process without communication. Ratios are to the first contender. Phases are forward (with the batch), backward and
+optimizer step of rank 0, in ms. "processor" is the processor time of all processes of the run for one step, workers
+and servers, in ms. If workers share few cores it tells more than the step's time.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -92,28 +94,51 @@ def make_model(options: argparse.Namespace) -> nn.Module:
 
 def loops(options: argparse.Namespace, rank: int, world: int) -> dict[str, Loop]:
     """Model and optimizer of each contender, with the same initial values."""
+    torch_workers.join_gloo(rank, world)
+    made: dict[str, Loop] = {}
+    for name in options.contenders:
+        torch.manual_seed(0)
+        made[name] = MAKERS[name](make_model(options), options)
+    return made
+
+
+def _psdist(model: nn.Module, options: argparse.Namespace) -> Loop:
     import psdist.torch
 
-    torch.manual_seed(0)
-    models = [make_model(options) for _ in range(4)]
-    for model in models[1:]:
-        model.load_state_dict(models[0].state_dict())
-    through, plain, tuned, alone = models
     optimizer = psdist.torch.DistributedOptimizer(
-        through,
-        _adamw(through),
+        model,
+        _adamw(model),
         compression=options.compression or None,
         pull_dtype=options.pull_dtype,
         bucket_cap_mb=options.bucket_cap_mb,
     )
-    torch_workers.join_gloo(rank, world)
-    ddp = nn.parallel.DistributedDataParallel
-    return {
-        "psdist": (through, optimizer),
-        "ddp": (ddp(plain), _adamw(plain)),
-        "ddp_tuned": (ddp(tuned, gradient_as_bucket_view=True), _adamw(tuned, fused=True)),
-        "alone": (alone, _adamw(alone)),
-    }
+    return model, optimizer
+
+
+def _averaged(model: nn.Module, options: argparse.Namespace, path: str) -> Loop:
+    import psdist.torch
+
+    wrapped = psdist.torch.DistributedDataParallel(
+        model, path=path, name=f"means-{path}", bucket_cap_mb=options.bucket_cap_mb, broadcast_buffers=False
+    )
+    return wrapped, _adamw(model)
+
+
+def _ddp(model: nn.Module, *, backend: str = "", tuned: bool = False) -> Loop:
+    group = dist.new_group(backend=backend) if backend else None
+    wrapped = nn.parallel.DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=tuned)
+    return wrapped, _adamw(model, fused=tuned)
+
+
+MAKERS: Final[dict[str, Callable[[nn.Module, argparse.Namespace], Loop]]] = {
+    "psdist": _psdist,
+    "servers": partial(_averaged, path="servers"),
+    "collectives": partial(_averaged, path="collectives"),
+    "ddp": lambda model, _: _ddp(model),
+    "ddp_tuned": lambda model, _: _ddp(model, tuned=True),
+    "ddp_psdist": lambda model, _: _ddp(model, backend="psdist"),
+    "alone": lambda model, _: (model, _adamw(model)),
+}
 
 
 def _adamw(model: nn.Module, *, fused: bool = False) -> torch.optim.Optimizer:
@@ -143,8 +168,10 @@ def processor_seconds() -> float:
 def worker(options: argparse.Namespace) -> None:
     """Take turns with all contenders; rank 0 writes the times."""
     import psdist
+    from psdist.collectives.mesh import Mesh
 
     context = psdist.init()
+    Mesh.shares = options.transport in ("auto", "shm")
     torch.set_num_threads(1)
     data = DATA[options.example](options)
     contenders = loops(options, context.rank, context.world_size)
@@ -167,8 +194,9 @@ def worker(options: argparse.Namespace) -> None:
             dist.barrier()
             processor[-1][name] = (processor_seconds() - began) / (options.steps + UNTIMED)
     if context.rank == 0:
-        parameters = sum(one.numel() for one in contenders["alone"][0].parameters())
-        transport = contenders["psdist"][1].handle.statistics().transport  # type: ignore[attr-defined] - psdist's
+        parameters = sum(one.numel() for one in make_model(options).parameters())
+        transports = context.info().transports.values()
+        transport = "/".join(sorted({kind for one in transports for kind in one.values()})) or "links"
         times = {"rounds": rounds[1:], "processor": processor[1:]}
         torch_workers.write({"parameters": parameters, "transport": transport, **times})
     dist.destroy_process_group()
@@ -176,13 +204,13 @@ def worker(options: argparse.Namespace) -> None:
 
 
 def summary(times: dict[str, Any]) -> dict[str, Any]:
-    """Return medians in ms by contender, and their ratios to psdist: median over rounds, minimum and maximum."""
+    """Return medians in ms by contender, and their ratios to the first: median over rounds, minimum and maximum."""
     rounds = times["rounds"]
     result: dict[str, Any] = {"parameters": times["parameters"], "transport": times["transport"], "contenders": {}}
     totals = {name: [median(sum(step) for step in one[name]) for one in rounds] for name in rounds[0]}
     for name, medians in totals.items():
         steps = [step for one in rounds for step in one[name]]
-        ratios = sorted(other / mine for other, mine in zip(medians, totals["psdist"], strict=True))
+        ratios = sorted(other / mine for other, mine in zip(medians, next(iter(totals.values())), strict=True))
         result["contenders"][name] = {
             "total_ms": 1e3 * median(medians),
             **{f"{phase}_ms": 1e3 * median(step[index] for step in steps) for index, phase in enumerate(PHASES)},
@@ -196,7 +224,7 @@ def summary(times: dict[str, Any]) -> dict[str, Any]:
 def show(result: dict[str, Any]) -> None:
     """Print a table."""
     print(f"{result['parameters']:,} parameters by {result['transport']}")
-    print(f"{'':10} {'total':>8} {'forward':>8} {'backward':>8} {'step':>8} {'processor':>9}   times psdist's")
+    print(f"{'':10} {'total':>8} {'forward':>8} {'backward':>8} {'step':>8} {'processor':>9}   times the first's")
     for name, one in result["contenders"].items():
         columns = " ".join(f"{one[key]:8.1f}" for key in ("total_ms", "forward_ms", "backward_ms", "step_ms"))
         columns += f" {one['processor_ms']:9.1f}"
@@ -211,6 +239,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=64, help="characters of a passage")
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--contenders", nargs="+", choices=MAKERS, default=list(MAKERS))
     parser.add_argument("--bucket-cap-mb", type=float, default=8.0)
     parser.add_argument("--compression", default="")
     parser.add_argument("--pull-dtype", default="float32")

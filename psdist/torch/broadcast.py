@@ -18,14 +18,13 @@ from torch import Tensor
 from psdist.client.context import Context
 from psdist.client.sync_client import Client
 from psdist.optim import Mean
+from psdist.torch.averaging.rank_numbers import RANKS, RankNumbers
 from psdist.torch.values import take_finite, to_finite
 
 #: Tensor with the number of the step that its values belong to. A step without a source repeats an earlier number.
 _STEP: Final = "psdist/step"
 #: Step numbers wrap here. float32 represents all smaller integers exactly.
 _STEPS: Final = 1 << 20
-#: Number of ranks that can be told apart.
-_RANKS: Final = 4096
 
 
 class TensorBroadcast:
@@ -80,16 +79,20 @@ class LowestRank:
     """
 
     def __init__(self, context: Context, name: str) -> None:
-        self._mine = context.rank % _RANKS
-        self._flags = np.zeros(_RANKS, np.float32)
-        self._flags[self._mine] = 1.0
-        self._handle = context.client.parameters(name, {"ranks": np.zeros(_RANKS, np.float32)}, Mean())
+        self._mine = context.rank % RANKS
+        self._numbers = RankNumbers(context, name)
         self._lowest = self._find()
 
     def _find(self) -> int:
-        return int(np.flatnonzero(self._handle.push_pull({"ranks": self._flags}, copy=False)["ranks"])[0])
+        return min(self._numbers.exchange(1))
 
     def send(self, broadcast: TensorBroadcast) -> None:
         """Broadcast the values of the worker with the lowest rank."""
         while not broadcast.send(is_source=self._mine == self._lowest):
             self._lowest = self._find()
+
+    def send_once(self, client: Client, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Broadcast ``tensors`` of that worker through the parameter set ``name``, and free the buffers."""
+        broadcast = TensorBroadcast(client, name, lambda: tensors)
+        self.send(broadcast)
+        broadcast.release_memory()

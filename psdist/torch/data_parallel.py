@@ -1,7 +1,8 @@
-"""``DistributedDataParallel``: average gradients through the servers for a script that keeps its own optimizer.
+"""``DistributedDataParallel``: average gradients for a script that keeps its own optimizer.
 
 The arguments are those of torch.nn.parallel.DistributedDataParallel. The gradients are a parameter set with
-``psdist.optim.Mean`` as its optimizer, so in BSP a push returns the step's mean gradient.
+``psdist.optim.Mean`` as its optimizer, so in BSP a push returns the step's mean gradient. If that costs more than
+all-reduces over links between the workers, these take its place (``averaging``).
 
 Invariant: After a backward pass outside ``no_sync``, every worker holds the same gradient bytes. Models that start
 equal and use the same optimizer therefore stay equal.
@@ -24,12 +25,14 @@ from torch import Tensor, nn
 
 from psdist.client.context import Context, init
 from psdist.client.sync_client import Client, Parameters
-from psdist.compression import Codec
+from psdist.compression import Codec, resolve
 from psdist.consistency import BSP, Reduction, with_reduction
 from psdist.errors import FencedError, InvalidArgumentError, LateWorkerError
 from psdist.optim import Mean
+from psdist.torch.averaging.choice import check_path, obstacle, over_links
+from psdist.torch.averaging.link_gradients import LinkGradients
 from psdist.torch.broadcast import LowestRank, TensorBroadcast
-from psdist.torch.gradient_vector.bucket_plan import bucket_bytes_of
+from psdist.torch.gradient_vector.bucket_plan import bucket_bytes_of, named_buckets
 from psdist.torch.gradients import GradientStream, check_free
 from psdist.torch.guards.averaged_gradients import AveragedGradients
 from psdist.torch.guards.ddp_attributes import DDPAttributes, ignored_names
@@ -80,6 +83,9 @@ class DistributedDataParallel(UnevenBatches, DDPAttributes):
     reduction: "sum" adds the workers' gradients up and does not divide them, for losses that are sums over the samples
         of a batch. torch's class has only the mean.
     compression: codec of gradients, as for ``Client.parameters``.
+    path: "servers" averages through the servers, "collectives" by all-reduces over links between the workers, "auto"
+        chooses the faster of the two. The bytes of the gradients are the same. Collectives need a model on the CPU
+        without buffers to copy, float32 parameters, and no compression. See the attribute ``path``.
     name: name of the parameter set. Each model of a script has its own.
     context: None uses the context of ``psdist.init()``.
     others: the other arguments of torch's class. Only their defaults are allowed.
@@ -106,6 +112,7 @@ class DistributedDataParallel(UnevenBatches, DDPAttributes):
         static_graph: bool = False,
         reduction: Reduction = "mean",
         compression: Codec | str | None = None,
+        path: str = "auto",
         name: str = "gradients",
         context: Context | None = None,
         **others: Any,
@@ -128,26 +135,25 @@ class DistributedDataParallel(UnevenBatches, DDPAttributes):
         self.context = init() if context is None else context
         client = self.context.client
         check_in_time(client, name)
+        copies = broadcast_buffers and any(key not in ignored for key, _ in module.named_buffers())
+        why_not = obstacle(self.context, tensors.trained, resolve(compression), copies_buffers=copies)
+        check_path(path, why_not)
         self._trained = tensors.trained
         self._may_miss = find_unused_parameters or static_graph
-        shapes: dict[str, NDArray[Any]] = {
-            key: np.zeros(tuple(as_real(one).shape), tensors.master_dtype) for key, one in tensors.trained.items()
-        }
-        flags: dict[str, NDArray[np.float32]] = {_OVERFLOWS: np.zeros(1, np.float32)}
-        if self._may_miss:
-            flags[_USED] = np.zeros(len(shapes), np.float32)
-        #: Parameter set of the gradients, for its ``step`` and ``statistics()``.
-        self.handle = client.parameters(
+        shapes = _zeros(tensors)
+        flags = _flags(len(shapes) if self._may_miss else 0)
+        handle = client.parameters(
             name, shapes | flags, Mean(), with_reduction(BSP(), reduction), compression=compression,
             master_dtype=tensors.master_dtype,
         )  # fmt: skip
-        _warn_of_resume(self.handle)
+        _warn_of_resume(handle)
+        buckets = named_buckets(tensors.trained, bucket_bytes, last=flags)
+        #: Parameter set of the gradients, for its ``step`` and ``statistics()``.
+        self.handle = over_links(self.context, handle, buckets, path, why_not, marker=_OVERFLOWS) or handle
         #: Source of the initial values and of the buffers. A resumed run needs it, too: a snapshot holds the values of
         #: the run's start, and the script those of its checkpoint.
         self._lowest_rank = LowestRank(self.context, f"{name}/ranks")
-        initial = TensorBroadcast(client, f"{name}/initial", lambda: {**tensors.trained, **tensors.fixed})
-        self._lowest_rank.send(initial)
-        initial.release_memory()
+        self._lowest_rank.send_once(client, f"{name}/initial", {**tensors.trained, **tensors.fixed})
         self._buffers_in_step = TensorBroadcast(
             client, f"{name}/buffers", lambda: self._synchronized_buffers() if broadcast_buffers else {}
         )
@@ -162,6 +168,11 @@ class DistributedDataParallel(UnevenBatches, DDPAttributes):
         )  # fmt: skip
         self._stream.listen()
         self._averaged = AveragedGradients(tensors.trained) if self.context.world_size > 1 else None
+
+    @property
+    def path(self) -> str:
+        """Path of the gradients of the next step: "collectives" or "servers"."""
+        return self.handle.path if isinstance(self.handle, LinkGradients) else "servers"
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """Run the module and return its result."""
@@ -225,6 +236,8 @@ class DistributedDataParallel(UnevenBatches, DDPAttributes):
                 "join() with require_forward_param_sync=False: workers without a batch cannot tell that the others "
                 "copy no buffers. Pass broadcast_buffers=False when you wrap the model"
             )
+        if isinstance(self.handle, LinkGradients):
+            self.handle.leave("join() counts workers without a batch")
         self._join = join = UnevenInputs(
             self.context, f"{self.handle.name}/join",
             counts_joined=divide_by_initial_world_size, raises_early=throw_on_early_termination,
@@ -309,6 +322,17 @@ class DistributedDataParallel(UnevenBatches, DDPAttributes):
                     parameter.grad.detach().fill_(np.nan)
         if self._averaged is not None:
             self._averaged.on_average()
+
+
+def _zeros(tensors: ModelTensors) -> dict[str, NDArray[Any]]:
+    """Return the initial values of the parameter set of the gradients, without those of its flags."""
+    return {key: np.zeros(tuple(as_real(one).shape), tensors.master_dtype) for key, one in tensors.trained.items()}
+
+
+def _flags(used: int) -> dict[str, NDArray[np.float32]]:
+    """Return the initial values of the flags. used: number of parameters that a pass may miss."""
+    flags = {_OVERFLOWS: np.zeros(1, np.float32)}
+    return {**flags, _USED: np.zeros(used, np.float32)} if used else flags
 
 
 def _set_gradient(parameter: nn.Parameter, mean: NDArray[Any]) -> None:

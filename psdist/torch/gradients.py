@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from psdist.client.session.membership import unless_dropped
 from psdist.client.sync_client import Bucket, Parameters
 from psdist.errors import InvalidArgumentError, NonFiniteGradientError, PsdistError
+from psdist.torch.averaging.link_gradients import LinkBucket, LinkGradients
 from psdist.torch.gradient_vector.bucket_plan import BucketPlan
 from psdist.torch.gradient_vector.gradient_memory import gradient_memory, separate_kept
 from psdist.torch.guards.fingerprint import Fingerprint
@@ -59,7 +60,7 @@ class _Step:
     reached: set[int] = field(default_factory=set)
     absent: set[int] = field(default_factory=set)
     given: set[int] = field(default_factory=set)
-    buckets: list[tuple[Bucket, tuple[int, ...]]] = field(default_factory=list)
+    buckets: list[tuple[Bucket | LinkBucket, tuple[int, ...]]] = field(default_factory=list)
     is_broken: bool = False
     is_dropped: bool = False
 
@@ -74,6 +75,11 @@ def check_free(parameters: Mapping[str, Tensor]) -> None:
                 "optimizer: give parameter groups to that, wrap parts of the model, each with an optimizer of its "
                 "own, instead of the whole, or close() the other one first"
             )
+
+
+def _identity(handle: Parameters | LinkGradients) -> int:
+    """Return the identity of a parameter set."""
+    return id(handle.wrapped if isinstance(handle, LinkGradients) else handle)
 
 
 class GradientStream:
@@ -94,7 +100,7 @@ class GradientStream:
 
     def __init__(
         self,
-        handle: Parameters,
+        handle: Parameters | LinkGradients,
         trained: Mapping[str, nn.Parameter],
         bucket_bytes: int,
         on_begin: Callable[[], None],
@@ -106,7 +112,7 @@ class GradientStream:
         "DistributedOptimizer: it completes the step with the gradients that were pushed",
         is_guarded: bool = True,
     ) -> None:
-        if id(handle) in _streams:
+        if _identity(handle) in _streams:
             raise InvalidArgumentError(
                 f"the parameter set {handle.name!r} already has the gradients of a model: give this one another name="
             )
@@ -128,7 +134,7 @@ class GradientStream:
         self._pass = -1
         #: By parameter; None if backward passes do not push.
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] | None = None
-        _streams[id(handle)] = self
+        _streams[_identity(handle)] = self
 
     # --- while the backward pass runs ---
 
@@ -160,7 +166,7 @@ class GradientStream:
         for hook in (self._hooks or {}).values():
             hook.remove()
         self._hooks = None
-        _streams.pop(id(self._handle), None)
+        _streams.pop(_identity(self._handle), None)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -236,7 +242,7 @@ class GradientStream:
         self._step.buckets.append((bucket, numbers))
         self._step.given.update(numbers)
 
-    def _push_pull_async(self, numbers: tuple[int, ...]) -> Bucket:
+    def _push_pull_async(self, numbers: tuple[int, ...]) -> Bucket | LinkBucket:
         names = [self._names[number] for number in numbers]
         try:
             return self._handle.push_pull_async(names, self._step.weight, self._absent(numbers))

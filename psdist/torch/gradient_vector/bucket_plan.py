@@ -8,7 +8,9 @@ Values and sending are in ``gradients``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor
 
 from psdist.errors import InvalidArgumentError
 
@@ -45,6 +47,19 @@ class BucketPlan:
         bucket = self._bucket_of[number]
         self._missing[bucket] -= 1
         return () if self._missing[bucket] else self.buckets[bucket]
+
+
+def named_buckets(tensors: Mapping[str, Tensor], bucket_bytes: int, last: Iterable[str]) -> list[list[str]]:
+    """Return the names of the tensors of each bucket, the last tensors first.
+
+    tensors, bucket_bytes: as for ``BucketPlan``; they are pushed as float32.
+    last: names in front of those of the last bucket.
+    """
+    names = list(tensors)
+    plan = BucketPlan([4 * one.numel() for one in tensors.values()], bucket_bytes)
+    buckets = [[names[number] for number in bucket] for bucket in plan.buckets]
+    buckets[-1] = [*last, *buckets[-1]]
+    return buckets
 
 
 def bucket_bytes_of(bucket_cap_mb: float) -> int:

@@ -18,6 +18,7 @@ from torch.utils.dlpack import from_dlpack
 
 from psdist.client.sync_client import Parameters
 from psdist.errors import DeviceUnavailableError, LimitExceededError
+from psdist.torch.averaging.link_gradients import LinkGradients
 
 logger = logging.getLogger("psdist")
 
@@ -27,13 +28,15 @@ _REFERENCES: Final = 4
 _USES: Final = 3
 
 
-def gradient_memory(handle: Parameters, device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def gradient_memory(
+    handle: Parameters | LinkGradients, device: torch.device
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the gradient buffers of ``handle`` for a model on ``device``, and a tensor that shares the memory of each.
 
     All have the dtype of the servers, and the shapes of the parameters ``as_real``. Raises DeviceLostError.
     """
     number, arrays = cuda_number(device), None
-    if number is not None and handle.statistics().compression.encodes_on_device:
+    if isinstance(handle, Parameters) and number is not None and handle.statistics().compression.encodes_on_device:
         arrays = _on_device(handle, number)
     if arrays is None:
         arrays = handle.gradient_buffers(is_checked=False)

@@ -1,0 +1,1 @@
+"""Mean gradients of ``DistributedDataParallel`` over the links between workers, without the servers."""
