@@ -19,7 +19,7 @@ import pytest
 
 import psdist  # noqa: F401  # Before any test imports grpc: processes of data loaders are forked from this one.
 
-hypothesis.settings.register_profile("psdist", deadline=None, max_examples=40)
+hypothesis.settings.register_profile("psdist", deadline=None, max_examples=20)
 hypothesis.settings.register_profile("full", deadline=None, max_examples=300)
 hypothesis.settings.load_profile("psdist")
 

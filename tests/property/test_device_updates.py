@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -27,6 +27,7 @@ from psdist_server.device.staging import Lanes
 from psdist_server.kernels import kernels
 from psdist_server.kernels.arrays import DenseParameters, Update
 from tests.property.test_dense import REDUCTIONS, SLICE, SPECS
+from tests.support.examples import examples
 from tests.support.host_device import HostDevice, needs_compiler
 from tests.support.segments import integers
 
@@ -108,7 +109,7 @@ def test_a_hundred_steps_give_the_same_bytes(spec: optim.Optimizer) -> None:
 
 
 @every_optimizer
-@settings(max_examples=6)
+@examples(2)
 @given(seed=st.integers(0, 2**32 - 1), data=st.data())
 def test_what_is_not_finite_is_left_out_of_the_same_blocks(
     spec: optim.Optimizer, seed: int, data: st.DataObject
@@ -156,7 +157,7 @@ def test_very_many_contributions_have_room() -> None:
     both.close()
 
 
-@settings(max_examples=20)
+@examples(6)
 @given(seed=st.integers(0, 2**32 - 1), data=st.data())
 def test_means_and_their_squares_are_the_same(seed: int, data: st.DataObject) -> None:
     both = Both(entry_of(optim.SGD(lr=0.1, max_grad_norm=1.0), reduction=data.draw(reductions)))
@@ -187,7 +188,7 @@ def test_the_squares_of_a_large_slice_are_added_in_one_order() -> None:
     both.close()
 
 
-@settings(max_examples=10)
+@examples(4)
 @given(seed=st.integers(0, 2**32 - 1), weighted=st.booleans())
 def test_sums_that_the_processor_makes_are_the_same(seed: int, weighted: bool) -> None:
     both = Both(entry_of(optim.Adam(lr=0.1)))

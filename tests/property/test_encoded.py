@@ -23,6 +23,7 @@ from psdist_server.kernels import encoded, kernels
 from psdist_server.kernels.arrays import DenseParameters, Update
 from psdist_server.kernels.optimizers import clip_factor
 from tests.property.test_dense import make
+from tests.support.examples import examples
 from tests.support.segments import integers, raw, sparse
 
 pytestmark = pytest.mark.usefixtures("execution")
@@ -105,7 +106,7 @@ def same_bytes(one: DenseParameters, other: DenseParameters) -> bool:
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.kind)
-@settings(max_examples=12)
+@examples(4)
 @given(seed=st.integers(0, 2**32 - 1), data=st.data())
 def test_an_update_gives_the_bytes_of_the_update_by_decoded_parts(
     spec: optim.Optimizer, seed: int, data: st.DataObject
@@ -138,7 +139,7 @@ def test_an_update_gives_the_bytes_of_the_update_by_decoded_parts(
     theirs.close()
 
 
-@settings(max_examples=30)
+@examples(10)
 @given(seed=st.integers(0, 2**32 - 1), data=st.data())
 def test_a_mean_has_the_bytes_of_the_mean_of_decoded_parts(seed: int, data: st.DataObject) -> None:
     dense = make(SPECS[0])[0]
@@ -155,7 +156,7 @@ def test_a_mean_has_the_bytes_of_the_mean_of_decoded_parts(seed: int, data: st.D
     dense.close()
 
 
-@settings(max_examples=30)
+@examples(10)
 @given(seed=st.integers(0, 2**32 - 1), size=st.integers(1, 90).map(lambda rows: 100 * rows), data=st.data())
 def test_a_sum_of_zeros_is_never_negative(seed: int, size: int, data: st.DataObject) -> None:
     parts = draw_parts(np.random.default_rng(seed), size, data)

@@ -245,7 +245,9 @@ def _stops_anywhere(put: pytest.MonkeyPatch) -> None:
     put.setattr(alignment.Alignment, "_choose", lambda self: min(r.position for r in self._reports.values()))
 
 
-@pytest.mark.parametrize("take_away", [_keeps_members, _accepts_at_once, _stops_anywhere])
+@pytest.mark.parametrize(
+    "take_away", [pytest.param(_keeps_members, marks=pytest.mark.long), _accepts_at_once, _stops_anywhere]
+)
 def test_a_missing_safeguard_is_seen(take_away: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     take_away(monkeypatch)
     with pytest.raises(AssertionError):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -19,6 +19,7 @@ from psdist_server.kernels import kernels
 from psdist_server.kernels.optimizers import Rule, Run
 from psdist_server.kernels.updates import UPDATES
 from tests.support import reference
+from tests.support.examples import examples
 from tests.support.fused_update import update
 
 Array = NDArray[Any]
@@ -197,7 +198,7 @@ def cut(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.kind)
-@settings(max_examples=25)
+@examples(6)
 @given(
     lengths, seeds, kinds, kinds, st.floats(0, 1), st.sampled_from([1.0, 0.5, 1 / 3, 0.0]), st.sampled_from([0, 1, 999])
 )
@@ -255,7 +256,7 @@ def values_of(draw: st.DrawFn, kind: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("kind", optim.OPTIMIZERS)
-@settings(max_examples=20)
+@examples(6)
 @given(data=st.data(), size=st.integers(1, 300), seed=seeds)
 def test_update_with_any_settings(kind: str, data: st.DataObject, size: int, seed: int) -> None:
     """Three steps equal the reference, with two groups that differ in any settings."""

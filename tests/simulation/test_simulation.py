@@ -23,7 +23,7 @@ from tests.simulation.options import CUT_OFF, REPLICATED, SINGLE, draw
 
 ROOT = Path(__file__).resolve().parents[2]
 FIRST = 100_000
-SEEDS = 60
+SEEDS = 20
 #: Number of runs in each half of the leak test.
 RUNS = 16
 #: Seeds that once showed a defect of psdist or of the simulation: in the network's order, lives of workers, servers
@@ -86,14 +86,23 @@ QUICK = (
 )
 
 
-@pytest.mark.timeout(900)
 def test_some_seeds() -> None:
-    """Run at least ``SEEDS`` seeds, and more until every path was taken."""
+    total = runner.Summary()
+    for part in runner.run_many("", [*REGRESSIONS, *range(FIRST, FIRST + SEEDS)], processes=2):
+        total.add(part)
+    print(f"{total.line}, from {FIRST} on")
+    assert not total.failures, "\n".join(total.failures)
+
+
+@pytest.mark.long  # Hundreds of runs, which show something about the simulation.
+@pytest.mark.timeout(900)
+def test_every_path_is_taken() -> None:
+    """Run seeds until every path was taken."""
     seeds, total = [*REGRESSIONS, *range(FIRST, FIRST + SEEDS_MAX)], runner.Summary()
     for part in runner.run_many("", seeds, processes=2):
         total.add(part)
         untaken = [n for n in (*SINGLE, *REPLICATED, *PATHS) if not total.counts[n] and n not in RARE]
-        if total.failures or (total.seeds >= len(REGRESSIONS) + SEEDS and not untaken):
+        if total.failures or not untaken:
             break
     print(f"{total.line}, from {FIRST} on")
     assert not total.failures, "\n".join(total.failures)
@@ -110,6 +119,7 @@ def _until_taken(path: str) -> tuple[str, str]:
     return path, "no seed took it"
 
 
+@pytest.mark.long  # Thousands of runs.
 @pytest.mark.timeout(900)
 def test_rare_paths() -> None:
     with multiprocessing.get_context("spawn").Pool(2, runner.prepare) as pool:
@@ -133,6 +143,7 @@ def _left_behind(runs: int) -> tuple[Counter[str], int]:
     return after - before, blocks_after - blocks_before
 
 
+@pytest.mark.long  # Checks the simulation.
 def test_runs_leave_nothing_behind() -> None:
     """Check that runs leave no objects behind. Otherwise each further seed would take a process more time. A run has
     thousands of objects at its end. Caches that are filled once, such as Python's for abstract types, may fill late."""

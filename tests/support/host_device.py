@@ -38,7 +38,8 @@ _OPTIONS: Final = (
 )
 _KERNEL: Final = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\s*\(')
 _ARGUMENTS: Final = 64
-_FOLDER: Final = Path(tempfile.gettempdir()) / f"psdist-host-kernels-{os.getuid()}"
+#: Compiled sources, by digest. Programs with a temporary directory of their own get it by the variable.
+FOLDER: Final = Path(os.environ.get("HOST_DEVICE_FOLDER", f"{tempfile.gettempdir()}/psdist-host-kernels-{os.getuid()}"))
 
 
 class HostAllocation:
@@ -182,10 +183,10 @@ def compiled(source: str) -> ctypes.CDLL:
     header = _HEADER.read_text(encoding="utf-8")
     text = "\n".join((header, source, *map(_exported, _KERNEL.findall(source))))
     key = hashlib.sha256("\0".join((text, *_OPTIONS)).encode()).hexdigest()
-    _FOLDER.mkdir(mode=0o700, exist_ok=True)
-    library = _FOLDER / f"{key}.so"
+    FOLDER.mkdir(mode=0o700, exist_ok=True)
+    library = FOLDER / f"{key}.so"
     if not library.exists():
-        with tempfile.TemporaryDirectory(dir=_FOLDER) as folder:
+        with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
             made = Path(folder) / "made.so"
             (Path(folder) / "made.cpp").write_text(text, encoding="utf-8")
             done = subprocess.run(

@@ -25,7 +25,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 TRANSPORTS = ("grpc", "tcp", "shm")
 #: 4096 elements are whole pages, so that all servers' slices can be shown as one vector; 1000 are not.
-SLICES = (4096, 1000)
 ADAM = psdist.optim.Adam(lr=0.01)
 RNG = np.random.default_rng(7)
 INIT = {
@@ -113,12 +112,22 @@ async def push_in_buckets(
 # --- the same bytes ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("slice_elements", SLICES)
+NARROW = {"compression": "bfloat16", "pull_dtype": "float16"}
+CLIPPED = {"optimizer": psdist.optim.Adam(max_grad_norm=0.5)}
+
+
+# Every transport meets both sizes, and every setting both sizes.
 @pytest.mark.parametrize(
-    "settings",
-    [{}, {"compression": "bfloat16", "pull_dtype": "float16"}, {"optimizer": psdist.optim.Adam(max_grad_norm=0.5)}],
-    ids=["plain", "narrow", "clipped"],
+    ("transport", "slice_elements", "settings"),
+    [
+        ("grpc", 4096, {}),
+        ("grpc", 1000, NARROW),
+        ("tcp", 4096, NARROW),
+        ("tcp", 1000, CLIPPED),
+        ("shm", 4096, CLIPPED),
+        ("shm", 1000, {}),
+        ("shm", 1000, NARROW),
+    ],
 )
 async def test_buckets_give_the_bytes_of_push_pull(
     join: Join, transport: str, slice_elements: int, settings: dict[str, object]
@@ -138,9 +147,17 @@ async def test_buckets_give_the_bytes_of_push_pull(
     assert {cut[0].statistics().transport, whole[1].statistics().transport} == {transport}
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("slice_elements", SLICES)
-@pytest.mark.parametrize("compression", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("transport", "slice_elements", "compression"),
+    [
+        ("grpc", 1000, "float32"),
+        ("grpc", 4096, "bfloat16"),
+        ("tcp", 4096, "float32"),
+        ("tcp", 1000, "bfloat16"),
+        ("shm", 1000, "float32"),
+        ("shm", 4096, "bfloat16"),
+    ],
+)
 async def test_buffers_and_views_give_the_bytes_of_push_pull(
     join: Join, transport: str, slice_elements: int, compression: str
 ) -> None:
@@ -426,9 +443,8 @@ async def test_the_synchronous_face(cluster: EmbeddedCluster, transport: str) ->
 # --- the steady state -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "transport", ["tcp", *(pytest.param(name, marks=pytest.mark.long) for name in ("grpc", "shm"))]
-)
+@pytest.mark.long  # Tracing memory takes seconds.
+@pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_the_steady_state_takes_no_more_memory(join: Join, transport: str) -> None:
     handle = await (await join(transport=transport)).parameters(new_name(), INIT, ADAM)
     buffers = await handle.gradient_buffers()

@@ -58,24 +58,27 @@ def final(path: Path) -> bytes:
         return weights["D"].tobytes() + weights["G"].tobytes()
 
 
-def test_a_run_that_is_stopped_in_its_first_iterations_is_saved_between_two(tmp_path: Path, runs: list[Run]) -> None:
+@pytest.mark.parametrize("lines", [1, *(pytest.param(lines, marks=pytest.mark.long) for lines in (2, 3))])
+def test_a_run_that_is_stopped_in_its_first_iterations_is_saved_between_two(
+    tmp_path: Path, runs: list[Run], lines: int
+) -> None:
     """Nothing shows yet where an iteration starts: the run trains on until something does."""
-    for lines in (1, 2, 3):
-        path = tmp_path / str(lines)
-        run = start(path, runs, 4000, 1)
-        run.until(r"rank 0 is at", lines)
-        run.process.send_signal(signal.SIGINT)
-        text = end(run, 128 + signal.SIGINT)
-        saved = psdist.load_snapshot(str(path / "runs")).steps
-        assert saved["D"] == saved["G"], text
+    run = start(tmp_path / "stopped", runs, 4000, 1)
+    run.until(r"rank 0 is at", lines)
+    run.process.send_signal(signal.SIGINT)
+    text = end(run, 128 + signal.SIGINT)
+    saved = psdist.load_snapshot(str(tmp_path / "stopped" / "runs")).steps
+    assert saved["D"] == saved["G"], text
 
 
-@pytest.mark.parametrize("d_steps", [1, pytest.param(5, marks=pytest.mark.long)])  # long: only a longer iteration
-def test_interrupted_runs_resume_where_an_iteration_starts(tmp_path: Path, runs: list[Run], d_steps: int) -> None:
+@pytest.mark.parametrize(("d_steps", "interrupts"), [(1, 2), pytest.param(5, 3, marks=pytest.mark.long)])
+def test_interrupted_runs_resume_where_an_iteration_starts(
+    tmp_path: Path, runs: list[Run], d_steps: int, interrupts: int
+) -> None:
     steps = 40
     expected = undisturbed(tmp_path / "undisturbed", runs, steps, d_steps)
     path = tmp_path / "interrupted"
-    for interrupt in range(3):
+    for interrupt in range(interrupts):
         run = start(path, runs, steps, d_steps)
         run.until(r"rank 0 is at", 2 * (d_steps + 1))
         for _ in range(1 + interrupt % (d_steps + 1)):  # before, within and after an iteration
@@ -106,9 +109,12 @@ def test_a_worker_that_was_killed_joins_all_sets_in_one_iteration(tmp_path: Path
     assert "rank 0 ends 150 150" in text and "rank 1 ends 150 150" in text, text
 
 
-def test_workers_are_added_to_all_sets_in_one_iteration(tmp_path: Path, runs: list[Run]) -> None:
-    run = start(tmp_path / "scaled", runs, 600, 1)
-    for workers in (3, 2, 4):
+@pytest.mark.parametrize(("counts", "steps"), [((3,), 200), pytest.param((3, 2, 4), 600, marks=pytest.mark.long)])
+def test_workers_are_added_to_all_sets_in_one_iteration(
+    tmp_path: Path, runs: list[Run], counts: tuple[int, ...], steps: int
+) -> None:
+    run = start(tmp_path / "scaled", runs, steps, 1)
+    for workers in counts:
         run.until(r"rank 0 is at", 20)
         scale = [sys.executable, "-m", "psdist.cli.main", "scale", "workers", str(workers)]
         done = subprocess.run(
@@ -121,7 +127,7 @@ def test_workers_are_added_to_all_sets_in_one_iteration(tmp_path: Path, runs: li
             run.until(rf"rank {rank} is at", 5)
     text = end(run)
     assert "wait for each other" not in text, text
-    assert "rank 0 ends 600 600" in text, text
+    assert f"rank 0 ends {steps} {steps}" in text, text
 
 
 @pytest.mark.long  # The simulation of several sets cuts such snapshots, too.

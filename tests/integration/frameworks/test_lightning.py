@@ -34,7 +34,7 @@ def check_equal(expected: dict[str, Any], found: dict[str, Any], *, with_losses:
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
 
 
-@pytest.mark.parametrize("is_manual", [False, True])
+@pytest.mark.parametrize("is_manual", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_training_equals_a_single_process(runs: Runs, tmp_path: Path, is_manual: bool) -> None:
     """Check shuffling, accumulation, clipping, the scheduler, validations, and the loss of a server."""
     settings: dict[str, Any] = {"is_manual": is_manual}

@@ -62,6 +62,7 @@ def test_flax_equals_one_process_over_a_killed_server_and_a_resumed_run(tmp_path
     assert difference(plain(tmp_path, "jax_flax", 220), saved) < 1e-5
 
 
+@pytest.mark.long  # The same as with Flax, but for the framework.
 def test_equinox_equals_one_process_over_a_killed_server(tmp_path: Path) -> None:
     saved = tmp_path / "saved.npz"
     train(tmp_path, "jax_equinox", "--steps", "200", "--save", str(saved), kills=True)

@@ -76,8 +76,10 @@ def end(program: subprocess.Popen[str]) -> tuple[int, str]:
         return program.returncode, errors
 
 
-@pytest.mark.parametrize("name", [*SIGNALS, signal.SIGHUP])
-@pytest.mark.parametrize("place", ["_make_link", "announce"])
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [("_make_link", signal.SIGINT), ("announce", signal.SIGTERM), ("announce", signal.SIGHUP)],
+)
 def test_a_launcher_that_starts_leaves_nothing_behind(tmp_path: Path, place: str, name: signal.Signals) -> None:
     (tmp_path / "train.py").touch()
     status, text = end(start(tmp_path, _RUN.format(place=place, name=name.name)))
@@ -85,16 +87,14 @@ def test_a_launcher_that_starts_leaves_nothing_behind(tmp_path: Path, place: str
     assert not list(tmp_path.glob("psdist-*")) and not list(tmp_path.glob("psdist/runs/*.json"))
 
 
-@pytest.mark.parametrize("name", SIGNALS)
-@pytest.mark.parametrize("service", _SERVICES)
+@pytest.mark.parametrize(("service", "name"), list(zip(_SERVICES, SIGNALS, strict=True)))
 def test_a_service_that_starts_is_ended_by_the_signal(tmp_path: Path, service: str, name: signal.Signals) -> None:
     last, arguments = _SERVICES[service]
     script = _SERVICE.format(service=service, last=last, arguments=arguments, starts=True, name=name.name)
     assert end(start(tmp_path, script)) == (-name, "")
 
 
-@pytest.mark.parametrize("name", SIGNALS)
-@pytest.mark.parametrize("service", _SERVICES)
+@pytest.mark.parametrize(("service", "name"), list(zip(_SERVICES, SIGNALS, strict=True)))
 def test_signals_that_come_again_do_not_change_the_status(tmp_path: Path, service: str, name: signal.Signals) -> None:
     last, arguments = _SERVICES[service]
     script = _SERVICE.format(service=service, last=last, arguments=arguments, starts=False, name=name.name)

@@ -237,6 +237,7 @@ def test_too_few_servers_are_refused(stage: Stage) -> None:
     assert stage.finish()[0] == 0
 
 
+@pytest.mark.long  # make chaos kills both at any moment.
 def test_the_scheduler_and_a_server_die_at_once(stage: Stage) -> None:
     run = stage.start("bsp", *_COPIES)
     run.until("made step 10$")
@@ -267,6 +268,7 @@ def test_when_all_copies_are_lost_the_run_ends_and_says_what_was_lost(stage: Sta
     assert "lost" in text.splitlines()[-1] and "'model'" in text.splitlines()[-1], text
 
 
+@pytest.mark.long  # test_faults has the same from a script's view.
 def test_without_copies_a_killed_server_ends_the_run_and_says_how_to_go_on(stage: Stage) -> None:
     run = stage.start("bsp", "--nservers", "2")
     run.until("made step 10$")

@@ -229,6 +229,7 @@ def test_while_it_runs_it_is_noted_and_then_not_any_more(stage: Stage) -> None:
     stage.assert_clean()
 
 
+@pytest.mark.long  # Runs share nothing but the folder of their notes.
 def test_several_runs_at_once_do_not_meet(stage: Stage) -> None:
     runs = [stage.start("--nproc-per-node", "2", "train.py", "connect", f"run{number}") for number in range(3)]
     for number, run in enumerate(runs):
@@ -312,7 +313,10 @@ def test_after_a_failure_who_does_not_end_is_killed_without_the_stop_timeout(sta
     stage.assert_clean()
 
 
-@pytest.mark.parametrize(("what", "status", "words"), [("exit7", 7, "exit code 7"), ("segfault", 139, "SIGSEGV")])
+@pytest.mark.parametrize(
+    ("what", "status", "words"),
+    [("exit7", 7, "exit code 7"), pytest.param("segfault", 139, "SIGSEGV", marks=pytest.mark.long)],
+)
 def test_the_status_is_the_scripts(stage: Stage, what: str, status: int, words: str) -> None:
     got, text = stage.run("--max-restarts", "0", "train.py", "connect", what)
     assert got == status
@@ -359,7 +363,13 @@ def test_a_scheduler_that_does_not_come_up(stage: Stage) -> None:
 # --- signals ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("signum", "status"),
+    [
+        (signal.SIGINT, 130),
+        *(pytest.param(*one, marks=pytest.mark.long) for one in ((signal.SIGTERM, 143), (signal.SIGHUP, 129))),
+    ],
+)
 def test_signals_end_everything(stage: Stage, signum: int, status: int) -> None:
     run = stage.start("--nproc-per-node", "2", "train.py", "connect", "child", "wait")
     run.until(r"pid \d+", 2 * 2 + 2 + 1)
@@ -372,7 +382,9 @@ def test_signals_end_everything(stage: Stage, signum: int, status: int) -> None:
 _AGENT = ("--nnodes", "1", "--node-rank", "0", "--scheduler", "127.0.0.1:9")
 
 
-@pytest.mark.parametrize(("program", "flags"), [("main", ("run",)), ("worker", _AGENT)])
+@pytest.mark.parametrize(
+    ("program", "flags"), [("main", ("run",)), pytest.param("worker", _AGENT, marks=pytest.mark.long)]
+)
 def test_a_hangup_that_is_ignored_from_the_start_stays_ignored(
     stage: Stage, program: str, flags: tuple[str, ...]
 ) -> None:
@@ -400,7 +412,9 @@ def test_an_interrupt_that_is_ignored_from_the_start_ends_the_run(stage: Stage) 
     stage.assert_clean()
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGTERM, *(pytest.param(one, marks=pytest.mark.long) for one in (signal.SIGINT, signal.SIGHUP))]
+)
 def test_a_signal_after_the_end_of_the_run_changes_nothing(stage: Stage, signum: int) -> None:
     # It arrives while Python ends: after the run, and before the process has exited.
     late = f"import atexit, signal; atexit.register(lambda: [signal.raise_signal({signum:d})])"

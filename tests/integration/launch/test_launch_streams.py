@@ -22,6 +22,8 @@ _VERSION = (sys.executable, "-m", "psdist.cli.main", "version")
 _BUFFERED = {"PYTHONUNBUFFERED": ""}
 #: Redirections that a shell applies to the standard streams of a program that it starts.
 _CLOSED = ("<&-", ">&-", "2>&-", "<&- >&- 2>&-")
+#: All of them, and each alone only by make long.
+_CLOSED_BRIEFLY = [_CLOSED[-1], *(pytest.param(one, marks=pytest.mark.long) for one in _CLOSED[:-1])]
 
 
 @pytest.fixture
@@ -158,7 +160,7 @@ def test_another_file_on_a_full_disk_is_not_taken_for_the_output() -> None:
 # --- closed streams ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("streams", _CLOSED)
+@pytest.mark.parametrize("streams", _CLOSED_BRIEFLY)
 def test_closed_streams_end_no_run(stage: Stage, streams: str) -> None:
     run = stage.start_program(redirected(streams, *_RUN, "train.py", "connect", "hello"), _BUFFERED)
     status, text = run.end()
@@ -174,7 +176,7 @@ def test_closed_streams_fail_no_command(streams: str) -> None:
     assert text.startswith("psdist ") == (">&-" not in streams.split())
 
 
-@pytest.mark.parametrize("streams", _CLOSED)
+@pytest.mark.parametrize("streams", _CLOSED_BRIEFLY)
 def test_closed_streams_end_no_scheduler(streams: str) -> None:
     lifeline, end = os.pipe()
     # It starts, finds that nobody holds the other end, and stops in order.
@@ -214,7 +216,7 @@ cluster.close()
 """
 
 
-@pytest.mark.parametrize("streams", _CLOSED)
+@pytest.mark.parametrize("streams", _CLOSED_BRIEFLY)
 def test_a_lifeline_is_no_standard_stream(streams: str, tmp_path: Path) -> None:
     status, _, errors = done(streams, sys.executable, "-c", _EMBEDDED, str(tmp_path / "report"))
     assert status == 0, errors

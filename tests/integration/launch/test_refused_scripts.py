@@ -61,7 +61,7 @@ with psdist.init() as context:
 @pytest.mark.parametrize(
     ("when", "attempts", "words"),
     [
-        ("import", 1, "an error of the script itself"),
+        pytest.param("import", 1, "an error of the script itself", marks=pytest.mark.long),
         ("first", 2, "the same error as in the attempt before"),
         pytest.param("later", 4, "--max-restarts 3 used up", marks=pytest.mark.long),
     ],
@@ -96,7 +96,15 @@ raise getattr(errors, sys.argv[1])("the full text of the message")
 
 
 @pytest.mark.parametrize(
-    ("error", "status"), [("LayoutMismatchError", 78), ("LateWorkerError", 66), ("SchedulerUnreachableError", 69)]
+    ("error", "status"),
+    [
+        ("LayoutMismatchError", 78),
+        # The table of statuses is checked without processes.
+        *(
+            pytest.param(*one, marks=pytest.mark.long)
+            for one in (("LateWorkerError", 66), ("SchedulerUnreachableError", 69))
+        ),
+    ],
 )
 def test_an_error_after_init_process_group_is_shown_and_keeps_its_status(
     tmp_path: Path, error: str, status: int

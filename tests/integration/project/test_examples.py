@@ -96,20 +96,13 @@ def test_quickstart_finds_the_line() -> None:
     assert "y = 3.00 x -1.00 after 200 steps" in run("examples/quickstart.py")
 
 
+@pytest.mark.long  # Scripts of other tests have no launcher either.
 def test_without_a_launcher_it_is_a_world_of_one() -> None:
     command = [sys.executable, "examples/digits.py", "--epochs", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "a world of one" in done.stderr
     assert len(accuracies(done.stdout)) == 1
-
-
-def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    script = tmp_path / "script.py"
-    script.write_text(code)
-    assert len(code.splitlines()) <= 20
-    assert "after 200 steps" in run(str(script))
 
 
 def test_quickstart_is_short() -> None:

@@ -61,7 +61,7 @@ def worst_cases(size: int, seed: int) -> Floats:
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=SHORT)
-@pytest.mark.parametrize("slice_elements", [500, 1 << 12])
+@pytest.mark.parametrize("slice_elements", [500, pytest.param(1 << 12, marks=pytest.mark.long)])
 def test_pushes_are_those_of_the_host(codec: Codec, slice_elements: int) -> None:
     both = BothEncoders(each_tensor(codec), LAYOUT, slice_elements)
     for seed in range(3):
@@ -76,7 +76,7 @@ def test_the_order_of_threads_changes_nothing(codec: Codec) -> None:
     both.push(worst_cases(LAYOUT.total, 7))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     codec=st.sampled_from(CODECS),
     sizes=st.lists(st.sampled_from([0, 1, 2, 15, 16, 63, 64, 65, 255, 256, 257, 1000]), min_size=1, max_size=5),
