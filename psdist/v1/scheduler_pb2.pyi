@@ -1318,7 +1318,7 @@ class WatchEventsResponse(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[EventStatus, _Mapping]]] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("run_id", "psdist_version", "epoch", "phase", "uptime_seconds", "workers_min", "servers_min", "members", "parameters", "waiting_for", "events", "replicas", "servers_wanted", "datasets", "snapshots", "metrics_address")
+    __slots__ = ("run_id", "psdist_version", "epoch", "phase", "uptime_seconds", "workers_min", "servers_min", "members", "parameters", "waiting_for", "events", "replicas", "servers_wanted", "datasets", "snapshots", "metrics_address", "time")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     PSDIST_VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -1335,6 +1335,7 @@ class GetStatusResponse(_message.Message):
     DATASETS_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     psdist_version: str
     epoch: int
@@ -1351,4 +1352,5 @@ class GetStatusResponse(_message.Message):
     datasets: _containers.RepeatedCompositeFieldContainer[DatasetStatus]
     snapshots: SnapshotsStatus
     metrics_address: str
-    def __init__(self, run_id: _Optional[str] = ..., psdist_version: _Optional[str] = ..., epoch: _Optional[int] = ..., phase: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., workers_min: _Optional[int] = ..., servers_min: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., parameters: _Optional[_Iterable[_Union[ParametersStatus, _Mapping]]] = ..., waiting_for: _Optional[_Iterable[str]] = ..., events: _Optional[_Iterable[_Union[EventStatus, _Mapping]]] = ..., replicas: _Optional[int] = ..., servers_wanted: _Optional[int] = ..., datasets: _Optional[_Iterable[_Union[DatasetStatus, _Mapping]]] = ..., snapshots: _Optional[_Union[SnapshotsStatus, _Mapping]] = ..., metrics_address: _Optional[str] = ...) -> None: ...
+    time: float
+    def __init__(self, run_id: _Optional[str] = ..., psdist_version: _Optional[str] = ..., epoch: _Optional[int] = ..., phase: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., workers_min: _Optional[int] = ..., servers_min: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., parameters: _Optional[_Iterable[_Union[ParametersStatus, _Mapping]]] = ..., waiting_for: _Optional[_Iterable[str]] = ..., events: _Optional[_Iterable[_Union[EventStatus, _Mapping]]] = ..., replicas: _Optional[int] = ..., servers_wanted: _Optional[int] = ..., datasets: _Optional[_Iterable[_Union[DatasetStatus, _Mapping]]] = ..., snapshots: _Optional[_Union[SnapshotsStatus, _Mapping]] = ..., metrics_address: _Optional[str] = ..., time: _Optional[float] = ...) -> None: ...

@@ -38,6 +38,7 @@ def status(cluster: Cluster, reports: Reports, now: float) -> pb.GetStatusRespon
     by_id = reports.by_member
     return pb.GetStatusResponse(
         metrics_address=reports.metrics_address,
+        time=time.time(),
         run_id=cluster.settings.run_id,
         phase=cluster.phase,
         workers_min=cluster.demand.workers_min,

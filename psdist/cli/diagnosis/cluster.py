@@ -1,0 +1,183 @@
+"""Checks of a running cluster for ``psdist doctor``: names, ports, token, versions, clocks and links to its servers."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from statistics import median
+from typing import Any, Final
+
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from psdist import addresses
+from psdist.cli.diagnosis.finding import Finding, fail, ok, warn
+from psdist.errors import PsdistError, UnauthenticatedError
+from psdist.v1 import scheduler_pb2
+from psdist.version import __version__
+from psdist.wire import auth, status
+from psdist.wire.channels import open_channel
+from psdist.wire.scheduler_client import scheduler_at
+
+#: Differences of clocks that confuse logs, and that break signed requests to buckets and certificates.
+_CLOCK_WARN_SECONDS: Final = 2.0
+_CLOCK_FAIL_SECONDS: Final = 300.0
+_PINGS: Final = 7
+_PROBE_BYTES: Final = 1 << 20
+_PROBES: Final = 8
+#: Slower links make float32 gradients of ordinary models the bottleneck.
+_SLOW_BYTES_PER_SECOND: Final = 50e6
+_SLOW_PING_SECONDS: Final = 0.02
+
+
+async def check_cluster(address: str, token: str, timeout_seconds: float) -> AsyncIterator[Finding]:
+    """Yield the findings about the scheduler at ``address`` and its servers."""
+    host, port = addresses.parse_address(address)
+    for check in (check_name(host, timeout_seconds), check_connection("scheduler", host, port, timeout_seconds)):
+        finding = await check
+        yield finding
+        if finding.level == "fail":
+            return
+    before, answer = time.time(), await _status(address, token, timeout_seconds)
+    if isinstance(answer, Finding):
+        yield answer
+        return
+    yield ok("token", "accepted by the scheduler")
+    yield check_version(answer.psdist_version)
+    yield check_clock(answer.time, before, time.time())
+    servers = [one for one in answer.members if one.role == scheduler_pb2.ROLE_SERVER and one.state == "live"]
+    if not servers:
+        yield warn("servers", "none is live", "start psdist-server --scheduler " + address)
+    for server in servers:
+        async for finding in check_server(server.member_id, server.address, token, timeout_seconds):
+            yield finding
+
+
+async def check_name(host: str, timeout_seconds: float) -> Finding:
+    """Check that a name resolves."""
+    check, remedy = "scheduler's name", "correct the name, /etc/hosts or DNS, or use an address"
+    try:
+        async with asyncio.timeout(timeout_seconds):
+            found = await addresses.look_up(host)
+    except TimeoutError:
+        return fail(check, f"the resolver does not answer for {host} within {timeout_seconds:g} s", remedy)
+    except OSError as error:
+        return fail(check, f"{host} does not resolve: {error.strerror or error}", remedy)
+    return ok(check, f"{host} is {', '.join(found)}")
+
+
+async def check_connection(what: str, host: str, port: int, timeout_seconds: float) -> Finding:
+    """Check that a TCP connection can be opened."""
+    check, place = f"port of {what}", addresses.format_address(host, port)
+    try:
+        async with asyncio.timeout(timeout_seconds):
+            _, writer = await asyncio.open_connection(host, port)
+    except TimeoutError:
+        remedy = f"a firewall drops packets to port {port}, or the host is down: open the port (nft, security group)"
+        return fail(check, f"no answer from {place} within {timeout_seconds:g} s", remedy)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        remedy = (
+            "nothing listens there, or only on its loopback address: start it, with --host 0.0.0.0 if it is on another "
+            "machine; or a firewall rejects connections"
+        )
+        return fail(check, f"{place} cannot be reached: {reason}", remedy)
+    writer.close()
+    with suppress(OSError):
+        await writer.wait_closed()
+    return ok(check, f"{place} can be reached")
+
+
+async def _status(address: str, token: str, timeout_seconds: float) -> Any:
+    """Return the scheduler's status, or the finding that it gives none."""
+    try:
+        async with scheduler_at(address, token) as call:
+            return await call("GetStatus", scheduler_pb2.GetStatusRequest(), timeout_seconds)
+    except grpc.aio.AioRpcError as failure:
+        error: PsdistError = status.from_call(failure, f"the scheduler at {address}")
+        if isinstance(error, UnauthenticatedError):
+            return fail("token", error.message, "set PSDIST_TOKEN, or --token-file with the file of the scheduler")
+        remedy = "is it a psdist scheduler, of this version, and not frozen?"
+        return fail("scheduler", f"{address} gives no status: {error.message}", remedy)
+
+
+def check_version(version: str) -> Finding:
+    """Compare the scheduler's version with this one."""
+    if version == __version__:
+        return ok("version", f"{version}, as here")
+    return fail("version", f"the scheduler has {version}, this machine {__version__}", "install the same on all")
+
+
+def check_clock(theirs: float, before: float, after: float) -> Finding:
+    """Compare the scheduler's clock with this one's, read before and after the call. All in seconds since 1970."""
+    if not theirs:
+        return ok("clock", "not compared: the scheduler does not show its own")
+    ahead = theirs - (before + after) / 2
+    uncertain = (after - before) / 2
+    off = max(0.0, abs(ahead) - uncertain)
+    text = f"the scheduler's is {abs(ahead):.1f} s {'ahead' if ahead > 0 else 'behind'}"
+    remedy = "synchronize both by NTP: timedatectl set-ntp true, or start chronyd"
+    if off > _CLOCK_FAIL_SECONDS:
+        return fail(
+            "clock", f"{text}: buckets and certificates refuse such clocks, and logs cannot be compared", remedy
+        )
+    if off > _CLOCK_WARN_SECONDS:
+        return warn("clock", f"{text}: logs of several machines cannot be compared", remedy)
+    return ok("clock", f"within {max(abs(ahead), uncertain):.1f} s of the scheduler's")
+
+
+async def check_server(server_id: str, address: str, token: str, timeout_seconds: float) -> AsyncIterator[Finding]:
+    """Yield the findings about the link to a server."""
+    host, port = addresses.parse_address(address)
+    finding = await check_connection(server_id, host, port, timeout_seconds)
+    yield finding
+    if finding.level == "fail":
+        return
+    with suppress(OSError):
+        name = await asyncio.to_thread(socket.gethostbyaddr, host)
+        yield ok(f"name of {server_id}", f"{host} is {name[0]}")
+    check = f"link to {server_id}"
+    try:
+        async with asyncio.timeout(timeout_seconds):
+            latency, speed = await _measure(address, token)
+    except (TimeoutError, grpc.aio.AioRpcError) as error:
+        reason = f"within {timeout_seconds:g} s" if isinstance(error, TimeoutError) else error.code().name
+        yield fail(
+            check, f"{address} does not answer calls: {reason}", "is the server frozen, or its machine overloaded?"
+        )
+        return
+    text = f"{1e3 * latency:.1f} ms a call, {speed / 1e6:,.0f} MB/s to it"
+    if speed < _SLOW_BYTES_PER_SECOND:
+        yield warn(check, text, 'compress gradients: compression="auto", pull_compression="int8"')
+    elif latency > _SLOW_PING_SECONDS:
+        yield warn(check, text, "place servers closer, or make fewer and larger steps")
+    else:
+        yield ok(check, text)
+
+
+async def _measure(address: str, token: str) -> tuple[float, float]:
+    """Return the time of a small call in seconds, and the speed of large ones in bytes per second.
+
+    The health service answers any name, and its calls change nothing.
+    """
+    async with open_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+
+        async def call(size: int) -> float:
+            request, began = health_pb2.HealthCheckRequest(service="-" * size), time.perf_counter()
+            try:
+                await stub.Check(request, metadata=auth.metadata(token))
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.NOT_FOUND:
+                    raise
+            return time.perf_counter() - began
+
+        latency = median([await call(0) for _ in range(_PINGS)])
+        # In flight together, as the slices of a step.
+        began = time.perf_counter()
+        await asyncio.gather(*(call(_PROBE_BYTES) for _ in range(_PROBES)))
+        seconds = max(1e-9, time.perf_counter() - began - latency)
+        return latency, _PROBES * _PROBE_BYTES / seconds

@@ -1,0 +1,40 @@
+"""``psdist doctor --connect`` with a real cluster: its servers are measured, and a wrong token is found."""
+
+from __future__ import annotations
+
+from psdist.cli.diagnosis.cluster import check_cluster
+from psdist.cli.diagnosis.finding import Finding
+from psdist.launcher.embedded import EmbeddedCluster
+from psdist.wire.channels import make_server
+
+SECONDS = 200.0
+
+
+async def findings(address: str, token: str) -> dict[str, Finding]:
+    return {finding.check: finding async for finding in check_cluster(address, token, SECONDS)}
+
+
+async def test_the_way_to_a_cluster_is_checked() -> None:
+    cluster = EmbeddedCluster(servers=2)
+    try:
+        found = await findings(cluster.address, cluster.token)
+        while "link to server-1" not in found or "link to server-0" not in found:  # Servers may still be starting.
+            assert found["token"].level == "ok"
+            found = await findings(cluster.address, cluster.token)
+        assert {found[name].level for name in ("version", "clock", "port of scheduler", "port of server-0")} == {"ok"}
+        assert "MB/s" in found["link to server-1"].text and found["link to server-1"].level != "fail"
+        found = await findings(cluster.address, "wrong")
+        assert found["token"].level == "fail" and "PSDIST_TOKEN" in found["token"].remedy
+    finally:
+        cluster.close()
+
+
+async def test_a_port_of_another_service_is_found() -> None:
+    server = make_server("")
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        found = await findings(f"127.0.0.1:{port}", "")
+        assert found["port of scheduler"].level == "ok" and found["scheduler"].level == "fail"
+    finally:
+        await server.stop(0)

@@ -1,0 +1,142 @@
+"""``psdist doctor`` on broken set-ups: each is found, with a remedy that fits; and nothing is found on a good one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from psdist.cli.diagnosis import machine
+from psdist.cli.diagnosis.cluster import check_clock, check_connection, check_name, check_version
+from psdist.cli.diagnosis.finding import STATUSES, Finding, ok, warn, worst
+from psdist.cli.diagnosis.storage_check import check_storage
+from psdist.version import __version__
+
+#: Time for the checks that ask others.
+LONG = 200.0
+
+
+def doctor(*flags: str, limits: Callable[[], None] | None = None, **environment: str) -> tuple[int, dict[str, Any]]:
+    """Return the exit status and the findings by check."""
+    command = [sys.executable, "-m", "psdist.cli.main", "doctor", "--format", "json", "--timeout", str(LONG), *flags]
+    done = subprocess.run(
+        command, env=os.environ | environment, preexec_fn=limits, capture_output=True, text=True, check=False,
+        timeout=240,
+    )  # fmt: skip
+    assert done.stdout, done.stderr
+    return done.returncode, {finding["check"]: finding for finding in json.loads(done.stdout)}
+
+
+def test_the_levels_are_ordered() -> None:
+    assert worst([]) == "ok" and worst([ok("a", ""), warn("b", "", "r")]) == "warn"
+    assert worst([Finding("c", "fail", ""), warn("b", "", "r")]) == "fail" and STATUSES["fail"] > STATUSES["warn"] > 0
+
+
+def test_limits_of_64_files_and_1_mib_of_locked_memory_are_found(tmp_path: Path) -> None:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, 1 << 20))
+
+    # The home directory does not exist, and cannot be made.
+    status, found = doctor("--storage-path", str(tmp_path / "kept"), limits=limit, HOME="/proc/nobody")
+    assert status == STATUSES["fail"]
+    assert found["open files"]["level"] == "fail" and "ulimit -n" in found["open files"]["remedy"]
+    assert found["locked memory"]["level"] == "warn" and "ulimit -l" in found["locked memory"]["remedy"]
+    assert found["home"]["level"] == "warn" and "XDG_CACHE_HOME" in found["home"]["remedy"]
+    assert found["storage"]["level"] in ("ok", "warn") and "read at" in found["storage"]["text"]
+    assert not [path for path in (tmp_path / "kept").rglob("*") if path.is_file()]
+    assert found["packages"]["level"] == found["python"]["level"] == found["shared memory"]["level"] == "ok"
+
+
+def test_an_old_package_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"grpcio": "1.60.0"}
+    installed = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: versions.get(name) or installed(name))
+    (found,) = machine.check_packages()
+    assert (found.check, found.level) == ("grpcio", "fail") and "pip install -U 'grpcio>=" in found.remedy
+
+
+def test_versions_are_compared_as_numbers() -> None:
+    assert machine.numbers("1.85.1") > machine.numbers("1.9.3") and machine.numbers("2.0rc1") == (2, 0)
+    assert machine.numbers("0.61.0") >= machine.numbers("0.61")
+
+
+def test_a_full_shared_directory_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = type(shutil.disk_usage("/"))(64 << 20, 64 << 20, 0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    found = machine.check_shared_directory()
+    assert found.level == "warn" and "--shm-size" in found.remedy
+    assert machine.check_temporary_directory().level == "fail"
+
+
+def test_cgroups_limits_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    assert machine.check_cores().level == "ok"
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert machine.check_cores().level == "ok"
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    assert machine.check_cores().level == "warn"
+    (tmp_path / "memory.max").write_text(f"{100 << 20}\n")
+    (tmp_path / "memory.current").write_text(f"{50 << 20}\n")
+    assert machine.check_memory().level == "fail" and "--memory" in machine.check_memory().remedy
+
+
+def test_a_port_in_use_is_found() -> None:
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        found = machine.check_port(port)
+    assert found.level == "fail" and "ss -tlnp" in found.remedy
+    assert machine.check_port(port).level == "ok"
+
+
+def test_a_host_name_that_does_not_resolve_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "nowhere.invalid")
+    (found,) = machine.check_names()
+    assert found.level == "warn" and "--advertise" in found.remedy
+
+
+@pytest.mark.parametrize(
+    ("theirs", "level"), [(1000.5, "ok"), (1003.5, "ok"), (1010, "warn"), (990, "warn"), (4600, "fail"), (0, "ok")]
+)
+def test_clocks_are_compared(theirs: float, level: str) -> None:
+    found = check_clock(theirs, 1000, 1002)  # The answer took 2 s.
+    assert found.level == level and (level == "ok" or "NTP" in found.remedy)
+
+
+async def test_a_wrong_name_a_closed_port_and_a_firewall_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = await check_name("nowhere.invalid", LONG)
+    assert found.level == "fail" and "/etc/hosts" in found.remedy
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert (await check_connection("scheduler", "127.0.0.1", port, LONG)).level == "ok"
+    found = await check_connection("scheduler", "127.0.0.1", port, LONG)
+    assert found.level == "fail" and "nothing listens there" in found.remedy
+
+    async def never(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(asyncio, "open_connection", never)
+    found = await check_connection("scheduler", "127.0.0.1", port, 0.01)
+    assert found.level == "fail" and "firewall drops" in found.remedy
+
+
+async def test_a_storage_that_cannot_be_written_is_found(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no directory")
+    for place in (str(tmp_path / "file" / "below"), "/proc/kept"):
+        found = await check_storage(place, LONG)
+        assert found.level == "fail" and "mount" in found.remedy, found
+
+
+def test_another_version_is_found() -> None:
+    assert check_version(__version__).level == "ok" and check_version("0.0.1").level == "fail"
