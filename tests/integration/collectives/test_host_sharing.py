@@ -150,22 +150,20 @@ async def test_time_limit_names_the_frozen_rank(run: Run, monkeypatch: pytest.Mo
 async def test_memory_of_a_cancelled_call_is_the_callers(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     await share(run)
     frozen = Frozen(monkeypatch)
-    given = np.ones(4 * LARGE)
-    calls = [
-        asyncio.ensure_future(
-            group.all_reduce(given if group.rank == 0 else given.copy(), out=given if group.rank == 0 else None)
-        )
-        for group in run.groups
-    ]
-    while not frozen.reached.is_set():
-        await asyncio.sleep(0)
-    calls[0].cancel()
-    frozen.go.set()
-    ended = await asyncio.gather(*calls, return_exceptions=True)
-    assert all(isinstance(error, ClosedError) for error in ended[1:])
-    given[:] = 7
-    await run.all(lambda g: g.close())
-    assert (given == 7).all()
+    given = [np.ones(4 * LARGE) for _ in range(SIZE)]
+    calls = [asyncio.ensure_future(group.all_reduce(given[group.rank], out=given[group.rank])) for group in run.groups]
+    await asyncio.to_thread(frozen.reached.wait)
+    mover = run.groups[2]._exchange._mover
+    assert mover is not None
+    threading.Timer(0.5, frozen.go.set).start()  # The movement goes on after the call was cancelled.
+    calls[2].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await calls[2]
+    given[2][:] = 7
+    ended = await asyncio.gather(*calls[:2], return_exceptions=True)
+    assert all(isinstance(error, ClosedError) for error in ended)
+    await asyncio.to_thread(mover._is_idle.wait)
+    assert (given[2] == 7).all()
 
 
 async def test_failed_movement_ends_the_call_at_all_ranks(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
