@@ -1,0 +1,70 @@
+"""One rank of a contender of ``benchmarks.collectives``: ``psdist``, ``gloo`` or ``openmpi``.
+
+An order names the bytes of an array and a number of calls. One more call comes first, which is not counted.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from benchmarks import turns
+
+Call = Callable[[Any], object]
+
+
+def serve(call: Call) -> None:
+    """Carry out orders until the benchmark ends."""
+    line = turns.connect()
+    line.send({})
+    try:
+        while (order := line.receive()) is not None:
+            line.send({"seconds": _seconds(call, int(order["bytes"]), int(order["calls"]))})
+    finally:
+        line.close()
+
+
+def _seconds(call: Call, size: int, calls: int) -> list[float]:
+    array = np.ones(size // 4, np.float32)
+    times = []
+    for _ in range(calls + 1):
+        begin = time.perf_counter()
+        call(array)
+        times.append(time.perf_counter() - begin)
+    return times[1:]
+
+
+def psdist() -> None:
+    """All-reduces of a group of all workers."""
+    from psdist import init
+
+    with init() as context:
+        group = context.collectives
+        serve(lambda array: group.all_reduce(array, "max", out=array))
+
+
+def gloo() -> None:
+    """All-reduces of torch's default group. Arguments: rank, size."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = f"file://{turns.directory() / 'rendezvous'}"
+    dist.init_process_group("gloo", init_method=store, rank=int(sys.argv[2]), world_size=int(sys.argv[3]))
+    serve(lambda array: dist.all_reduce(torch.from_numpy(array), dist.ReduceOp.MAX))
+    dist.destroy_process_group()
+
+
+def openmpi() -> None:
+    """All-reduces of all ranks of mpirun."""
+    from mpi4py import MPI
+
+    serve(lambda array: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, array, MPI.MAX))
+
+
+if __name__ == "__main__":
+    {"psdist": psdist, "gloo": gloo, "openmpi": openmpi}[sys.argv[1]]()
