@@ -4,7 +4,7 @@ A rank shares once it has mapped the memory of all others, and announces that wi
 calls if any rank cannot share, move over the links.
 
 Invariants: Memory of a group is used for no other group, and lasts as long as any rank maps it. So a rank that is late,
-or has not noticed that the group has ended, reads what it expects, or waits in vain.
+or has not noticed that the group has ended, reads the group's data, or waits in vain.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class HostMemory:
         self.size = len(memories)
         #: Steps of all calls so far, those of the current one included.
         self.planned = 0
-        #: Address of each rank's number of completed steps, of which the low 32 bits come first.
+        #: Address of each rank's number of completed steps, whose low 32 bits come first.
         self.addresses = [memory.ctypes.data for memory in memories]
         self._completed = [memory[:8].view("<u8") for memory in memories]
         self.piece_bytes = _piece_bytes(self.size)

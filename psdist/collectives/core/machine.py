@@ -211,7 +211,7 @@ class GroupMachine:
         return True
 
     def _exchange_data(self, lane: CallLane, calls: _Calls, peer: int, header: Header) -> None:
-        """Start to exchange data with a peer that has made the call; with all at once if they share memory."""
+        """Start to exchange data with a peer that has made the call, or with all of them if they share memory."""
         call = calls.queue[0]
         if not call.shares:
             self._send(lane, calls, call.plan.initial(peer))
