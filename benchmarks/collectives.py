@@ -94,9 +94,11 @@ def measure(contenders: Sequence[Contender], sizes: Sequence[int], rounds: int) 
         return {size: _measure_size(running, size, rounds) for size in sizes}
 
 
-def _turn(one: Running, size: int, calls: int) -> list[float]:
+def _turn(one: Running, size: int, calls: int) -> tuple[list[float], float]:
+    """Return the seconds of all ranks' calls, and the processor time of all ranks for one."""
     orders = {number: {"bytes": size, "calls": calls} for number in range(len(one.facts))}
-    return [second for answer in one.carry_out(orders) for second in answer["seconds"]]
+    answers = one.carry_out(orders)
+    return [second for one in answers for second in one["seconds"]], sum(one["processor"] for one in answers)
 
 
 def _measure_size(running: Sequence[Running], size: int, rounds: int) -> dict[str, Any]:
@@ -106,13 +108,13 @@ def _measure_size(running: Sequence[Running], size: int, rounds: int) -> dict[st
     for number in range(rounds):
         first = number % len(running)
         for one in (*running[first:], *running[:first]):
-            before = one.processor_seconds()
-            times[one.name].append(_turn(one, size, calls))
-            processor[one.name] += one.processor_seconds() - before
+            seconds, busy = _turn(one, size, calls)
+            times[one.name].append(seconds)
+            processor[one.name] += busy
     result = figures.result(times)
-    for name, seconds in processor.items():
+    for name, busy in processor.items():
         shown = result["psdist"] if name == "psdist" else result["peers"][name]
-        shown["processor_ms"] = 1e3 * seconds / rounds / (calls + 1)
+        shown["processor_ms"] = 1e3 * busy / rounds
     return result
 
 
