@@ -227,6 +227,7 @@ class ParametersSpec:
     pull_compression: codec for differences of weights sent to workers, as text (``psdist.compression.pulls``); "" to
         send the weights themselves.
     dtype: dtype in which servers hold weights and optimizer state, and compute.
+    workers: ranks of the workers that train it, in ascending order; empty for all workers of the run.
     Raises InvalidArgumentError and InvalidNameError.
     """
 
@@ -238,9 +239,14 @@ class ParametersSpec:
     reset_optimizer: bool = False
     pull_compression: str = ""
     dtype: MasterDType = "float32"
+    workers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_name(self.name, "parameters name")
+        if self.workers and (self.workers[0] < 0 or sorted(set(self.workers)) != [*self.workers]):
+            raise InvalidArgumentError(
+                f"workers={self.workers!s:.60} of {self.name!r} are not ranks in ascending order: ranks count from 0"
+            )
         if self.dtype not in WORDS:
             raise InvalidArgumentError(f"master_dtype={self.dtype!r:.40} is unknown: use one of {', '.join(WORDS)}")
         if self.dtype == "float64" and self.pull_compression:
@@ -277,7 +283,7 @@ class ParametersSpec:
 
     def difference(self, other: ParametersSpec) -> str:
         """Describe the first setting in which ``other`` differs, or return an empty string."""
-        names = ["optimizer", "consistency", "non_finite", "reset_optimizer", "pull_compression", "dtype"]
+        names = ["optimizer", "consistency", "non_finite", "reset_optimizer", "pull_compression", "dtype", "workers"]
         return _difference(self, other, names if other.slice_elements == 0 else [*names, "slice_elements"])
 
     def check_assignable(self) -> None:

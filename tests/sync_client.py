@@ -49,6 +49,7 @@ from psdist.client.reporting.run_info import RunInfo
 from psdist.errors import PsdistError
 from psdist.metrics.interval import Measurements
 from psdist.metrics.phases import Phase
+from psdist.metrics.trackers.tracker import Tracker
 '''
 
 
@@ -154,6 +155,12 @@ SOURCES: Final = {
         def phases(self) -> PhaseTimer:
             """Clock that divides this worker's time into computing, pushing, waiting and pulling."""
             return self._phases
+
+        @property
+        def metrics(self) -> Tracker | None:
+            """Receiver of the script's reports, if metrics are served for Prometheus."""
+            handles = self._async.handles
+            return handles.metrics.reported if handles is not None and handles.metrics is not None else None
 
         def measure(self) -> Measurements:
             """Return the counters of ``Context.report``, by reading a few numbers."""

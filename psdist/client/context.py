@@ -10,11 +10,13 @@ import atexit
 import inspect
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final, Protocol, Self, SupportsFloat
+
+from numpy.typing import ArrayLike
 
 from psdist.client.process import loop, spawned, tracebacks
 from psdist.client.process.default_log import print_line
@@ -22,9 +24,9 @@ from psdist.client.process.sigterm import sigterm
 from psdist.client.reporting.pipe import MetricsPipe
 from psdist.client.reporting.reporter import Reporter
 from psdist.client.reporting.run_info import RunInfo
-from psdist.client.sync_client import Client
+from psdist.client.sync_client import Client, Parameters
 from psdist.collectives.sync_group import Collectives, WorkerGroup
-from psdist.errors import ConfigurationError, DuplicateMemberError
+from psdist.errors import ConfigurationError, DuplicateMemberError, InvalidArgumentError
 from psdist.metrics.trackers.progress import PLAIN_SECONDS, ProgressTracker
 from psdist.metrics.trackers.tracker import Tracker
 from psdist.settings.config import MetricsSettings, TransportName, metrics_settings
@@ -122,6 +124,23 @@ class Context:
         """
         return self._groups.new_group(ranks, ordered)
 
+    def subset(self, ranks: Iterable[int]) -> Context:
+        """Return the context of the workers with these ranks in the run, this one among them.
+
+        Parameter sets that are created through it, by ``psdist.torch`` too, are trained by these workers alone; the
+        others need not call anything. So each part of a model that is divided among workers can be a set of the workers
+        that hold it, under a name of its own. ``rank`` and ``world_size`` count these workers, ``collectives`` is their
+        group, and everything else is that of this context, which stays open when the new one is closed.
+
+        Raises InvalidArgumentError unless this worker is among them.
+        """
+        mine, members = self.client.rank, sorted(set(ranks))
+        if mine not in members:
+            raise InvalidArgumentError(f"rank {mine} is not among {members}: only members make a subset")
+        return _Subset(
+            members.index(mine), len(members), self.local_rank, _SubsetClient(self.client, members), _whole=self
+        )
+
     def add_tracker(self, tracker: Tracker) -> None:
         """Also pass this worker's later reports to ``tracker``, about once a second, and call its ``start``.
 
@@ -153,6 +172,53 @@ class Context:
         if os.getpid() == self._pid:  # A process that the script forked is no worker, and owns no cluster.
             with sigterm.ignored():
                 self.close()
+
+
+class _SubsetClient(Client):
+    """A client whose parameter sets are trained by some workers. It shares everything with ``client``.
+
+    workers: their ranks in the run, in ascending order.
+    """
+
+    def __init__(self, client: Client, workers: Sequence[int]) -> None:
+        self.__dict__.update(client.__dict__)
+        self.workers = tuple(workers)
+
+    def parameters(
+        self, name: str, init: Mapping[str, ArrayLike] | None = None, *arguments: Any, **settings: Any
+    ) -> Parameters:
+        """Create parameters that these workers train, or attach to some: see ``Client.parameters``."""
+        if init is not None:
+            settings.setdefault("workers", self.workers)
+        return super().parameters(name, init, *arguments, **settings)
+
+
+class _SubsetCollectives(Collectives):
+    """Groups that are made through ``whole``. ranks: the members of ``world``, by their ranks in the run."""
+
+    def __init__(self, whole: Collectives, ranks: Sequence[int]) -> None:
+        self._whole = whole
+        self._ranks = ranks
+        self.world = None
+
+    def new_group(self, ranks: Iterable[int] | None = None, ordered: bool = False) -> WorkerGroup:
+        """See ``Context.new_group``; None means all workers of the subset."""
+        return self._whole.new_group(self._ranks if ranks is None else ranks, ordered)
+
+
+@dataclass(frozen=True)
+class _Subset(Context):
+    """Context of some workers. _whole: the context that it belongs to."""
+
+    _whole: Context | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        assert self._whole is not None and isinstance(self.client, _SubsetClient)
+        object.__setattr__(self, "_reporter", self._whole._reporter)
+        object.__setattr__(self, "_groups", _SubsetCollectives(self._whole._groups, self.client.workers))
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the run open, since it is that of the whole context."""
 
 
 _lock = threading.Lock()

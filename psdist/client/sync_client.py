@@ -143,6 +143,7 @@ class Client(Blocking[AsyncClient]):
         reset_optimizer: bool = False,
         pull_compression: Codec | str | None = None,
         master_dtype: MasterDType = "float32",
+        workers: Iterable[int] | None = None,
     ) -> Parameters:
         """Create parameters, or attach to them after checking that layout and settings agree.
 
@@ -152,38 +153,34 @@ class Client(Blocking[AsyncClient]):
         consistency: ``BSP()`` (the default), ``SSP(staleness)`` or ``ASP()``.
         non_finite: reaction to NaN or Inf in a gradient. "reject" raises NonFiniteGradientError; "skip" leaves this
             worker's gradient out of the step, which counts as made (``statistics().abstained``).
-        slice_elements: elements of one slice, 1 to 2**20. 0 lets psdist choose; it chooses smaller ones for a large
-            vector whose servers and workers are on several hosts, unless ``pull_compression`` is set. With another size
-            the last bits of the weights may change if ``max_grad_norm`` clips, and the part that ``pull_compression``
-            leaves out of them.
-        reset_optimizer: True resets the optimizer in a run that resumes from a snapshot. Weights, versions, steps and
-            the data's position are restored, but the optimizer starts as a new one of torch, counting its own updates
-            from 0. Schedules continue with the step. All workers must agree on it. It happens once in a run: after a
-            rollback, the state is reset only if it had not been when the snapshot was taken.
+        slice_elements: elements of one slice, 1 to 2**20; 0 lets psdist choose. With another size the last bits may
+            change if ``max_grad_norm`` clips, and so does the part that ``pull_compression`` leaves out.
+        reset_optimizer: True resets the optimizer in a run that resumes from a snapshot. All else is restored, but the
+            optimizer starts as a new one of torch, counting its own updates from 0. Schedules continue with the step.
+            It happens once in a run: after a rollback only if it had not happened when the snapshot was taken.
         compression: how this worker sends gradients: a codec of ``psdist.compression``, or the name of one with its
-            defaults, such as "bfloat16", "int8", "topk" or "chunked_topk"; "auto" chooses one by the speed of the
-            links. Workers may use different ones. Codecs that leave out a part of a gradient add this residual to the
-            next one. The residual is in snapshots and in ``statistics()``, and takes three times the memory of the
-            gradients. If a push is dropped, the residual that was added to it is lost, too, as the warning says.
+            defaults, such as "bfloat16", "int8", "topk" or "chunked_topk"; "auto" chooses by the speed of the links.
+            Workers may use different ones. A residual that a codec leaves out is added to the next gradient; it is in
+            snapshots, takes three times the memory of the gradients, and is lost with a dropped push.
         pull_dtype: dtype of pulled weights on the wire ("float32", "bfloat16", "float16").
         pull_compression: a codec, or its name, for the differences between the weights and those that the workers hold:
             Int8, Int4, Int2, OneBit, TopK, ChunkedTopK or RandomK. The part that it leaves out is in the next
-            difference. So workers compute on approximate weights, which are the same for all of them; a snapshot has
-            both. Servers and workers each hold one more vector. With it ``pull_dtype`` is "float32".
-        master_dtype: dtype of weights, state and arithmetic on the servers. "float64" takes twice the memory and
-            bandwidth, excludes compression, and is updated by numpy; ``slice_elements`` counts each value twice.
-        on_drop: reaction if a push of this worker is dropped, because it had been expelled and the others continued
-            without it. "warn" logs a warning, and raises PushDroppedError for the third in a row; "raise" raises it for
-            the first; "ignore" logs it as information. ``statistics().dropped`` counts all. A push that is dropped by a
-            rollback is always logged as a warning.
+            difference. So all workers compute on the same approximate weights; a snapshot has both, and servers and
+            workers each hold one more vector. With it ``pull_dtype`` is "float32".
+        master_dtype: dtype of weights, state and arithmetic on the servers. "float64" takes twice the memory, excludes
+            compression, and is updated by numpy; ``slice_elements`` counts each value twice.
+        on_drop: reaction if a push is dropped, because this worker had been expelled and the others continued without
+            it. "warn" logs a warning, and raises PushDroppedError for the third in a row; "raise" raises it for the
+            first; "ignore" logs it. ``statistics().dropped`` counts all. A rollback's drops are always warnings.
+        workers: ranks of the workers that train the set; None for all of the run. See ``Context.subset``.
 
-        All workers must agree on ``master_dtype``, ``pull_compression`` and the settings from ``optimizer`` to
-        ``slice_elements``. A resumed run may change the latter; a warning lists the differences. A change that
-        invalidates the saved optimizer state needs ``reset_optimizer``: another kind of optimizer, adding or removing
-        SGD's or RMSprop's momentum, RMSprop's centered, Adagrad's initial_accumulator_value.
+        All workers must agree on ``master_dtype``, ``pull_compression``, ``workers`` and the settings from
+        ``optimizer`` to ``slice_elements``. A resumed run may change the latter; a warning lists the differences. A
+        change that invalidates the optimizer's state needs ``reset_optimizer``: another kind of optimizer, with or
+        without SGD's or RMSprop's momentum, RMSprop's centered, Adagrad's initial_accumulator_value.
 
-        Called again for the same name it returns the same handle. Then compression, pull_dtype and on_drop may be left
-        out, and different ones raise SettingsMismatchError. Returns when all workers of the run's start have called it.
+        Called again for the same name it returns the same handle; compression, pull_dtype and on_drop may then be left
+        out. Returns when all workers of the run's start, or all of ``workers``, have called it.
 
         Raises LayoutMismatchError, SettingsMismatchError, UnknownCodecError, DTypeMismatchError, InvalidNameError,
         InvalidArgumentError, ServerLostError, ClosedError; FencedError if this worker was expelled and does not rejoin;
@@ -203,6 +200,7 @@ class Client(Blocking[AsyncClient]):
                 reset_optimizer,
                 pull_compression,
                 master_dtype,
+                workers,
             )
         )
         return self._handles.setdefault(id(handle), Parameters(handle, self._phases))

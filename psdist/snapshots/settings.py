@@ -13,7 +13,10 @@ from psdist.types import ParametersSpec
 
 
 def spec_to_json(spec: ParametersSpec) -> dict[str, Any]:
-    """Return the settings as plain values. Fields that version 1 lacks are omitted if they have their default."""
+    """Return the settings as plain values. Fields that version 1 lacks are omitted if they have their default.
+
+    ``workers`` is omitted: a run that resumes may divide its workers otherwise.
+    """
     optimizer = spec.optimizer
     schedule = {field.name: float(getattr(optimizer.schedule, field.name)) for field in fields(optimizer.schedule)}
     return {

@@ -133,7 +133,7 @@ class Consistency(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., backup_workers: _Optional[int] = ..., staleness: _Optional[int] = ..., staleness_lr: _Optional[_Union[StalenessLr, str]] = ..., resize_lr: _Optional[str] = ..., reduction: _Optional[str] = ...) -> None: ...
 
 class ParametersSpec(_message.Message):
-    __slots__ = ("name", "optimizer", "consistency", "non_finite", "slice_elements", "reset_optimizer", "pull_compression", "dtype")
+    __slots__ = ("name", "optimizer", "consistency", "non_finite", "slice_elements", "reset_optimizer", "pull_compression", "dtype", "workers")
     NAME_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
@@ -142,6 +142,7 @@ class ParametersSpec(_message.Message):
     RESET_OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     PULL_COMPRESSION_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
     name: str
     optimizer: Optimizer
     consistency: Consistency
@@ -150,7 +151,8 @@ class ParametersSpec(_message.Message):
     reset_optimizer: bool
     pull_compression: str
     dtype: DType
-    def __init__(self, name: _Optional[str] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., non_finite: _Optional[_Union[NonFinitePolicy, str]] = ..., slice_elements: _Optional[int] = ..., reset_optimizer: _Optional[bool] = ..., pull_compression: _Optional[str] = ..., dtype: _Optional[_Union[DType, str]] = ...) -> None: ...
+    workers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., non_finite: _Optional[_Union[NonFinitePolicy, str]] = ..., slice_elements: _Optional[int] = ..., reset_optimizer: _Optional[bool] = ..., pull_compression: _Optional[str] = ..., dtype: _Optional[_Union[DType, str]] = ..., workers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ParametersMember(_message.Message):
     __slots__ = ("worker_id", "incarnation", "rank", "first_step", "origin", "first_push")

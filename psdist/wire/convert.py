@@ -243,6 +243,10 @@ def _spec_from_bytes(data: bytes) -> ParametersSpec:
     message = pb.ParametersSpec.FromString(data)
     if message.pull_compression:
         pull_codec_from_text(message.pull_compression)
+    if len(message.workers) > limits.WORLD_MAX:
+        raise LimitExceededError(
+            f"{len(message.workers)} workers of {message.name!r:.80} are more than the limit of {limits.WORLD_MAX}"
+        )
     return _from_proto(
         ParametersSpec,
         message,
@@ -250,6 +254,7 @@ def _spec_from_bytes(data: bytes) -> ParametersSpec:
         consistency=consistency_from_proto(message.consistency),
         non_finite=_name_of(_NON_FINITE_FROM_PROTO, message.non_finite, "non_finite"),
         dtype=_name_of(_MASTER_FROM_PROTO, message.dtype, "dtype"),
+        workers=tuple(message.workers),
     )
 
 

@@ -25,7 +25,7 @@ from psdist_scheduler.events.cluster_state import Member
 from psdist_scheduler.events.worker_events import Activity, DeadlockFound
 from psdist_scheduler.members.barriers import Barriers
 from psdist_scheduler.members.membership import Membership
-from psdist_scheduler.placement.registry import Registry
+from psdist_scheduler.placement.registry import Registry, awaited_workers
 
 _REMEDY = (
     "None of them can continue. Let all workers make the same calls in the same order, and count loops by the "
@@ -122,7 +122,8 @@ class Deadlocks:
         for p in self._registry.all:
             if p.record is None:
                 called = {worker.member_id for worker in (*p.creators.values(), *p.describers.values())}
-                absent = tuple(w.member_id for w in self._members.workers if w.member_id not in called | rejoining)
+                awaited = [worker.member_id for worker in awaited_workers(p, self._members)]
+                absent = tuple(worker_id for worker_id in awaited if worker_id not in called | rejoining)
                 for call, worker in p.creators.items():
                     yield from self._call_wait(call, worker, f"to create {p.name!r}", absent)
 

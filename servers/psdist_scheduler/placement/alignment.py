@@ -16,12 +16,18 @@ restarts when another set is trained.
 Workers are never held if the run trains only one such set, or if they do not wait for each other. Workers that train
 different sets have no common order, so they are not held either: each set is joined and cut by itself.
 
+The exception are *parts*: sets of some workers each, as with model parallelism, where every worker trains equally many.
+Their workers exchange activations, so they are in one iteration, and their positions are comparable. They are held for
+cuts and shutdowns, but at a start of an iteration that none of them has passed: nobody else has to push for the steps
+of a part. Workers that turn out to be further apart than one iteration train independent sets, which are cut by
+themselves.
+
 The callers decide what happens while workers are held (``join_proposals``, ``coordinated_shutdown``, ``snapshots``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -61,6 +67,8 @@ class Alignment:
     #: True if no worker could tell where an iteration starts. Workers are then released and asked again later.
     is_unknown: bool = False
     _retry_at: float = 0.0
+    #: True if the workers of parts turned out not to wait for each other.
+    _is_apart: bool = False
     #: True if each iteration makes one step of every set, and all sets are at the same step. None if unknown.
     is_even: bool | None = None
 
@@ -70,6 +78,23 @@ class Alignment:
         entries = [e for e in self._ordered if e.members]
         who = [{(member.worker_id, member.incarnation) for member in entry.members} for entry in entries]
         return tuple(entry.spec.name for entry in entries) if all(ids == who[0] for ids in who) else ()
+
+    @property
+    def parts(self) -> dict[Identity, set[str]]:
+        """Names of the parts that each worker trains. Empty unless the ordered sets are parts."""
+        entries = [e for e in self._ordered if e.members]
+        if self._is_apart or len(entries) < 2 or not all(e.spec.workers for e in entries):
+            return {}
+        parts: dict[Identity, set[str]] = {}
+        for entry in entries:
+            for member in entry.members:
+                parts.setdefault((member.worker_id, member.incarnation), set()).add(entry.spec.name)
+        return parts if all(len(names) == _sets_of_a_worker(parts) for names in parts.values()) else {}
+
+    @property
+    def held_names(self) -> tuple[str, ...]:
+        """Names of the sets whose workers are held together: those that all workers train, or parts."""
+        return self.names or tuple(sorted(set().union(*self.parts.values())))
 
     @property
     def is_opened(self) -> bool:
@@ -87,20 +112,21 @@ class Alignment:
 
     @property
     def applies(self) -> bool:
-        """True if the run trains several ordered parameter sets."""
-        return len(self.names) > 1
+        """True if the run trains several ordered parameter sets together."""
+        return len(self.held_names) > 1
 
     @property
     def vector(self) -> dict[str, int] | None:
         """Step of each set at the position where all workers are held. None until they are."""
         if (
             self._until is None
-            or self._names != self.names
+            or self._names != self.held_names
             or self._participants.keys() != self._current_participants().keys()
             or any(report.position < self._until for report in self._reports.values())
         ):
             return None
-        return next((dict(r.next) for r in self._reports.values() if r.position == self._until), None)
+        at_start = [report for report in self._reports.values() if report.position == self._until]
+        return {name: step for report in at_start for name, step in report.next} or None
 
     def want(self, who: str) -> None:
         """Hold workers at the next start of an iteration, on behalf of ``who``."""
@@ -133,7 +159,13 @@ class Alignment:
         if member.identity not in self._participants:
             return []
         self._reports[member.identity] = event
+        if self._until is not None and not self.names and event.position > self._until:
+            self.restart()  # It has trained on, for example because it had lost its session.
         if self._until is None and self._is_gathered:
+            positions = [report.position for report in self._reports.values()]
+            if not self.names and max(positions) - min(positions) > _sets_of_a_worker(self.parts):
+                self._is_apart = True  # They do not wait for each other.
+                return self._release_all()
             self._until = self._choose()
             if self._until is None and not any(report.declared for report in self._reports.values()):
                 return self._give_up(now)
@@ -154,8 +186,9 @@ class Alignment:
             return []
         participants = self._current_participants()
         # Resumed workers open their sets one after another. A position covers all sets only once the last one is open.
-        if participants.keys() != self._participants.keys() or self.names != self._names or not participants:
-            self._participants, self._names, self._until = participants, self.names, None
+        names = self.held_names
+        if participants.keys() != self._participants.keys() or names != self._names or not participants:
+            self._participants, self._names, self._until = participants, names, None
             self._reports.clear()
             self.number += 1
         return self._command_all()
@@ -164,7 +197,7 @@ class Alignment:
         """Release all workers for a while, because none can tell where an iteration starts."""
         was_unknown, self.is_unknown = self.is_unknown, True
         self._retry_at = now + RETRY_SECONDS
-        names = ", ".join(map(repr, self.names))
+        names = ", ".join(map(repr, self.held_names))
         steps = ", ".join(f"step {step} of {name!r}" for name, step in next(iter(self._reports.values())).next)
         text = f"{names} have been trained in an order that does not repeat yet ({steps}), so nobody knows where an "
         warning = LogEvent(f"{text}iteration starts, for {', '.join(self._wanted)}. {REMEDY}", "warning")
@@ -175,8 +208,8 @@ class Alignment:
             return
         self.is_unknown = False
         known = next((r for r in self._reports.values() if r.start is not None and r.period), None)
-        sets = len(self.names)
-        self.is_even = known is not None and known.period == sets and (known.start or 0) % sets == 0
+        sets = len(self.names) or _sets_of_a_worker(self.parts)
+        self.is_even = sets == 1 or (known is not None and known.period == sets and (known.start or 0) % sets == 0)
 
     def waits(self) -> Iterator[Wait]:
         """Yield the waits of held workers."""
@@ -197,21 +230,23 @@ class Alignment:
         return [worker for worker in self.members.workers if worker.identity in self._participants]
 
     def _current_participants(self) -> dict[Identity, None]:
-        names = self.names
+        names = self.held_names
         members: list[ParametersMember] = [m for e in self.registry.entries if e.spec.name in names for m in e.members]
         return {(m.worker_id, m.incarnation): None for m in members}
 
     @property
     def _is_gathered(self) -> bool:
         """True if all workers have reported their next step of every set."""
-        names = set(self.names)
-        reports = [self._reports.get(worker) for worker in self._participants]
-        return bool(reports) and all(r is not None and names <= dict(r.next).keys() for r in reports)
+        shared, parts = set(self.names), self.parts
+        reports = [(self._reports.get(worker), parts.get(worker, shared)) for worker in self._participants]
+        return bool(reports) and all(r is not None and names <= dict(r.next).keys() for r, names in reports)
 
     def _choose(self) -> int | None:
-        """Return the first known start of an iteration that the slowest worker has not passed."""
+        """Return the first known start of an iteration that the slowest worker has not passed; of parts, that no worker
+        has passed."""
         reports = list(self._reports.values())
-        least = min(report.position for report in reports)
+        positions = [report.position for report in reports]
+        least = min(positions) if self.names else max(positions)
         starts = [_first_start(report, least) for report in reports]
         return min((start for start in starts if start is not None), default=None)
 
@@ -230,6 +265,10 @@ class Alignment:
         self._reports.clear()
         live = {self.members.sessions.call_of(worker.member_id) for worker in self.members.workers}
         return [Answer(session, AlignCommand(self.number, release=True)) for session in sent if session in live]
+
+
+def _sets_of_a_worker(parts: Mapping[Identity, set[str]]) -> int:
+    return next((len(names) for names in parts.values()), 0)
 
 
 def _first_start(report: AlignReported, least: int) -> int | None:

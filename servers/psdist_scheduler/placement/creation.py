@@ -41,7 +41,7 @@ from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement import placement
 from psdist_scheduler.placement.commits import Commits
 from psdist_scheduler.placement.join_proposals import Joins
-from psdist_scheduler.placement.registry import ParameterSet, Registry, name_shards
+from psdist_scheduler.placement.registry import ParameterSet, Registry, awaited_workers, may_train, name_shards
 from psdist_scheduler.placement.restore_point import SERVERS_GRACE_SECONDS, WORKERS_GRACE_SECONDS, Resume
 
 #: Grace period in seconds for a worker that ended its script: it may be about to create another client.
@@ -63,7 +63,12 @@ class Creation:
 
     def create(self, event: ev.Create, worker: Member) -> list[ev.Effect]:
         """Add a worker's request to take part. Raises LayoutMismatchError, SettingsMismatchError, LimitExceededError
-        and ServerLostError, InvalidArgumentError if the layout is not of the settings' dtype."""
+        and ServerLostError, InvalidArgumentError for a layout of another dtype and for a worker that does not train it.
+        """
+        if not may_train(event.spec, worker):
+            raise InvalidArgumentError(
+                f"{worker} has rank {worker.rank}, and workers={[*event.spec.workers]} train {event.spec.name!r}"
+            )
         if event.layout.dtype != event.spec.dtype:
             raise InvalidArgumentError(f"a layout of {event.layout.dtype} for parameters of {event.spec.dtype}")
         p = self._registry.get(event.spec.name)
@@ -185,8 +190,12 @@ class Creation:
         if shortage := self._shortage(now):
             return shortage
         called = {worker.member_id for worker in (*p.creators.values(), *p.describers.values())}
-        if absent := [worker for worker in self._members.workers if worker.member_id not in called]:
+        awaited = awaited_workers(p, self._members)
+        if absent := [worker for worker in awaited if worker.member_id not in called]:
             return f"for {name_some(absent)} to create {p.name!r}"
+        named = p.spec.workers if p.spec is not None and self._resume.since is None else ()
+        if ranks := set(named) - {worker.rank for worker in awaited}:
+            return f"for a worker of rank {min(ranks)} to register, which trains {p.name!r}"
         if not p.creators:
             return f"for a worker to create {p.name!r}"
         grace = self._settings.join_grace_seconds

@@ -349,6 +349,16 @@ class Registry:
         return forgotten, tuple(p.take_record() for p in changed)
 
 
+def awaited_workers(p: ParameterSet, members: Membership) -> list[Member]:
+    """Return the live workers that are to create a set, or to ask for its description, before it is placed."""
+    return [worker for worker in members.workers if p.spec is None or may_train(p.spec, worker)]
+
+
+def may_train(spec: ParametersSpec, worker: Member) -> bool:
+    """True if a worker's rank is one of those that train a set."""
+    return not spec.workers or worker.rank in spec.workers
+
+
 def _add(calls: dict[int, Member], call: int, worker: Member) -> list[Effect]:
     """Add a call, and refuse an earlier one of the same worker: it asks again because that call broke."""
     older = [call for call, other in calls.items() if other.member_id == worker.member_id]

@@ -13,6 +13,7 @@ from psdist.optim import SGD
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.cluster_state import Member
 from psdist_scheduler.events.worker_events import AlignCommand, AlignReported, ResumePush
+from psdist_scheduler.placement.alignment import Alignment
 
 
 @dataclass(frozen=True)
@@ -298,3 +299,66 @@ def test_workers_that_do_not_wait_for_each_other_are_not_held(settings: dict[str
     worker, _ = run.join()
     run.create(worker, name="D", **settings)
     assert not run.commands(run.workers[0])
+
+
+class Parts(Run):
+    """A run of four workers, which train two parts of a model by twos."""
+
+    def __init__(self) -> None:
+        Driver.__init__(self, workers_min=4)
+        self.servers = [self.join("server")]
+        self.workers = [self.join()[0] for _ in range(4)]
+        for part in (0, 1):
+            members = self.workers[2 * part : 2 * part + 2]
+            for worker in members:
+                self.create(worker, name=f"part/{part}", workers=(2 * part, 2 * part + 1))
+            self.ask(ev.CommitParameters, members[0], f"part/{part}")
+        self.alignment.want("test")
+        self.tick()
+
+    @property
+    def alignment(self) -> Alignment:
+        return self.cluster.machines.creation.joins.alignment
+
+    def reports(self, *steps: int) -> None:
+        """All workers report their next steps, which start iterations."""
+        for worker, step in zip(self.workers, steps, strict=True):
+            number, next_steps = self.commands(worker)[-1].number, ((f"part/{worker.rank // 2}", step),)
+            self.on(AlignReported(self.session(worker), number, step, step, 0, False, next_steps))
+
+
+def test_workers_of_parts_are_held_at_a_start_that_none_has_passed() -> None:
+    run = Parts()
+    run.reports(8, 8, 7, 7)  # Step 7 of part 0 needs nobody of part 1.
+    assert [run.commands(worker)[-1].until for worker in run.workers] == [8, 8, 8, 8]
+    assert run.alignment.vector is None
+    run.reports(8, 8, 8, 7)
+    assert run.alignment.vector is None
+    run.reports(8, 8, 8, 8)
+    assert run.alignment.vector == {"part/0": 8, "part/1": 8} and run.alignment.is_even
+
+
+def test_workers_of_parts_that_train_on_are_asked_again() -> None:
+    run = Parts()
+    run.reports(8, 8, 7, 7)
+    run.reports(9, 9, 8, 8)  # They had lost the scheduler.
+    run.tick()
+    assert run.alignment.vector is None and run.commands(run.workers[3])[-1].until is None
+    run.reports(9, 9, 8, 8)
+    run.reports(9, 9, 9, 9)
+    assert run.alignment.vector == {"part/0": 9, "part/1": 9}
+
+
+def test_workers_that_are_iterations_apart_are_not_held() -> None:
+    run = Parts()
+    run.reports(90, 90, 7, 7)
+    assert all(run.commands(worker)[-1].release for worker in run.workers)
+    assert not run.alignment.applies and run.alignment.vector is None
+
+
+def test_a_worker_joins_its_part_alone() -> None:
+    run = Parts()
+    run.alignment.release("test")
+    (lost,) = run.expel(run.workers[3])
+    run.create(lost, name="part/1", workers=(2, 3))
+    assert [p.parameters for p in run.proposals(run.servers[0][1])] == ["part/1"]

@@ -13,7 +13,7 @@ from psdist.types import SLICE_ELEMENTS_MAX, SLICE_ELEMENTS_MIN, Layout, Slicing
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.cluster_state import Member
 from psdist_scheduler.placement.creation import RETURN_GRACE_SECONDS
-from tests.support.scheduler_driver import Driver, caller
+from tests.support.scheduler_driver import Driver, caller, spec
 
 
 def started() -> tuple[Driver, list[Member], list[int]]:
@@ -135,3 +135,32 @@ def test_slices_are_a_power_of_two_and_enough(bits: int, between_hosts: bool) ->
         assert SLICE_ELEMENTS_MIN <= elements <= SLICE_ELEMENTS_MAX
         if elements > 1 << 18:
             assert Slicing(total, elements).count >= (80 if between_hosts else 20)
+
+
+def test_a_set_of_some_workers_waits_for_these_alone() -> None:
+    d = Driver(workers_min=3)
+    d.join("server")
+    first, second, third = (d.join()[0] for _ in range(3))
+    call = d.create(first, workers=(0, 2))
+    assert d.state(call) == ev.Waiting(f"for {third} to create 'mlp'")
+    refused = d.create(second, workers=(0, 2))
+    assert isinstance(d.errors[refused], errors.InvalidArgumentError)
+    assert "has rank 1, and workers=[0, 2] train 'mlp'" in str(d.errors[refused])
+    other = d.create(third)
+    assert isinstance(d.errors[other], errors.SettingsMismatchError)
+    assert "workers is (), not (0, 2)" in str(d.errors[other])
+    d.create(third, workers=(0, 2))
+    (entry,) = d.cluster.registry.entries
+    assert [member.rank for member in entry.members] == [0, 2]
+
+
+def test_a_set_waits_for_a_rank_that_has_not_registered() -> None:
+    d, workers, _ = started()
+    call = d.create(workers[0], workers=(0, 5))
+    assert d.state(call) == ev.Waiting("for a worker of rank 5 to register, which trains 'mlp'")
+
+
+@pytest.mark.parametrize("ranks", [(1, 0), (0, 0), (-1, 2)])
+def test_ranks_of_a_set_are_in_ascending_order(ranks: tuple[int, ...]) -> None:
+    with pytest.raises(errors.InvalidArgumentError, match="are not ranks in ascending order"):
+        spec(workers=ranks)

@@ -1,0 +1,114 @@
+"""The examples of PyTorch's strategies train the weights of one process."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.integration.project.test_examples import ROOT, run
+
+_ALL = """
+import sys
+
+import torch
+import torch.distributed as dist
+
+import psdist.torch
+
+sys.path.insert(0, sys.argv[1])
+import torch_fsdp
+import torch_pipeline
+import torch_tensor_parallel
+
+
+def check_subsets():
+    # Each worker trains a model of its own on the servers.
+    rank = dist.get_rank()
+    alone, model = torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)
+    model.load_state_dict(alone.state_dict())
+    torch_optimizer = torch.optim.AdamW(alone.parameters(), lr=0.1)
+    wrapped = torch.optim.AdamW(model.parameters(), lr=0.1)
+    mine = psdist.init().subset([rank])
+    optimizer = psdist.torch.DistributedOptimizer(model, wrapped, name=f"model/{rank}", context=mine)
+    for step in range(10 + 5 * rank):
+        for net, one in ((alone, torch_optimizer), (model, optimizer)):
+            one.zero_grad()
+            (net(torch.full((1, 4), rank + 1.0)) - step).square().mean().backward()
+            one.step()
+    error = (model.weight - alone.weight).abs().max().item()
+    assert (mine.rank, mine.world_size, optimizer.handle.step) == (0, 1, 10 + 5 * rank)
+    print(f"difference to one process {error:.1e}", flush=True)
+
+
+dist.init_process_group("psdist")
+for example in (torch_fsdp, torch_pipeline, torch_tensor_parallel):
+    sys.argv = [example.__name__, "--steps", "10", "--compare"]
+    example.main()
+check_subsets()
+dist.destroy_process_group()
+"""
+
+
+def differences(output: str) -> list[float]:
+    """Return the relative differences between the weights and those of one process."""
+    return [float(number) for number in re.findall(r"difference to one process ([\d.e+-]+)", output)]
+
+
+def test_strategies_train_the_weights_of_one_process(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_ALL)
+    found = differences(run(str(script), str(ROOT / "examples"), servers=1))
+    assert len(found) == 5 and max(found) < 1e-5, found
+
+
+@pytest.mark.long  # The test above has fewer workers and steps.
+@pytest.mark.parametrize(
+    ("words", "workers"),
+    [
+        (("torch_fsdp",), 3),
+        (("torch_tensor_parallel",), 4),
+        (("torch_pipeline", "--schedule", "GPipe"), 4),
+        (("torch_pipeline", "--schedule", "1F1B"), 4),
+        (("torch_hybrid", "--pipeline", "1"), 4),
+        (("torch_hybrid",), 8),
+    ],
+)
+def test_an_example_trains_the_weights_of_one_process(words: tuple[str, ...], workers: int) -> None:
+    output = run(f"examples/{words[0]}.py", *words[1:], "--compare", workers=workers, servers=1)
+    losses = [float(number) for number in re.findall(r"step +50  loss ([\d.]+)", output)]
+    assert losses and losses[0] < 3.5, output
+    found = differences(output)
+    assert found and max(found) < 1e-5
+
+
+_COMPARISON = """
+alone = nn.Sequential(nn.Embedding(50, 24), nn.Flatten(), nn.Linear(4 * 24, 50))
+torch.manual_seed(0)
+for layer in (alone[0], alone[2]):
+    layer.reset_parameters()
+optimizer = torch.optim.Adam(alone.parameters(), lr=0.01)
+for step in range(100):
+    words = torch.randint(50, (24, 4), generator=torch.Generator().manual_seed(step))
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(alone(words), words[:, 0]).backward()
+    optimizer.step()
+columns = alone[0].weight.chunk(world, dim=1)[rank]
+pairs = [(model.module[0].weight, columns), (model.module[2].weight, alone[2].weight)]
+print(f"difference to one process {max(float((one - other).norm() / other.norm()) for one, other in pairs):.1e}")
+"""
+
+
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.long)])  # long: more of the same
+def test_the_strategy_of_the_page_trains_the_weights_of_one_process(tmp_path: Path, workers: int) -> None:
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/strategies.md").read_text(), re.S)
+    end = "dist.destroy_process_group()\n"
+    exact = program.replace(".bfloat16()", ".clone()")
+    assert program.endswith(end) and exact != program
+    (tmp_path / "page.py").write_text(program)
+    losses = re.findall(r"loss ([\d.]+)", run(str(tmp_path / "page.py"), workers=workers, servers=1))
+    assert len(losses) == workers and float(losses[0]) < 0.5
+    (tmp_path / "exact.py").write_text(exact.removesuffix(end) + _COMPARISON + end)
+    found = differences(run(str(tmp_path / "exact.py"), workers=workers, servers=1))
+    assert len(found) == workers and max(found) < 1e-5
