@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.test_structure import PRODUCT
-from tests.test_tidy import FILES, ROOT, is_generated, parsed
+from tests.test_tidy import FILES, ROOT, is_generated, nodes, parsed
 
 THIS = Path(__file__).resolve()
 
@@ -66,7 +66,7 @@ def weak_openers(tree: ast.Module) -> list[str]:
     """Docstrings that open with a weak word: line and first line of each."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     found = []
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, documented) and (text := ast.get_docstring(node)) and _WEAK_OPENER.match(text):
             found.append(f"{getattr(node, 'lineno', 1)}: {text.splitlines()[0]}")
     return found
@@ -80,7 +80,7 @@ def weak_phrases(text: str) -> list[str]:
 def unknown_arguments(tree: ast.Module) -> list[str]:
     """Entries ``name: meaning`` of functions' docstrings that name no argument: line and name of each."""
     found = []
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (text := ast.get_docstring(node)):
             names = {one.arg for one in ast.walk(node.args) if isinstance(one, ast.arg)}
             # A line that continues a sentence may begin with a word and a colon.

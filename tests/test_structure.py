@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.codemap import END, PAGE, START, codemap
-from tests.test_tidy import MODULES, ROOT, imports, module_name, parsed
+from tests.test_tidy import MODULES, ROOT, imports, module_name, nodes, parsed, text_of
 
 FOLDER_MODULES_MAX = 16
 METHODS_MAX = 25
@@ -109,7 +109,7 @@ def widths(node: ast.ClassDef) -> tuple[int, int]:
     stored = {
         inner.attr
         for inner in ast.walk(node)
-        if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store) and ast.unparse(inner.value) == "self"
+        if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store) and text_of(inner.value) == "self"
     }
     return methods, len(fields | stored)
 
@@ -125,7 +125,7 @@ def classes() -> list[tuple[str, ast.ClassDef]]:
     return [
         (module, node)
         for module, path in PRODUCT.items()
-        for node in ast.walk(parsed(path))
+        for node in nodes(parsed(path))
         if isinstance(node, ast.ClassDef)
     ]
 
@@ -222,7 +222,7 @@ _CONTINUES = re.compile(r"(It|They|None|Of|All who|Whoever|Neither|Nor|And|But|S
 def fragments(tree: ast.Module) -> list[str]:
     """Return first paragraphs of docstrings that have no full stop, or cannot be understood alone."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    texts = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, documented)]
+    texts = [ast.get_docstring(node) for node in nodes(tree) if isinstance(node, documented)]
     firsts = [text.split("\n\n")[0] for text in texts if text]
     return [first for first in firsts if not _FULL_STOP.search(first) or _CONTINUES.match(first)]
 
@@ -282,7 +282,7 @@ def test_the_architecture_names_files_that_exist() -> None:
 def defined(module: str) -> set[str]:
     """Return the names that a module defines, by its syntax."""
     names = {name.rpartition(".")[2] for name in PRODUCT if name.rpartition(".")[0] == module}
-    for node in ast.walk(parsed(PRODUCT[module])):
+    for node in nodes(parsed(PRODUCT[module])):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -296,16 +296,17 @@ def test_scripts_within_tests_use_what_there_is() -> None:
     """Check imports in scripts within tests, and their uses of an imported module. They are text, which no other check
     reads."""
     pattern = re.compile(r"^\s*from (psdist[\w.]*) import ([\w, ]+)$", re.MULTILINE)
+    product_names = {name.rpartition(".")[2] for name in PRODUCT}
     complaints = []
     for path in MODULES:
-        for node in ast.walk(parsed(path)):
+        for node in nodes(parsed(path)):
             if path.name.startswith("test_tidy") or not (
                 isinstance(node, ast.Constant) and isinstance(node.value, str)
             ):
                 continue
             for module, names in pattern.findall(node.value):
                 wanted = {module: {name.split(" as ")[0].strip() for name in names.split(",")}}
-                for name in wanted[module] & {other.rpartition(".")[2] for other in PRODUCT}:
+                for name in wanted[module] & product_names:
                     wanted[f"{module}.{name}"] = set(re.findall(rf"(?<![\w.]){name}\.(\w+)", node.value))
                 for source, uses in wanted.items():
                     if source in PRODUCT and (missing := uses - defined(source)):

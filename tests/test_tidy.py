@@ -114,12 +114,27 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@functools.cache
+def nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """Return all nodes of a module. Walking a tree takes longer than most rules."""
+    return tuple(ast.walk(tree))
+
+
+def text_of(node: ast.expr) -> str:
+    """Return the source of an expression. Names and attributes, which are the most, are not left to ``ast.unparse``."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{text_of(node.value)}.{node.attr}"
+    return ast.unparse(node)
+
+
 def imports(module: str, tree: ast.Module, *, package: bool = False, with_typing: bool = False) -> set[str]:
     """Return the dotted names of all imports in a module. with_typing: include those under ``TYPE_CHECKING``."""
-    blocks = [] if with_typing else [node for node in ast.walk(tree) if _is_typing_block(node)]
+    blocks = [] if with_typing else [node for node in nodes(tree) if _is_typing_block(node)]
     typing_only = {id(inner) for node in blocks for inner in ast.walk(node)}
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if id(node) in typing_only:
             continue
         if isinstance(node, ast.Import):
@@ -134,14 +149,14 @@ def imports(module: str, tree: ast.Module, *, package: bool = False, with_typing
 
 
 def _is_typing_block(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+    return isinstance(node, ast.If) and text_of(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
 
 def calls(tree: ast.Module) -> Iterator[tuple[ast.Call, str]]:
     """Return all calls, with the text of the called expression."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Call):
-            yield node, ast.unparse(node.func)
+            yield node, text_of(node.func)
 
 
 def is_pure(module: str) -> bool:
@@ -179,7 +194,7 @@ def purity(module: str, tree: ast.Module) -> Iterator[str]:
 def no_waiting(module: str, tree: ast.Module) -> Iterator[str]:
     """Check that a pure module has no coroutines."""
     if is_pure(module):
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, ast.AsyncFunctionDef | ast.Await | ast.AsyncFor | ast.AsyncWith):
                 yield f"line {node.lineno}: a pure module must not wait"
 
@@ -218,7 +233,7 @@ def sizes(module: str, tree: ast.Module) -> Iterator[str]:
     last = max((node.end_lineno or 0 for node in tree.body), default=0)
     if last > FILE_LINES_MAX:
         yield f"the file has {last} lines, over {FILE_LINES_MAX}: split it"
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if lines > FUNCTION_LINES_MAX:
@@ -235,7 +250,7 @@ def words(module: str, tree: ast.Module) -> Iterator[str]:
     """Check that names in the code use the project's words."""
     if module.startswith(FRAMEWORKS):
         return
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             name = node.name
         elif isinstance(node, ast.arg):

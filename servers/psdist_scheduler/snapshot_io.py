@@ -231,7 +231,7 @@ class SnapshotIo:
                 if await self.storage.read(commit.path) not in self._unsure.get(commit.sequence, ()):
                     raise
             except PsdistError:
-                # It may exist nevertheless, now or later: do not remove what it names.
+                # It may exist nevertheless, now or later: do not remove its files.
                 self._unsure.setdefault(commit.sequence, []).append(record)
                 raise
             self._post(await self._read("", ()))

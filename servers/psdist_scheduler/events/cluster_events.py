@@ -2,8 +2,8 @@
 
 Used as ``Cluster.on(event, now) -> list[Effect]``. An RPC in progress, a session stream included, is known by its
 ``call``, a number that the service chooses and never reuses. Effects are carried out in the order of the list. A
-``Persist`` comes before everything that depends on it, so no peer sees what a crash could undo. No protobuf message
-appears here.
+``Persist`` comes before everything that depends on it, so no peer sees a change that a crash could undo. No protobuf
+message appears here.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class ReplicaFilled:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaUnreachable:
-    """A primary's report, on its session ``call``, that ``replica`` does not answer or cannot use what it is sent.
+    """A primary's report, on its session ``call``, that ``replica`` does not answer, or cannot use its messages.
 
     fill: number of the filling that made the replica's copy (``Shard.fills``).
     """

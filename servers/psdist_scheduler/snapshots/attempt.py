@@ -110,7 +110,7 @@ class Attempt:
 
     @property
     def unseen(self) -> tuple[str, ...]:
-        """Names of the parameter sets of which no slice was seen at the cut."""
+        """Names of the parameter sets without a slice at the cut."""
         return tuple(name for name, p in self.parameters.items() if p.version < self.steps.get(name, 0))
 
     @property
