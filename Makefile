@@ -2,7 +2,7 @@
 #
 #   make demo     train real digits through two servers and two workers on this machine
 #   make test     all checks, and every test that does not only widen another: some minutes on two cores
-#   make check    lint, types, drift of the generated stubs, tidiness, the documents (no training)
+#   make check    lint and types (make lint), drift of the generated stubs, tidiness, the documents (no training)
 #   make docs     the documents as a site in .site, with warnings as errors and all links checked
 #   make verify   everything, in about an hour: test, long, sim, chaos, fuzz, bench. A failed part stops no other; the end is
 #                 one table. Its default numbers are smaller than those of sim and chaos by themselves; pass others as in
@@ -58,7 +58,7 @@ PROTOS := $(wildcard proto/psdist/v1/*.proto)
 # The tests of make check.
 CHECKS := tests/test_tidy.py tests/test_structure.py tests/test_prose.py tests/test_proto.py
 
-.PHONY: demo kernels test check docs verify long sim chaos fuzz bench proto sync clean
+.PHONY: demo kernels test check lint docs verify long sim chaos fuzz bench proto sync clean
 .DEFAULT_GOAL := test
 
 # --- environment: the demo needs neither torch nor linters, and does not wait for them -------------------------------
@@ -87,15 +87,17 @@ kernels: $(VENV)/.installed
 
 # In the order of the folders: files with few, long tests come before those with many short ones. A hanging test ends its
 # process, which ends the run.
-test: check kernels
-	$(PYTEST) -n 2 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder -m "not long" $(CHECKS:%=--ignore %)
+test: $(VENV)/.dev
+	@$(MAKE) --no-print-directory -j 2 kernels lint docs
+	$(PYTEST) -n 2 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder -m "not long"
 
-check: $(VENV)/.dev
+check: lint docs
+	$(PYTEST) -q $(CHECKS)
+
+lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(PYTEST) -q $(CHECKS)
-	$(MKDOCS)
 
 docs: $(VENV)/.dev
 	$(MKDOCS)
