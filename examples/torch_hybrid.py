@@ -55,7 +55,9 @@ def batch_of(step: int) -> tuple[Tensor, Tensor]:
 def make_part(mesh: DeviceMesh) -> nn.Module:
     """Return this worker's stage, with its part of every matrix."""
     part = make_stages(mesh["pipeline"].size())[mesh.get_local_rank("pipeline")]
-    parallelize_module(part, mesh["tensor"], {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()})
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    for layer in part[:2]:  # its two layers; the last stage has the output, too
+        parallelize_module(layer, mesh["tensor"], plan)
     return SyncBatchNorm.convert_sync_batchnorm(part, mesh.get_group("data"))
 
 

@@ -47,6 +47,7 @@ from psdist.v1 import scheduler_pb2
 from psdist.v1.scheduler_pb2 import GetStatusResponse
 from psdist.version import __version__
 from psdist.wire import malloc_options
+from psdist.wire.limits import WORLD_MAX
 
 
 class AsyncClient(ProcessBound):
@@ -438,14 +439,22 @@ def _log_fields(session: WorkerSession, handles: Handles) -> dict[str, str | int
     return {"run": mine.run_id, "id": mine.worker_id, "incarnation": mine.incarnation, "step": step}
 
 
+def checked_ranks(ranks: Iterable[int]) -> list[int]:
+    """Return ranks in ascending order. Raises InvalidArgumentError."""
+    try:
+        checked = sorted({operator.index(rank) for rank in ranks})
+    except TypeError:
+        checked = [-1]
+    if checked and not 0 <= checked[0] <= checked[-1] < WORLD_MAX:
+        raise InvalidArgumentError(f"{ranks!r:.60} are no ranks: give numbers from 0 to {WORLD_MAX - 1}")
+    return checked
+
+
 def _checked_workers(name: str, workers: Iterable[int] | None, mine: int) -> tuple[int, ...]:
     """Return ranks in ascending order; empty for all. Raises InvalidArgumentError unless rank ``mine`` is one."""
     if workers is None:
         return ()
-    try:
-        ranks = sorted({operator.index(rank) for rank in workers})
-    except TypeError:
-        raise InvalidArgumentError(f"workers={workers!r:.60} of {name!r} are no ranks: give a list") from None
+    ranks = checked_ranks(workers)
     if mine not in ranks:
         raise InvalidArgumentError(
             f"{name!r}: rank {mine} is not among workers={ranks}, which train it: leave init out to read it"

@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol, Self, SupportsFloat
 
 from numpy.typing import ArrayLike
 
+from psdist.client.async_client import checked_ranks
 from psdist.client.process import loop, spawned, tracebacks
 from psdist.client.process.default_log import print_line
 from psdist.client.process.sigterm import sigterm
@@ -132,9 +133,9 @@ class Context:
         that hold it, under a name of its own. ``rank`` and ``world_size`` count these workers, ``collectives`` is their
         group, and everything else is that of this context, which stays open when the new one is closed.
 
-        Raises InvalidArgumentError unless this worker is among them.
+        Raises InvalidArgumentError unless these are ranks and this worker's is one of them.
         """
-        mine, members = self.client.rank, sorted(set(ranks))
+        mine, members = self.client.rank, checked_ranks(ranks)
         if mine not in members:
             raise InvalidArgumentError(f"rank {mine} is not among {members}: only members make a subset")
         return _Subset(

@@ -9,6 +9,7 @@ Not here: values (``values``), gradients (``gradients``).
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -72,8 +73,8 @@ def inspect(
         servers cannot hold with the others stay fixed.
 
     Raises InvalidArgumentError for something that is no module, for a model without trained parameters, for parameters
-    that are not the model's, on several devices, on the meta device or lazy, and for parameters and buffers that cannot
-    be written to; DTypeMismatchError for a dtype that cannot be trained.
+    that are not the model's, on several devices, on the meta device, lazy or DTensors, and for parameters and buffers
+    that cannot be written to; DTypeMismatchError for a dtype that cannot be trained.
     """
     if not isinstance(model, nn.Module):
         raise InvalidArgumentError(f"model is of type {type(model).__qualname__}: give a torch.nn.Module")
@@ -82,6 +83,7 @@ def inspect(
     if is_parallel or isinstance(model, nn.parallel.DistributedDataParallel):
         raise InvalidArgumentError(f"the model is wrapped in {type(model).__name__}: give its .module")
     named = {name.replace(COMPILED, ""): parameter for name, parameter in model.named_parameters()}
+    _check_whole({**named, **dict(model.named_buffers())})
     chosen = None if wanted is None else set(wanted)
     if chosen is not None:
         _check_known(chosen, named)
@@ -122,6 +124,19 @@ def merge_shared(model: nn.Module, tensors: ModelTensors, optimizer: torch.optim
         {name: one for name, one in tensors.fixed.items() if name not in aliases},
         {name: first for name, first in aliases.items() if name not in trained},
     )
+
+
+def _check_whole(tensors: Mapping[str, Tensor]) -> None:
+    """Raise InvalidArgumentError for a tensor that torch divides among workers."""
+    # Until the module is imported there is none.
+    divided = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    for name, tensor in tensors.items():
+        if isinstance(tensor, divided):
+            raise InvalidArgumentError(
+                f"{name!r} is a DTensor, which torch divides among workers: the servers train whole tensors. Create a "
+                "parameter set of the local parts by context.subset(ranks).client.parameters(), for the workers that "
+                "hold the same part, as in examples/torch_hybrid.py; or keep an optimizer of torch"
+            )
 
 
 def _check_known(chosen: set[nn.Parameter], named: Mapping[str, nn.Parameter]) -> None:

@@ -12,10 +12,14 @@ from tests.integration.project.test_examples import ROOT, run
 _ALL = """
 import sys
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 import psdist.torch
+from psdist.errors import InvalidArgumentError
 
 sys.path.insert(0, sys.argv[1])
 import torch_fsdp
@@ -40,6 +44,10 @@ def check_subsets():
     error = (model.weight - alone.weight).abs().max().item()
     assert (mine.rank, mine.world_size, optimizer.handle.step) == (0, 1, 10 + 5 * rank)
     print(f"difference to one process {error:.1e}", flush=True)
+    parallelize_module(alone, init_device_mesh("cpu", (dist.get_world_size(),)), RowwiseParallel())
+    for wrap in (psdist.torch.DistributedDataParallel, lambda net: psdist.torch.DistributedOptimizer(net, wrapped)):
+        with pytest.raises(InvalidArgumentError, match="'weight' is a DTensor"):
+            wrap(alone)
 
 
 dist.init_process_group("psdist")
