@@ -48,6 +48,7 @@ SETS_SEEDS ?= 5000
 SNAPSHOT_SEEDS ?= 500
 LOST_SEEDS ?= 500
 WRITES_SEEDS ?= 500
+GROUPS_SEEDS ?= 10000
 INPUTS ?= 10000000
 FIRST ?= 0
 
@@ -136,6 +137,8 @@ sim: $(VENV)/.dev kernels
 	$(BIN)/python -m tests.simulation lost --ablations
 	$(BIN)/python -m tests.simulation writes --seeds $(WRITES_SEEDS) --first $(FIRST)
 	$(BIN)/python -m tests.simulation writes --ablations
+	$(BIN)/python -m tests.simulation groups --seeds $(GROUPS_SEEDS) --first $(FIRST)
+	$(BIN)/python -m tests.simulation groups --ablations
 
 # Numba's cache does not tell kernels with checks of bounds from those without.
 fuzz: $(VENV)/.dev kernels

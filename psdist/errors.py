@@ -182,6 +182,11 @@ class WorkerLostError(PsdistError, ConnectionError, code="worker_lost", status="
     """A worker of a group of collectives is gone. The message names its rank. The group can make no more calls."""
 
 
+class ExcludedError(PsdistError, code="excluded", status="FAILED_PRECONDITION"):
+    """A group of collectives was reconfigured without this worker, which the others could not reach, or which did not
+    answer in time. It may join the group again."""
+
+
 class CollectiveMismatchError(PsdistError, code="collective_mismatch", status="FAILED_PRECONDITION"):
     """The workers of a group made different calls: in another order, or with another operation, dtype, shape or root.
     The message has both calls. The group can make no more calls."""

@@ -98,7 +98,8 @@ REMEDIES: Final = {
     "([workers.md](workers.md#busy-frozen-and-dropped)).",
     "peer_unreachable": "Let workers connect to any port of workers "
     "([collectives.md](collectives.md#links-and-limits)).",
-    "worker_lost": "Make another group, with `context.new_group()`, once the worker was restarted, or without it.",
+    "excluded": "Call `context.join_group()`: the others take the worker in at their next step boundary.",
+    "worker_lost": "Continue without the worker by `group.reconfigure()`, or make another group once it was restarted.",
     "collective_mismatch": "Make the same calls in the same order on all ranks, then make another group.",
     "closed": "Do not use a client after `close()`.",
     "internal": "Report it with the traceback and the logs.",

@@ -27,6 +27,7 @@ from psdist.client.reporting.reporter import Reporter
 from psdist.client.reporting.run_info import RunInfo
 from psdist.client.sync_client import Client, Parameters
 from psdist.collectives.sync_group import Collectives, WorkerGroup
+from psdist.collectives.workers import SILENCE_SECONDS, AsyncCollectives
 from psdist.errors import ConfigurationError, DuplicateMemberError, InvalidArgumentError
 from psdist.metrics.trackers.progress import PLAIN_SECONDS, ProgressTracker
 from psdist.metrics.trackers.tracker import Tracker
@@ -141,6 +142,34 @@ class Context:
         return _Subset(
             members.index(mine), len(members), self.local_rank, _SubsetClient(self.client, members), _whole=self
         )
+
+    def async_collectives(self) -> AsyncCollectives:
+        """Return the groups of this worker for code that runs on psdist's loop thread."""
+        return self._groups.started()
+
+    def join_group(
+        self,
+        name: str = "workers",
+        *,
+        size: int | None = None,
+        size_min: int = 1,
+        silence: float | None = SILENCE_SECONDS,
+        timeout: float | None = None,
+    ) -> WorkerGroup:
+        """Join the group ``name``, whose members may die, leave and be added: see ``WorkerGroup.reconfigure``.
+
+        The first workers form it, once ``size`` of them have called this. Later ones wait until the members admit them.
+        A worker that was expelled joins again.
+
+        size: None is the number of workers that the run was started with.
+        size_min: workers that every successor of the group needs; fewer survivors wait for new ones.
+        silence: seconds after which a rank that a call needs is lost if its process is stopped, or its host
+            acknowledges nothing. None leaves that to its lease.
+
+        Raises InvalidNameError, InvalidArgumentError, WaitTimeoutError after ``timeout`` seconds, LimitExceededError,
+        FencedError if the worker may not rejoin, and ClosedError.
+        """
+        return self._groups.join_group(name, size=size, size_min=size_min, silence=silence, timeout=timeout)
 
     def add_tracker(self, tracker: Tracker) -> None:
         """Also pass this worker's later reports to ``tracker``, about once a second, and call its ``start``.

@@ -27,7 +27,15 @@ from psdist.collectives.host_sharing import HostSharing
 from psdist.collectives.incoming import Sender
 from psdist.collectives.mesh import Mesh
 from psdist.collectives.mover import Mover
-from psdist.errors import ClosedError, InternalError, InvalidArgumentError, PsdistError, WaitTimeoutError, copy_error
+from psdist.collectives.silence_watch import SilenceWatch
+from psdist.errors import (
+    ClosedError,
+    InternalError,
+    InvalidArgumentError,
+    PsdistError,
+    WaitTimeoutError,
+    copy_error,
+)
 from psdist.types import WorkerEntry
 from psdist.v1 import worker_pb2 as pb
 from psdist.wire import limits, status
@@ -38,15 +46,19 @@ class Exchange:
 
     ranks: the workers of the group by their ranks in the run.
     rank: this worker's number in the group.
+    silence: seconds without a sign of life after which a rank that a call needs is lost; None leaves that to its lease.
     """
 
-    def __init__(self, mesh: Mesh, waits: WaitTracker, ranks: Sequence[int], rank: int) -> None:
+    def __init__(
+        self, mesh: Mesh, waits: WaitTracker, ranks: Sequence[int], rank: int, silence: float | None = None
+    ) -> None:
         self.ranks = tuple(ranks)
         self._mesh = mesh
         self._waits = waits
         self._machine = GroupMachine(rank, len(ranks))
-        self._digest = b""
-        self._members: list[WorkerEntry] = []
+        #: Key and members, by rank; empty until the group is open.
+        self.key = b""
+        self.members: list[WorkerEntry] = []
         self._by_worker: dict[Sender, int] = {}
         self._results: dict[int, asyncio.Future[None]] = {}
         #: Effects to carry out, in order, and those that need a link while the group is not open.
@@ -58,7 +70,7 @@ class Exchange:
         self._mover: Mover | None = None
         #: Set after the next event, for calls that wait for a message of any rank.
         self._event = asyncio.Event()
-        mesh.add(self)
+        self.watch = SilenceWatch(mesh, self._machine, silence, self.end)
 
     @property
     def has_ended(self) -> bool:
@@ -77,6 +89,7 @@ class Exchange:
             raise copy_error(error) from None
         self._results[call_id] = asyncio.get_running_loop().create_future()
         self._carry_out(effects)
+        self.watch.start()
         return call_id
 
     async def result(self, call_id: int, call: str, timeout: float | None) -> None:
@@ -130,12 +143,12 @@ class Exchange:
             raise copy_error(error) from None
 
     def _reason(self, call_id: int) -> str:
-        if not self._digest and (absent := self._mesh.absent(self)):
+        if not self.key and (absent := self._mesh.absent(self)):
             return f"for rank {', '.join(map(str, absent[:8]))} to join the run"
         return self._machine.waiting_for(call_id)
 
     def _expire(self, call_id: int, timeout: float) -> None:
-        if not self._digest:
+        if not self.key:
             self.end(WaitTimeoutError(f"waited {timeout:g} s {self._reason(call_id)}"))
         else:
             self._carry_out(self._machine.expire(call_id, timeout))
@@ -166,7 +179,7 @@ class Exchange:
                 elif isinstance(effect, MoveData):
                     assert self._mover is not None
                     self._mover.start(effect.moves, partial(self._moved, effect.call_id))
-                elif self._digest:
+                elif self.key:
                     self._send(effect)
                 else:
                     self._unopened.append(effect)
@@ -178,6 +191,7 @@ class Exchange:
     def _release_memory(self) -> None:
         """Stop to use the arrays of calls, which have failed."""
         self._stop_sharing()
+        self.watch.stop()
         for queue in (self._todo, self._unopened):
             failures = [effect for effect in queue if isinstance(effect, CallDone | SendFailure)]
             queue.clear()
@@ -197,16 +211,16 @@ class Exchange:
             future.exception()  # Marks it as retrieved: the call may have been cancelled.
 
     def _send(self, effect: SendCall | SendPart | SendFailure) -> None:
-        header = messages.encode(self._digest, effect)
+        header = messages.encode(self.key, effect)
         match effect:
             case SendCall(call_id, peer, lane, _, _, data):
                 sent = partial(self._sent, peer, lane, call_id)
-                self._mesh.link(self._members[peer]).send(header, data.data, sent, self)
+                self._mesh.link(self.members[peer]).send(header, data.data, sent, self)
             case SendPart(call_id, lane, _, outgoing):
                 sent = partial(self._sent, outgoing.peer, lane, call_id)
-                self._mesh.link(self._members[outgoing.peer]).send(header, outgoing.data.data, sent, self)
+                self._mesh.link(self.members[outgoing.peer]).send(header, outgoing.data.data, sent, self)
             case SendFailure(peer):
-                self._mesh.link(self._members[peer]).send(header)
+                self._mesh.link(self.members[peer]).send(header)
 
     def _sent(self, peer: int, lane: CallLane, call_id: int) -> None:
         self._carry_out(self._machine.on_sent(peer, lane, call_id))
@@ -215,13 +229,13 @@ class Exchange:
 
     def _share(self) -> None:
         """Start to share memory, if all ranks are on this host. Calls move over the links meanwhile."""
-        members, machine = self._members, self._machine
+        members, machine = self.members, self._machine
         if not self.has_ended and host_sharing.are_on_one_host(members) and self._mesh.claim_memory(self):
             self._sharing = HostSharing(machine.rank, len(members), self._offer_memory, self._shared)
 
     def _offer_memory(self, peer: int, offer: pb.GroupMemory) -> None:
-        offer.group = self._digest
-        self._mesh.link(self._members[peer]).send(pb.PeerFrame(memory=offer).SerializeToString())
+        offer.group = self.key
+        self._mesh.link(self.members[peer]).send(pb.PeerFrame(memory=offer).SerializeToString())
 
     def _shared(self, memory: HostMemory) -> None:
         self._machine.memory, self._mover = memory, Mover(memory)
@@ -243,10 +257,11 @@ class Exchange:
 
     # --- frames -------------------------------------------------------------------------------------------------------
 
-    def open(self, digest: bytes, members: list[WorkerEntry]) -> None:
+    def open(self, key: bytes, members: list[WorkerEntry]) -> None:
         """See ``GroupFrames``."""
-        self._digest, self._members = digest, members
+        self.key, self.members = key, members
         self._by_worker = {(worker.worker_id, worker.incarnation): rank for rank, worker in enumerate(members)}
+        self.watch.open(members)
         unopened, self._unopened = self._unopened, deque()
         self._carry_out(unopened)
 

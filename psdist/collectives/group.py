@@ -7,13 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from psdist.client.session.wait_tracker import WaitTracker
 from psdist.collectives import calls
 from psdist.collectives.core.machine import COLLECTIVES, CallLane
 from psdist.collectives.core.plan import Array, Plan
 from psdist.collectives.core.reductions import check_dtype, check_op
-from psdist.collectives.exchange import Exchange
-from psdist.collectives.mesh import Mesh
+from psdist.collectives.forming import FormedGroup, GroupFormer, GroupSettings
 from psdist.errors import ClosedError, DTypeMismatchError, InvalidArgumentError, ShapeMismatchError
 
 
@@ -22,19 +20,24 @@ class AsyncWorkerGroup:
 
     A call ends when all ranks have made it. It ends with WorkerLostError if a rank is gone that it needs,
     CollectiveMismatchError if the ranks made different calls, and WaitTimeoutError after ``timeout`` seconds (None:
-    never). Then all ranks raise the error, and the group has ended: make another one.
+    never). Then all ranks raise the error, and the group has ended: ``reconfigure`` makes the
+    next one, of the ranks that are left.
 
     Arrays are numpy's, of booleans, integers, floats (bfloat16 of ``ml_dtypes`` too) or complex numbers. ``out``
     receives the result; it may be ``array`` itself. Reductions are in rank order, so that all ranks get the same bytes,
     whatever arrives first: see docs/collectives.md.
     """
 
-    def __init__(self, mesh: Mesh, waits: WaitTracker, ranks: Sequence[int], rank: int) -> None:
-        self.ranks = tuple(ranks)
-        self.rank = rank
+    def __init__(self, former: GroupFormer, formed: FormedGroup, settings: GroupSettings | None = None) -> None:
+        self._exchange = formed.exchange
+        self.ranks = self._exchange.ranks
+        self.rank = formed.rank
         self.size = len(self.ranks)
-        self._mesh = mesh
-        self._exchange = Exchange(mesh, waits, ranks, rank)
+        #: Number of the group among those that were made of it by ``reconfigure``.
+        self.epoch = formed.epoch
+        self._former = former
+        self._formed = formed
+        self._settings = settings
 
     async def all_reduce(
         self, array: ArrayLike, op: str = "sum", *, out: Array | None = None, timeout: float | None = None
@@ -190,10 +193,42 @@ class AsyncWorkerGroup:
         """True if an error has ended the group, or ``close``."""
         return self._exchange.has_ended
 
+    async def reconfigure(self, *, admit: bool = False, timeout: float | None = None) -> AsyncWorkerGroup:
+        """Return the next group, of the members that are left, once each of them has called this.
+
+        Call it after an error of the group, or to take in workers that wait in ``join_group``. Members that were
+        killed or stopped, or that cannot be reached, are left out; slow ones are waited for. This group ends, and late
+        messages of it are dropped.
+
+        admit: take in new workers, if all members pass it.
+
+        Raises ExcludedError if the others continued without this worker, WaitTimeoutError after ``timeout`` seconds,
+        InvalidArgumentError if members of the group have never been in the run, FencedError if this worker was
+        expelled, ClosedError.
+        """
+        _check_timeout(timeout)
+        exchange = self._exchange
+        if not exchange.members:
+            raise InvalidArgumentError("members of this group have never been in the run: make another group")
+        settings = self._settings or GroupSettings(f"group-{exchange.key.hex()}")
+        exchange.end(ClosedError(f"rank {self.rank} reconfigures the group", reconfigures=True))
+        formed = await self._former.form(settings, self._formed, admits=admit, timeout=timeout)
+        return AsyncWorkerGroup(self._former, formed, settings)
+
+    async def count_newcomers(self) -> int:
+        """Return the number of workers that wait in ``join_group`` to be taken in; 0 if the scheduler cannot tell."""
+        return await self._former.count_newcomers(self._settings, self._exchange) if self._settings is not None else 0
+
+    async def finish(self) -> None:
+        """Close the group because the members have completed their work: workers that join it get LateWorkerError."""
+        if self._settings is not None:
+            await self._former.finish(self._settings, self._formed)
+        await self.close()
+
     async def close(self) -> None:
         """End the group. Calls of other ranks that need this one fail. Closing again does nothing."""
         self._exchange.end(ClosedError(f"rank {self.rank} closed the group"))
-        self._mesh.remove(self._exchange)
+        self._former.mesh.remove(self._exchange)
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.size:

@@ -25,7 +25,11 @@ class GroupFrames(Protocol):
 
     ranks: tuple[int, ...]
 
-    def open(self, digest: bytes, members: list[WorkerEntry]) -> None:
+    @property
+    def has_ended(self) -> bool:
+        """True if the group can make no more calls."""
+
+    def open(self, key: bytes, members: list[WorkerEntry]) -> None:
         """Start to exchange frames with the members, by rank in the group."""
 
     def abandon(self, error: PsdistError) -> None:
@@ -44,18 +48,18 @@ class GroupFrames(Protocol):
 class LinkOwner(Protocol):
     """Groups of this worker, to which a link delivers frames."""
 
-    def is_open(self, digest: bytes) -> GroupFrames | None:
-        """Return the open group with this digest."""
+    def open_group(self, key: bytes) -> GroupFrames | None:
+        """Return the open group with this key."""
 
     def on_frame(self, sender: Sender, frame: pb.PeerFrame, data: Bytes) -> None:
         """Process a frame, whose payload is complete. Raises PsdistError for one that makes no sense."""
 
     def link_ended(self, sender: Sender, used: set[bytes], reason: str) -> None:
-        """Process the end of an accepted link. used: digests of the groups whose frames it has carried."""
+        """Process the end of an accepted link. used: keys of the groups whose frames it has carried."""
 
 
-def digest_of(frame: pb.PeerFrame) -> bytes:
-    """Return the digest of the group that a frame names. Raises InvalidArgumentError."""
+def key_of(frame: pb.PeerFrame) -> bytes:
+    """Return the key of the group that a frame names. Raises InvalidArgumentError."""
     match frame.WhichOneof("kind"):
         case "call":
             return frame.call.lane.group
@@ -81,7 +85,7 @@ class IncomingLink(MessageReceiver[pb.PeerFrame]):
         #: Memory that the sender shares, by place.
         self._arena: Bytes | None = None
         self._taking: asyncio.Task[None] | None = None
-        #: Digests of the groups whose frames it has carried.
+        #: Keys of the groups whose frames it has carried.
         self.used: set[bytes] = set()
         #: Group whose memory is being written to.
         self.receiving: GroupFrames | None = None
@@ -99,7 +103,7 @@ class IncomingLink(MessageReceiver[pb.PeerFrame]):
         """Return the memory for a payload. Raises LimitExceededError."""
         limit = limits.PART_BYTES
         if message.WhichOneof("kind") == "part":
-            group = self._mesh.is_open(digest_of(message))
+            group = self._mesh.open_group(key_of(message))
             data = group.place(self._sender, message.part, size) if group is not None else None
             if data is not None:
                 self.receiving = group
@@ -122,9 +126,11 @@ class IncomingLink(MessageReceiver[pb.PeerFrame]):
 
     def on_message(self, message: pb.PeerFrame) -> None:
         data, self._data, self.receiving = self._data, np.empty(0, np.uint8), None
+        if message.HasField("ping"):
+            return
         if message.WhichOneof("kind") != "offer":
             if len(self.used) < limits.GROUPS_MAX:
-                self.used.add(digest_of(message))
+                self.used.add(key_of(message))
             self._mesh.on_frame(self._sender, message, data)
         elif self._taking is None:
             self._taking = asyncio.create_task(self._take(message.offer), name="psdist shared memory")

@@ -1,26 +1,29 @@
 """Links of one worker to the others of its run, and the groups that use them.
 
 The scheduler introduces the workers: the cluster map has the address of each. Links are dialed when they are first
-needed. A frame names its group. Calls of a group that this worker has not opened yet are kept, up to a limit.
+needed. A frame names its group. Calls of a group that this worker has not opened yet are kept, up to a limit. Those
+of a group that has a successor here are dropped.
 
-A worker counts as lost when its link ends, and a second after the map has another incarnation of it, or none: frames
-that it sent before may still arrive.
+A worker counts as lost when its links in both directions have ended, or a second after one has, or after the map has
+another incarnation of it, or none: frames that it sent before may still arrive.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
+import os
 from collections import Counter
 from functools import partial
 from typing import Final
 
 from psdist.client.session.cluster_view import ClusterView
 from psdist.client.session.membership import WorkerMembership
+from psdist.collectives.core.group_key import epoch_of, make_key, name_members, series_of
 from psdist.collectives.core.plan import Bytes
-from psdist.collectives.incoming import GroupFrames, IncomingLink, Sender, digest_of
+from psdist.collectives.incoming import GroupFrames, IncomingLink, Sender, key_of
+from psdist.collectives.liveness import PeerLiveness
 from psdist.errors import LimitExceededError, PeerUnreachableError, PsdistError, copy_error
+from psdist.link import process_state
 from psdist.link.frame_connection import FrameConnection
 from psdist.link.peer_link import PeerLink
 from psdist.link.peers import PeerListener, check_hello
@@ -47,10 +50,13 @@ class Mesh:
         self._outgoing: dict[Sender, PeerLink] = {}
         self._incoming: dict[Sender, IncomingLink] = {}
         self._waiting: list[GroupFrames] = []
-        #: Open groups by digest; None for closed ones, whose late frames are dropped.
-        self._groups: dict[bytes, GroupFrames | None] = {}
+        #: Open groups by key.
+        self._groups: dict[bytes, GroupFrames] = {}
+        #: Highest epoch opened here, by series of groups. Late frames of lower ones are dropped.
+        self._epochs: dict[bytes, int] = {}
         #: Groups opened so far with the same members.
         self._opened: Counter[str] = Counter()
+        self.liveness = PeerLiveness()
         #: Calls and failures of groups that are not open here.
         self._early: list[tuple[Sender, bytes, pb.PeerFrame, Bytes]] = []
         #: Groups that share memory of the host.
@@ -67,18 +73,30 @@ class Mesh:
 
     def add(self, group: GroupFrames) -> None:
         """Open a group once all of its ranks are in the map. Raises LimitExceededError."""
-        if len(self._groups) + len(self._waiting) >= limits.GROUPS_MAX:
-            raise LimitExceededError(f"{limits.GROUPS_MAX} groups of workers were made, which is the limit")
+        self._check_limit()
         self._waiting.append(group)
         self._open_groups()
 
+    def _check_limit(self) -> None:
+        if max(len(self._groups), len(self._epochs)) + len(self._waiting) >= limits.GROUPS_MAX:
+            raise LimitExceededError(f"{limits.GROUPS_MAX} groups of workers were made, which is the limit: close some")
+
     def remove(self, group: GroupFrames) -> None:
-        """Forget a group that was closed."""
+        """Forget a group that has ended."""
         if group in self._waiting:
             self._waiting.remove(group)
-        for digest, other in self._groups.items():
-            if other is group:
-                self._groups[digest] = None
+        self._groups = {key: other for key, other in self._groups.items() if other is not group}
+
+    def remove_ended(self) -> None:
+        """Forget groups that have ended by errors."""
+        for group in self._groups.values():
+            if group.has_ended:
+                self.remove(group)
+
+    def knows(self, worker: WorkerEntry) -> bool:
+        """Return True if a worker is in the map, in this incarnation."""
+        mine = worker.worker_id, worker.incarnation
+        return any((one.worker_id, one.incarnation) == mine for one in self._view.cluster.workers)
 
     def claim_memory(self, group: GroupFrames) -> bool:
         """Return True if a group may share memory of the host, until ``return_memory``."""
@@ -105,21 +123,31 @@ class Mesh:
             if silent := [worker for worker in members if not worker.address and worker.rank != self._mine.rank]:
                 group.abandon(PeerUnreachableError(f"{silent[0].worker_id} (rank {silent[0].rank}) accepts no links"))
                 continue
-            names = json.dumps([[worker.worker_id, worker.incarnation] for worker in members])
-            digest = hashlib.blake2b(f"{self._opened[names]} {names}".encode(), digest_size=16).digest()
+            names = name_members(members)
             self._opened[names] += 1
-            self._groups[digest] = group
-            group.open(digest, members)
-            self._deliver_early(digest, group)
+            self._open(group, make_key(names, self._opened[names], members), members)
 
-    def _deliver_early(self, digest: bytes, group: GroupFrames) -> None:
-        mine = [entry for entry in self._early if entry[1] == digest]
-        self._early = [entry for entry in self._early if entry[1] != digest]
-        for sender, _, frame, data in mine:
-            group.on_frame(sender, frame, data)
+    def enter(self, group: GroupFrames, name: str, epoch: int, members: list[WorkerEntry]) -> None:
+        """Open a group whose members are known. Raises LimitExceededError."""
+        self._check_limit()
+        self._open(group, make_key(name, epoch, members), members)
+
+    def _open(self, group: GroupFrames, key: bytes, members: list[WorkerEntry]) -> None:
+        self._groups[key] = group
+        self._epochs[series_of(key)] = max(epoch_of(key), self._epochs.get(series_of(key), 0))
+        group.open(key, members)
+        early = self._early
+        self._early = [entry for entry in early if entry[1] != key and not self._is_late(entry[1])]
+        for sender, other, frame, data in early:
+            if other == key:
+                group.on_frame(sender, frame, data)
+
+    def _is_late(self, key: bytes) -> bool:
+        """Return True for the key of a group that was closed here, or that has a successor here."""
+        return key not in self._groups and epoch_of(key) <= self._epochs.get(series_of(key), 0)
 
     def _all_groups(self) -> list[GroupFrames]:
-        return [*self._waiting, *(group for group in self._groups.values() if group is not None)]
+        return [*self._waiting, *self._groups.values()]
 
     # --- links --------------------------------------------------------------------------------------------------------
 
@@ -130,6 +158,7 @@ class Mesh:
             mine = common_pb2.WorkerEntry(worker_id=self._mine.worker_id, incarnation=self._mine.incarnation)
             hello = pb.PeerHello(
                 token=self._token, run_id=self._mine.run_id, sender=mine,
+                pid=os.getpid(), pid_scope=process_state.own_scope(),
                 receiver=common_pb2.WorkerEntry(
                     worker_id=worker.worker_id, incarnation=worker.incarnation, address=worker.address
                 ),
@@ -140,8 +169,11 @@ class Mesh:
 
     def _link_broke(self, worker: Sender, error: PsdistError) -> None:
         """Process the end of a link that this worker dialed. The next frame dials another."""
-        del self._outgoing[worker]
-        self._lose_later(worker, error.message)
+        self.liveness.on_link_ended(worker, self._outgoing.pop(worker), error.message)
+        if worker in self._incoming:
+            self._lose_later(worker, error.message)
+        else:
+            _lose(self._all_groups(), worker, error.message)
 
     def drop(self, group: GroupFrames) -> None:
         """Stop reading and writing the memory of a group's calls, which belongs to the caller again."""
@@ -156,6 +188,7 @@ class Mesh:
         """Take over a link of another worker. Raises PsdistError to refuse it."""
         check_hello(hello, self._mine.run_id, self._mine.worker_id, self._mine.incarnation)
         sender = hello.sender.worker_id, hello.sender.incarnation
+        self.liveness.on_hello(hello)
         if (before := self._incoming.get(sender)) is not None:  # The sender has ended it, which is not noticed yet.
             before.close()
             self.link_ended(sender, before.used, f"{sender[0]} made another link")
@@ -163,35 +196,43 @@ class Mesh:
             raise LimitExceededError(f"{limits.MEMBERS_MAX} workers have links to this one, which is the limit")
         self._incoming[sender] = IncomingLink(self, sender, connection)
 
-    def is_open(self, digest: bytes) -> GroupFrames | None:
-        """Return the open group with this digest."""
-        return self._groups.get(digest)
+    def open_group(self, key: bytes) -> GroupFrames | None:
+        """Return the open group with this key."""
+        return self._groups.get(key)
 
     def on_frame(self, sender: Sender, frame: pb.PeerFrame, data: Bytes) -> None:
         """Process a frame, whose payload is complete. Raises PsdistError for one that makes no sense."""
-        digest = digest_of(frame)
-        if (group := self._groups.get(digest)) is not None:
+        key = key_of(frame)
+        if (group := self._groups.get(key)) is not None:
             group.on_frame(sender, frame, data)
-        elif digest not in self._groups:
+        elif not self._is_late(key):
             if len(self._early) >= limits.EARLY_CALLS_MAX:
                 raise LimitExceededError(
                     f"{len(self._early)} calls of collectives arrived before this worker made them, which is the limit"
                 )
-            self._early.append((sender, digest, frame, data))
+            self._early.append((sender, key, frame, data))
 
     def link_ended(self, sender: Sender, used: set[bytes], reason: str) -> None:
-        """Process the end of an accepted link, which ends the worker for the groups that have used the link."""
+        """Process the end of an accepted link, which ends the worker for the groups that have used the link.
+
+        A worker whose call has ended in the middle of its data closes the link, and tells why on another one.
+        """
         self._incoming.pop(sender, None)
         self._early = [entry for entry in self._early if entry[0] != sender]
-        _lose([group for digest in used if (group := self._groups.get(digest)) is not None], sender, reason)
+        groups = [group for key in used if (group := self._groups.get(key)) is not None]
+        if sender in self._outgoing:
+            self._lose_later(sender, reason, groups)
+        else:
+            _lose(groups, sender, reason)
 
-    def _lose_later(self, worker: Sender, reason: str) -> None:
+    def _lose_later(self, worker: Sender, reason: str, groups: list[GroupFrames] | None = None) -> None:
         loop = asyncio.get_running_loop()
-        groups = self._all_groups()  # Not those that are made until then, which may use another link.
+        # Not those that are made until then, which may use another link.
+        lost = self._all_groups() if groups is None else groups
 
         def lose() -> None:
             self._ends.discard(timer)
-            _lose(groups, worker, reason)
+            _lose(lost, worker, reason)
 
         timer = loop.call_later(_GRACE_SECONDS, lose)
         self._ends.add(timer)
@@ -208,6 +249,7 @@ class Mesh:
             now = {(worker.worker_id, worker.incarnation) for worker in self._view.cluster.workers}
             for worker in before - now:
                 self._lose_later(worker, f"{worker[0]} left the run, or was lost")
+                self.liveness.forget(worker)
             before = now
             await self._view.changed()
 

@@ -11,7 +11,7 @@ from psdist.wire.limits import DIMENSIONS_MAX
 
 
 def encode(group: bytes, effect: SendCall | SendPart | SendFailure) -> bytes:
-    """Return the header of the frame that carries out an effect. group: digest of the group."""
+    """Return the header of the frame that carries out an effect. group: key of the group."""
     match effect:
         case SendCall(_, _, lane, number, header):
             call = pb.CollectiveCall(

@@ -38,7 +38,8 @@ class WorkerGroup(ProcessBound):
 
     A call ends when all ranks have made it. It ends with WorkerLostError if a rank is gone that it needs,
     CollectiveMismatchError if the ranks made different calls, and WaitTimeoutError after ``timeout`` seconds (None:
-    never). Then all ranks raise the error, and the group has ended: make another one.
+    never). Then all ranks raise the error, and the group has ended: ``reconfigure`` makes the
+    next one, of the ranks that are left.
 
     Arrays are numpy's, of booleans, integers, floats (bfloat16 of ``ml_dtypes`` too) or complex numbers. ``out``
     receives the result; it may be ``array`` itself. Reductions are in rank order, so that all ranks get the same bytes,
@@ -52,6 +53,8 @@ class WorkerGroup(ProcessBound):
         self.ranks = wrapped.ranks
         self.rank = wrapped.rank
         self.size = wrapped.size
+        #: Number of the group among those that were made of it by ``reconfigure``.
+        self.epoch = wrapped.epoch
 
     @property
     def has_ended(self) -> bool:
@@ -184,6 +187,29 @@ class WorkerGroup(ProcessBound):
         """Return when all ranks have called it."""
         return _run(self._async.barrier(timeout=timeout), async_op)
 
+    def reconfigure(self, *, admit: bool = False, timeout: float | None = None) -> WorkerGroup:
+        """Return the next group, of the members that are left, once each of them has called this.
+
+        Call it after an error of the group, or to take in workers that wait in ``join_group``. Members that were
+        killed or stopped, or that cannot be reached, are left out; slow ones are waited for. This group ends, and late
+        messages of it are dropped.
+
+        admit: take in new workers, if all members pass it.
+
+        Raises ExcludedError if the others continued without this worker, WaitTimeoutError after ``timeout`` seconds,
+        InvalidArgumentError if members of the group have never been in the run, FencedError if this worker was
+        expelled, ClosedError.
+        """
+        return WorkerGroup(loop.shared().call(self._async.reconfigure(admit=admit, timeout=timeout)))
+
+    def count_newcomers(self) -> int:
+        """Return the number of workers that wait in ``join_group`` to be taken in; 0 if the scheduler cannot tell."""
+        return loop.shared().call(self._async.count_newcomers())
+
+    def finish(self) -> None:
+        """Close the group because the members have completed their work: workers that join it get LateWorkerError."""
+        loop.shared().call(self._async.finish(), ending=True)
+
     def close(self) -> None:
         """End the group. Calls of other ranks that need this one fail. Closing again does nothing."""
         loop.shared().call(self._async.close(), ending=True)
@@ -211,9 +237,20 @@ class Collectives:
         return loop.shared().call(on_loop(lambda: self._new_group(ranks, ordered)))
 
     def _new_group(self, ranks: Iterable[int] | None, ordered: bool) -> WorkerGroup:
+        return WorkerGroup(self.started().new_group(ranks, ordered=ordered))
+
+    def join_group(self, name: str, **settings: Any) -> WorkerGroup:
+        """See ``Context.join_group``."""
+        return WorkerGroup(loop.shared().call(self._join_group(name, settings)))
+
+    async def _join_group(self, name: str, settings: dict[str, Any]) -> AsyncWorkerGroup:
+        return await self.started().join_group(name, **settings)
+
+    def started(self) -> AsyncCollectives:
+        """Return the groups for code on psdist's loop thread."""
         if self._async is None:
             self._async = AsyncCollectives(self._client.session)
-        return WorkerGroup(self._async.new_group(ranks, ordered=ordered))
+        return self._async
 
 
 def _run(coroutine: Coroutine[Any, Any, T], async_op: bool) -> T | Handle[T]:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from typing import Final
 
 from psdist.client.session.scheduler_session import WorkerSession
+from psdist.collectives.exchange import Exchange
+from psdist.collectives.forming import GroupFormer, GroupSettings
 from psdist.collectives.group import AsyncWorkerGroup
 from psdist.collectives.mesh import Mesh
-from psdist.errors import InvalidArgumentError
+from psdist.errors import ExcludedError, FencedError, InvalidArgumentError, check_integer
+from psdist.types import check_name
 from psdist.wire.limits import WORLD_MAX
+
+#: Default time limit of silence: above the retransmission of a lost packet.
+SILENCE_SECONDS: Final = 0.5
 
 
 class AsyncCollectives:
@@ -17,13 +25,18 @@ class AsyncCollectives:
     def __init__(self, session: WorkerSession) -> None:
         self._session = session
         self._incarnation = 0
-        self._mesh = self._make_mesh()
+        self._former = self._make_former()
 
-    def _make_mesh(self) -> Mesh:
+    def _make_former(self) -> GroupFormer:
         membership, listener = self._session.membership, self._session.registrar.listener
         membership.raise_if_expelled(membership.registration.incarnation)
         self._incarnation = membership.registration.incarnation
-        return Mesh(membership, listener, listener.token)
+        return GroupFormer(self._session, Mesh(membership, listener, listener.token))
+
+    def _current_former(self) -> GroupFormer:
+        if self._session.membership.registration.incarnation != self._incarnation:
+            self._former = self._make_former()  # The links of the earlier incarnation have ended.
+        return self._former
 
     def new_group(self, ranks: Iterable[int] | None = None, *, ordered: bool = False) -> AsyncWorkerGroup:
         """Return a group of the workers with these ranks in the run; None means all.
@@ -42,6 +55,55 @@ class AsyncCollectives:
             raise InvalidArgumentError(f"ranks {list(members)} are out of range: ranks count from 0")
         if mine.rank not in members:
             raise InvalidArgumentError(f"rank {mine.rank} is not among {list(members)}: only members make a group")
-        if mine.incarnation != self._incarnation:  # The links of the earlier one have ended.
-            self._mesh = self._make_mesh()
-        return AsyncWorkerGroup(self._mesh, self._session.waits, members, members.index(mine.rank))
+        former = self._current_former()
+        former.mesh.remove_ended()
+        exchange = Exchange(former.mesh, self._session.waits, members, members.index(mine.rank))
+        former.mesh.add(exchange)
+        return AsyncWorkerGroup(former, former.start(exchange, members.index(mine.rank)))
+
+    async def join_group(
+        self,
+        name: str = "workers",
+        *,
+        size: int | None = None,
+        size_min: int = 1,
+        silence: float | None = SILENCE_SECONDS,
+        timeout: float | None = None,
+    ) -> AsyncWorkerGroup:
+        """Join the group ``name``, whose members may die, leave and be added: see ``AsyncWorkerGroup.reconfigure``.
+
+        The first workers form it, once ``size`` of them have called this. Later ones wait until the members admit them.
+        A worker that was expelled joins again.
+
+        size: None is the number of workers that the run was started with.
+        size_min: workers that every successor of the group needs; fewer survivors wait for new ones.
+        silence: seconds after which a rank that a call needs is lost if its process is stopped, or its host
+            acknowledges nothing. None leaves that to its lease.
+
+        Raises InvalidNameError, InvalidArgumentError, WaitTimeoutError after ``timeout`` seconds, LimitExceededError,
+        FencedError if the worker may not rejoin, and ClosedError.
+        """
+        check_name(name, "group name")
+        _check_seconds(timeout=timeout, silence=silence)
+        membership = self._session.membership
+        world = max(1, membership.registration.world_size)
+        check_integer("size_min", size_min, 1, WORLD_MAX)
+        check_integer("size", world if size is None else size, size_min, WORLD_MAX)
+        settings = GroupSettings(name, world if size is None else size, size_min, silence)
+        while True:
+            incarnation = membership.registration.incarnation
+            try:
+                former = self._current_former()
+                former.mesh.remove_ended()
+                formed = await former.form(settings, None, admits=True, timeout=timeout)
+                return AsyncWorkerGroup(former, formed, settings)
+            except ExcludedError:  # Members could not reach it while it joined.
+                continue
+            except FencedError as error:
+                await membership.wait_until_rejoined(error, incarnation)
+
+
+def _check_seconds(**given: float | None) -> None:
+    for name, seconds in given.items():
+        if seconds is not None and not 0.01 <= seconds < math.inf:
+            raise InvalidArgumentError(f"{name}={seconds!r:.60} is out of range: use seconds from 0.01, or None")

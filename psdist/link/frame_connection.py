@@ -53,6 +53,9 @@ _KEEPALIVE: Final = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TC
 #: Fields of the kernel's struct tcp_info: failed retransmissions of the oldest bytes, failed window probes, and
 #: milliseconds since the last acknowledgement.
 _TCP_INFO: Final = struct.Struct("=2xBB52xI")
+#: Fields of the same struct: window probes, segments sent and not acknowledged, and milliseconds since the last
+#: acknowledgement.
+_TCP_SILENCE: Final = struct.Struct("=3xB20xI28xI")
 #: Retransmissions that take at least 3 s: the pause doubles from 0.2 s.
 _RETRANSMITS: Final = 4
 
@@ -421,6 +424,17 @@ class FrameConnection(asyncio.BufferedProtocol):
         self._path_timer = asyncio.get_running_loop().call_later(limits.KEEPALIVE_SECONDS, self._check_path)
         if self.is_cut_off:
             self._end(ClosedError("no packets arrive on the TCP connection: using a new one, or gRPC"))
+
+
+def is_unanswered(connection: FrameConnection, seconds: float) -> bool:
+    """True if the peer's kernel has acknowledged nothing for ``seconds``, though something was sent to it. The kernel
+    of a slow or stopped process still acknowledges."""
+    if connection._transport is None:
+        return True
+    connected = connection._transport.get_extra_info("socket")
+    info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_SILENCE.size)
+    probes, unacknowledged, since_acknowledged_ms = _TCP_SILENCE.unpack(info)
+    return bool((probes or unacknowledged) and since_acknowledged_ms > 1e3 * seconds)
 
 
 def _shut_down(transport: asyncio.Transport) -> None:

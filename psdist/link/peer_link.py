@@ -26,7 +26,7 @@ from psdist import addresses
 from psdist.errors import PeerUnreachableError, PsdistError, SharingUnavailableError
 from psdist.link import fd_passing
 from psdist.link.dialing import CONNECT_SECONDS
-from psdist.link.frame_connection import FrameConnection, MessageReceiver
+from psdist.link.frame_connection import FrameConnection, MessageReceiver, is_unanswered
 from psdist.v1 import worker_pb2 as pb
 from psdist.wire import limits
 from psdist.wire.shm import GradientArena
@@ -34,6 +34,7 @@ from psdist.wire.shm import GradientArena
 logger = logging.getLogger("psdist")
 
 _NOTHING: Final = memoryview(b"")
+_PING: Final = pb.PeerFrame(ping=True).SerializeToString()
 #: Smaller payloads follow their frame.
 _SMALL_BYTES: Final = 16 << 10
 #: Elements and dtype of the shared memory.
@@ -128,6 +129,20 @@ class PeerLink(MessageReceiver[pb.PeerFrame]):
             self._wake.set()
         elif sent is not None:
             sent()
+
+    @property
+    def is_open(self) -> bool:
+        """True once the peer has accepted the link."""
+        return self._welcome.done() and not self._welcome.cancelled()
+
+    def is_silent(self, seconds: float) -> bool:
+        """True if the peer's host has acknowledged nothing for ``seconds``, though something was sent to it."""
+        return not self.is_open or is_unanswered(self.connection, seconds)
+
+    def ping(self) -> None:
+        """Send something that the peer's host acknowledges."""
+        if self.is_open and not self.connection.is_full:
+            self.connection.send(_PING)
 
     def drop(self, owner: object) -> None:
         """Send no more frames of ``owner``: their memory belongs to the caller again. If a frame is being sent, this

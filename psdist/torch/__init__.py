@@ -1,7 +1,8 @@
 """PyTorch training through psdist. Needs the extra ``torch``.
 
 ``DistributedOptimizer`` trains a model on parameter servers in any consistency mode and replaces the script's
-optimizer. ``DistributedDataParallel`` averages gradients through the servers for a script that keeps its own optimizer.
+optimizer. ``DistributedDataParallel`` averages gradients through the servers for a script that keeps its own optimizer,
+and ``ElasticDDP`` between workers that may die and join.
 ``offload`` trains a model that does not fit into a worker's memory. ``LeasedDataLoader`` feeds workers that come and
 go. ``SyncBatchNorm`` normalizes over all workers' batches. ``import psdist`` alone never imports torch.
 """
@@ -15,6 +16,7 @@ except ModuleNotFoundError as error:
 
 from psdist.torch.conversion import convert_optimizer, convert_scheduler
 from psdist.torch.data_parallel import DistributedDataParallel
+from psdist.torch.elastic.ddp import ElasticDDP
 from psdist.torch.layers.sync_batch_norm import SyncBatchNorm
 from psdist.torch.leased_loader import LeasedDataLoader
 from psdist.torch.offloading import OffloadedOptimizer, offload
@@ -24,6 +26,7 @@ from psdist.torch.optimizer_state import load_optimizer_state
 __all__ = [
     "DistributedDataParallel",
     "DistributedOptimizer",
+    "ElasticDDP",
     "LeasedDataLoader",
     "OffloadedOptimizer",
     "SyncBatchNorm",

@@ -785,6 +785,50 @@ class BarrierResponse(_message.Message):
     withdrawn: bool
     def __init__(self, waiting_for: _Optional[str] = ..., released: _Optional[bool] = ..., withdrawn: _Optional[bool] = ...) -> None: ...
 
+class FormGroupRequest(_message.Message):
+    __slots__ = ("run_id", "worker_id", "incarnation", "name", "ticket", "epoch", "members", "unreachable", "closed", "admits", "size", "size_min", "finishes")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
+    ADMITS_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    SIZE_MIN_FIELD_NUMBER: _ClassVar[int]
+    FINISHES_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    worker_id: str
+    incarnation: int
+    name: str
+    ticket: int
+    epoch: int
+    members: _containers.RepeatedCompositeFieldContainer[_common_pb2.WorkerEntry]
+    unreachable: _containers.RepeatedScalarFieldContainer[int]
+    closed: _containers.RepeatedScalarFieldContainer[int]
+    admits: bool
+    size: int
+    size_min: int
+    finishes: bool
+    def __init__(self, run_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., name: _Optional[str] = ..., ticket: _Optional[int] = ..., epoch: _Optional[int] = ..., members: _Optional[_Iterable[_Union[_common_pb2.WorkerEntry, _Mapping]]] = ..., unreachable: _Optional[_Iterable[int]] = ..., closed: _Optional[_Iterable[int]] = ..., admits: _Optional[bool] = ..., size: _Optional[int] = ..., size_min: _Optional[int] = ..., finishes: _Optional[bool] = ...) -> None: ...
+
+class FormGroupResponse(_message.Message):
+    __slots__ = ("epoch", "members", "formed", "waiting_for", "newcomers")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    FORMED_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    NEWCOMERS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    members: _containers.RepeatedCompositeFieldContainer[_common_pb2.WorkerEntry]
+    formed: bool
+    waiting_for: str
+    newcomers: int
+    def __init__(self, epoch: _Optional[int] = ..., members: _Optional[_Iterable[_Union[_common_pb2.WorkerEntry, _Mapping]]] = ..., formed: _Optional[bool] = ..., waiting_for: _Optional[str] = ..., newcomers: _Optional[int] = ...) -> None: ...
+
 class RendezvousRequest(_message.Message):
     __slots__ = ("run_id", "agent_id", "processes", "nodes_min", "nodes_max", "host", "master_address", "gave_up")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]

@@ -74,6 +74,11 @@ class SchedulerServiceStub:
                 request_serializer=psdist_dot_v1_dot_scheduler__pb2.BarrierRequest.SerializeToString,
                 response_deserializer=psdist_dot_v1_dot_scheduler__pb2.BarrierResponse.FromString,
                 _registered_method=True)
+        self.FormGroup = channel.unary_unary(
+                '/psdist.v1.SchedulerService/FormGroup',
+                request_serializer=psdist_dot_v1_dot_scheduler__pb2.FormGroupRequest.SerializeToString,
+                response_deserializer=psdist_dot_v1_dot_scheduler__pb2.FormGroupResponse.FromString,
+                _registered_method=True)
         self.Rendezvous = channel.unary_stream(
                 '/psdist.v1.SchedulerService/Rendezvous',
                 request_serializer=psdist_dot_v1_dot_scheduler__pb2.RendezvousRequest.SerializeToString,
@@ -201,6 +206,14 @@ class SchedulerServiceServicer:
 
     def Barrier(self, request, context):
         """Wait until all live workers, and at least the run's minimum, have called it with this name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FormGroup(self, request, context):
+        """Join a group of workers, or form its successor without the workers that are gone. Answered immediately; the caller
+        asks again until the group is formed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -345,6 +358,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.Barrier,
                     request_deserializer=psdist_dot_v1_dot_scheduler__pb2.BarrierRequest.FromString,
                     response_serializer=psdist_dot_v1_dot_scheduler__pb2.BarrierResponse.SerializeToString,
+            ),
+            'FormGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.FormGroup,
+                    request_deserializer=psdist_dot_v1_dot_scheduler__pb2.FormGroupRequest.FromString,
+                    response_serializer=psdist_dot_v1_dot_scheduler__pb2.FormGroupResponse.SerializeToString,
             ),
             'Rendezvous': grpc.unary_stream_rpc_method_handler(
                     servicer.Rendezvous,
@@ -633,6 +651,33 @@ class SchedulerService:
             '/psdist.v1.SchedulerService/Barrier',
             psdist_dot_v1_dot_scheduler__pb2.BarrierRequest.SerializeToString,
             psdist_dot_v1_dot_scheduler__pb2.BarrierResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FormGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/psdist.v1.SchedulerService/FormGroup',
+            psdist_dot_v1_dot_scheduler__pb2.FormGroupRequest.SerializeToString,
+            psdist_dot_v1_dot_scheduler__pb2.FormGroupResponse.FromString,
             options,
             channel_credentials,
             insecure,

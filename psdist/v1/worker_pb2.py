@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from psdist.v1 import common_pb2 as psdist_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16psdist/v1/worker.proto\x12\tpsdist.v1\x1a\x16psdist/v1/common.proto\"\xde\x02\n\tPeerFrame\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.psdist.v1.PeerHelloH\x00\x12\x11\n\x07welcome\x18\x02 \x01(\x08H\x00\x12)\n\x04\x63\x61ll\x18\x03 \x01(\x0b\x32\x19.psdist.v1.CollectiveCallH\x00\x12)\n\x04part\x18\x04 \x01(\x0b\x32\x19.psdist.v1.CollectivePartH\x00\x12/\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32\x1c.psdist.v1.CollectiveFailureH\x00\x12\x0f\n\x05offer\x18\x06 \x01(\tH\x00\x12\x0f\n\x05taken\x18\x07 \x01(\x0cH\x00\x12\x12\n\x08released\x18\t \x01(\rH\x00\x12(\n\x06memory\x18\n \x01(\x0b\x32\x16.psdist.v1.GroupMemoryH\x00\x12(\n\x06shared\x18\x08 \x01(\x0b\x32\x18.psdist.v1.SharedPayloadB\x06\n\x04kind\",\n\rSharedPayload\x12\r\n\x05place\x18\x01 \x01(\r\x12\x0c\n\x04size\x18\x02 \x01(\r\"9\n\x0bGroupMemory\x12\r\n\x05group\x18\x01 \x01(\x0c\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05nonce\x18\x03 \x01(\x0c\"|\n\tPeerHello\x12\r\n\x05token\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12&\n\x06sender\x18\x03 \x01(\x0b\x32\x16.psdist.v1.WorkerEntry\x12(\n\x08receiver\x18\x04 \x01(\x0b\x32\x16.psdist.v1.WorkerEntry\"L\n\x0e\x43ollectiveLane\x12\r\n\x05group\x18\x01 \x01(\x0c\x12\x0e\n\x06source\x18\x02 \x01(\x11\x12\x0b\n\x03tag\x18\x03 \x01(\x03\x12\x0e\n\x06number\x18\x04 \x01(\x04\"\xad\x01\n\x0e\x43ollectiveCall\x12\'\n\x04lane\x18\x01 \x01(\x0b\x32\x19.psdist.v1.CollectiveLane\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\n\n\x02op\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\r\n\x05shape\x18\x05 \x03(\x04\x12\x0c\n\x04root\x18\x06 \x01(\x11\x12\r\n\x05gives\x18\x07 \x01(\x04\x12\r\n\x05takes\x18\x08 \x01(\x04\x12\x0e\n\x06shares\x18\t \x01(\x08\"G\n\x0e\x43ollectivePart\x12\'\n\x04lane\x18\x01 \x01(\x0b\x32\x19.psdist.v1.CollectiveLane\x12\x0c\n\x04part\x18\x02 \x01(\r\"I\n\x11\x43ollectiveFailure\x12\r\n\x05group\x18\x01 \x01(\x0c\x12%\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x16.psdist.v1.ErrorDetailb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16psdist/v1/worker.proto\x12\tpsdist.v1\x1a\x16psdist/v1/common.proto\"\xee\x02\n\tPeerFrame\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.psdist.v1.PeerHelloH\x00\x12\x11\n\x07welcome\x18\x02 \x01(\x08H\x00\x12)\n\x04\x63\x61ll\x18\x03 \x01(\x0b\x32\x19.psdist.v1.CollectiveCallH\x00\x12)\n\x04part\x18\x04 \x01(\x0b\x32\x19.psdist.v1.CollectivePartH\x00\x12/\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32\x1c.psdist.v1.CollectiveFailureH\x00\x12\x0f\n\x05offer\x18\x06 \x01(\tH\x00\x12\x0f\n\x05taken\x18\x07 \x01(\x0cH\x00\x12\x0e\n\x04ping\x18\x0b \x01(\x08H\x00\x12\x12\n\x08released\x18\t \x01(\rH\x00\x12(\n\x06memory\x18\n \x01(\x0b\x32\x16.psdist.v1.GroupMemoryH\x00\x12(\n\x06shared\x18\x08 \x01(\x0b\x32\x18.psdist.v1.SharedPayloadB\x06\n\x04kind\",\n\rSharedPayload\x12\r\n\x05place\x18\x01 \x01(\r\x12\x0c\n\x04size\x18\x02 \x01(\r\"9\n\x0bGroupMemory\x12\r\n\x05group\x18\x01 \x01(\x0c\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05nonce\x18\x03 \x01(\x0c\"\x9c\x01\n\tPeerHello\x12\r\n\x05token\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12&\n\x06sender\x18\x03 \x01(\x0b\x32\x16.psdist.v1.WorkerEntry\x12(\n\x08receiver\x18\x04 \x01(\x0b\x32\x16.psdist.v1.WorkerEntry\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x11\n\tpid_scope\x18\x06 \x01(\t\"L\n\x0e\x43ollectiveLane\x12\r\n\x05group\x18\x01 \x01(\x0c\x12\x0e\n\x06source\x18\x02 \x01(\x11\x12\x0b\n\x03tag\x18\x03 \x01(\x03\x12\x0e\n\x06number\x18\x04 \x01(\x04\"\xad\x01\n\x0e\x43ollectiveCall\x12\'\n\x04lane\x18\x01 \x01(\x0b\x32\x19.psdist.v1.CollectiveLane\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\n\n\x02op\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\r\n\x05shape\x18\x05 \x03(\x04\x12\x0c\n\x04root\x18\x06 \x01(\x11\x12\r\n\x05gives\x18\x07 \x01(\x04\x12\r\n\x05takes\x18\x08 \x01(\x04\x12\x0e\n\x06shares\x18\t \x01(\x08\"G\n\x0e\x43ollectivePart\x12\'\n\x04lane\x18\x01 \x01(\x0b\x32\x19.psdist.v1.CollectiveLane\x12\x0c\n\x04part\x18\x02 \x01(\r\"I\n\x11\x43ollectiveFailure\x12\r\n\x05group\x18\x01 \x01(\x0c\x12%\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x16.psdist.v1.ErrorDetailb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,19 +33,19 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'psdist.v1.worker_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PEERFRAME']._serialized_start=62
-  _globals['_PEERFRAME']._serialized_end=412
-  _globals['_SHAREDPAYLOAD']._serialized_start=414
-  _globals['_SHAREDPAYLOAD']._serialized_end=458
-  _globals['_GROUPMEMORY']._serialized_start=460
-  _globals['_GROUPMEMORY']._serialized_end=517
-  _globals['_PEERHELLO']._serialized_start=519
-  _globals['_PEERHELLO']._serialized_end=643
-  _globals['_COLLECTIVELANE']._serialized_start=645
-  _globals['_COLLECTIVELANE']._serialized_end=721
-  _globals['_COLLECTIVECALL']._serialized_start=724
-  _globals['_COLLECTIVECALL']._serialized_end=897
-  _globals['_COLLECTIVEPART']._serialized_start=899
-  _globals['_COLLECTIVEPART']._serialized_end=970
-  _globals['_COLLECTIVEFAILURE']._serialized_start=972
-  _globals['_COLLECTIVEFAILURE']._serialized_end=1045
+  _globals['_PEERFRAME']._serialized_end=428
+  _globals['_SHAREDPAYLOAD']._serialized_start=430
+  _globals['_SHAREDPAYLOAD']._serialized_end=474
+  _globals['_GROUPMEMORY']._serialized_start=476
+  _globals['_GROUPMEMORY']._serialized_end=533
+  _globals['_PEERHELLO']._serialized_start=536
+  _globals['_PEERHELLO']._serialized_end=692
+  _globals['_COLLECTIVELANE']._serialized_start=694
+  _globals['_COLLECTIVELANE']._serialized_end=770
+  _globals['_COLLECTIVECALL']._serialized_start=773
+  _globals['_COLLECTIVECALL']._serialized_end=946
+  _globals['_COLLECTIVEPART']._serialized_start=948
+  _globals['_COLLECTIVEPART']._serialized_end=1019
+  _globals['_COLLECTIVEFAILURE']._serialized_start=1021
+  _globals['_COLLECTIVEFAILURE']._serialized_end=1094
 # @@protoc_insertion_point(module_scope)

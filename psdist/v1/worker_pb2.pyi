@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PeerFrame(_message.Message):
-    __slots__ = ("hello", "welcome", "call", "part", "failure", "offer", "taken", "released", "memory", "shared")
+    __slots__ = ("hello", "welcome", "call", "part", "failure", "offer", "taken", "ping", "released", "memory", "shared")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     CALL_FIELD_NUMBER: _ClassVar[int]
@@ -16,6 +16,7 @@ class PeerFrame(_message.Message):
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     OFFER_FIELD_NUMBER: _ClassVar[int]
     TAKEN_FIELD_NUMBER: _ClassVar[int]
+    PING_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     SHARED_FIELD_NUMBER: _ClassVar[int]
@@ -26,10 +27,11 @@ class PeerFrame(_message.Message):
     failure: CollectiveFailure
     offer: str
     taken: bytes
+    ping: bool
     released: int
     memory: GroupMemory
     shared: SharedPayload
-    def __init__(self, hello: _Optional[_Union[PeerHello, _Mapping]] = ..., welcome: _Optional[bool] = ..., call: _Optional[_Union[CollectiveCall, _Mapping]] = ..., part: _Optional[_Union[CollectivePart, _Mapping]] = ..., failure: _Optional[_Union[CollectiveFailure, _Mapping]] = ..., offer: _Optional[str] = ..., taken: _Optional[bytes] = ..., released: _Optional[int] = ..., memory: _Optional[_Union[GroupMemory, _Mapping]] = ..., shared: _Optional[_Union[SharedPayload, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[PeerHello, _Mapping]] = ..., welcome: _Optional[bool] = ..., call: _Optional[_Union[CollectiveCall, _Mapping]] = ..., part: _Optional[_Union[CollectivePart, _Mapping]] = ..., failure: _Optional[_Union[CollectiveFailure, _Mapping]] = ..., offer: _Optional[str] = ..., taken: _Optional[bytes] = ..., ping: _Optional[bool] = ..., released: _Optional[int] = ..., memory: _Optional[_Union[GroupMemory, _Mapping]] = ..., shared: _Optional[_Union[SharedPayload, _Mapping]] = ...) -> None: ...
 
 class SharedPayload(_message.Message):
     __slots__ = ("place", "size")
@@ -50,16 +52,20 @@ class GroupMemory(_message.Message):
     def __init__(self, group: _Optional[bytes] = ..., name: _Optional[str] = ..., nonce: _Optional[bytes] = ...) -> None: ...
 
 class PeerHello(_message.Message):
-    __slots__ = ("token", "run_id", "sender", "receiver")
+    __slots__ = ("token", "run_id", "sender", "receiver", "pid", "pid_scope")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     SENDER_FIELD_NUMBER: _ClassVar[int]
     RECEIVER_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    PID_SCOPE_FIELD_NUMBER: _ClassVar[int]
     token: str
     run_id: str
     sender: _common_pb2.WorkerEntry
     receiver: _common_pb2.WorkerEntry
-    def __init__(self, token: _Optional[str] = ..., run_id: _Optional[str] = ..., sender: _Optional[_Union[_common_pb2.WorkerEntry, _Mapping]] = ..., receiver: _Optional[_Union[_common_pb2.WorkerEntry, _Mapping]] = ...) -> None: ...
+    pid: int
+    pid_scope: str
+    def __init__(self, token: _Optional[str] = ..., run_id: _Optional[str] = ..., sender: _Optional[_Union[_common_pb2.WorkerEntry, _Mapping]] = ..., receiver: _Optional[_Union[_common_pb2.WorkerEntry, _Mapping]] = ..., pid: _Optional[int] = ..., pid_scope: _Optional[str] = ...) -> None: ...
 
 class CollectiveLane(_message.Message):
     __slots__ = ("group", "source", "tag", "number")

@@ -273,6 +273,16 @@ def replica_to_proto(replica: Replica) -> pb.Replica:
     return _to_proto(pb.Replica, replica)
 
 
+def worker_to_proto(worker: WorkerEntry) -> pb.WorkerEntry:
+    """Return the message of a worker."""
+    return _to_proto(pb.WorkerEntry, worker)
+
+
+def worker_from_proto(message: pb.WorkerEntry) -> WorkerEntry:
+    """Return the worker of a message."""
+    return _from_proto(WorkerEntry, message)
+
+
 def replica_from_proto(message: pb.Replica) -> Replica:
     """Convert a server's id and incarnation."""
     return _from_proto(Replica, message)

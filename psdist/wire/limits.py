@@ -195,9 +195,11 @@ HOST_GROUPS_MAX: Final = 16
 HOST_RANKS_MAX: Final = 64
 #: Calls of collectives that one peer may make before this worker has made them, over all groups and tags.
 EARLY_CALLS_MAX: Final = 1024
-#: Groups of workers, closed ones included, and lanes (tags and directions) of one group.
+#: Open groups of one worker, names of its groups, and lanes (tags and directions) of one group.
 GROUPS_MAX: Final = 4096
 LANES_MAX: Final = 4096
+#: Names of groups that a run reconfigures.
+GROUP_NAMES_MAX: Final = 1024
 #: Calls of one lane that wait for their turn.
 QUEUED_CALLS_MAX: Final = 4096
 

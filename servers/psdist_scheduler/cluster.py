@@ -29,6 +29,7 @@ from psdist_scheduler.events import worker_events as we
 from psdist_scheduler.events.cluster_events import Broadcast, Effect, Event, Publish, Refuse
 from psdist_scheduler.events.cluster_state import ClusterSettings, StoredState
 from psdist_scheduler.events.worker_events import Heard, StopReported
+from psdist_scheduler.members.formations import GroupFormations
 
 _NO_RECORD: Final = (
     "No snapshot has the training progress either. Start afresh under another --run-id; a scheduler with --store, and "
@@ -60,6 +61,7 @@ class Cluster:
         self.registry, self.datasets, self.snapshots = machines.registry, machines.datasets, machines.snapshots
         self.lineage = Lineage(settings.salt, stored)
         self._same_batches = SameBatchWarnings(self.members, self.registry)
+        self._formations = GroupFormations(self.members, is_restored=stored is not None)
         self._calls = WaitingCalls()
         #: True once members and callers were notified that the run cannot continue.
         self._has_ended = False
@@ -147,7 +149,7 @@ class Cluster:
                 effects += [Refuse(call, error)] if (call := getattr(event, "call", 0)) else []
                 continue
             # There are thousands of heartbeats, and no waiting call depends on them.
-            passing = ev.Heartbeat | Heard | we.ServerChecked | we.EqualContributions
+            passing = ev.Heartbeat | Heard | we.ServerChecked | we.EqualContributions | we.FormGroup
             accepted = accepted or not isinstance(event, passing)
         if self.failed is not None:
             return self._end_run(self.failed, effects, now)
@@ -180,6 +182,7 @@ class Cluster:
     def validate(self) -> None:
         self.machines.validate()
         self._calls.validate()
+        self._formations.validate()
         assert not self.machines.has_changed and not self.machines.has_changed_aside
 
     # --- events -------------------------------------------------------------------------------------------------------
@@ -239,6 +242,8 @@ class Cluster:
                 return machines.creation.commit(event, self.members.check_caller(event.caller))
             case we.OpenDataset() | we.LeaseRange() | we.EndRanges() | we.GetPosition() | we.SetPosition():
                 return self._data(event)
+            case we.FormGroup():
+                return self._formations.form(event, self.members.check_caller(event.caller), now)
             case ev.CallEnded():
                 self._end(event.call)
                 return []

@@ -127,6 +127,7 @@ _TYPES: dict[str, Callable[[Any], Any]] = {
     "Replica": convert.replica_from_proto,
     "Restore": convert.restore_from_proto,
     "ResumePush": lambda message: we.ResumePush(message.origin, message.number, message.generation),
+    "WorkerEntry": convert.worker_from_proto,
 }
 
 
@@ -180,6 +181,7 @@ REQUESTS: dict[str, Callable[[int, Any], ev.Event]] = {
     "CommitParameters": partial(make_event, ev.CommitParameters),
     "DescribeParameters": partial(make_event, ev.Describe),
     "Barrier": partial(make_event, ev.EnterBarrier),
+    "FormGroup": partial(make_event, we.FormGroup),
     "Rendezvous": _rendezvous_event,
     "Drain": partial(make_event, ev.Drain),
     "Scale": partial(make_event, ev.Scale),
@@ -350,6 +352,8 @@ def response(cls: Any, value: ev.Value, cluster_map: common.ClusterMap) -> tuple
             return make_message(cls, value, formed=True, run_id=cluster_map.run_id, **ranks), True
         case we.DatasetStanding():
             return dataset(value, cls), True
+        case we.GroupStanding():
+            return make_message(cls, value, members=map(convert.worker_to_proto, value.members)), True
         case we.RangeGiven(None):
             return cls(repeated_ranges=value.repeated, failed_ranges=value.failed, finished=True), True
         case we.RangeGiven(lease):

@@ -1,7 +1,8 @@
 """``python -m tests.simulation [KIND]``: run many seeds, or one with its trace.
 
 KIND: "snapshots"; "ordinary" for runs of ordinary life; "lost" for runs that lose the scheduler's store or their
-snapshots; "sets" for scripts that train several parameter sets; or "writes" for scripts that write weights.
+snapshots; "sets" for scripts that train several parameter sets; "writes" for scripts that write weights; or
+"groups" for groups of collectives whose members die and are added.
 """
 
 from __future__ import annotations

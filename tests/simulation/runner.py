@@ -19,7 +19,7 @@ from typing import Any, Final
 #: Number of seeds that a process takes per chunk.
 CHUNK = 20
 #: Kinds of runs; "" is the general one.
-KINDS: Final = ("", "snapshots", "ordinary", "lost", "sets", "writes")
+KINDS: Final = ("", "snapshots", "ordinary", "lost", "sets", "writes", "groups")
 
 
 @dataclass
@@ -58,15 +58,16 @@ class Summary:
 
 def runs_of(kind: str) -> Any:
     """Return the module with ``run`` and ``draw`` of a kind of runs."""
-    from tests.simulation import lost_runs, ordinary, scenario, sets, snapshots, writes
+    from tests.simulation import groups, lost_runs, ordinary, scenario, sets, snapshots, writes
 
-    return dict(zip(KINDS, (scenario, snapshots, ordinary, lost_runs, sets, writes), strict=True))[kind]
+    return dict(zip(KINDS, (scenario, snapshots, ordinary, lost_runs, sets, writes, groups), strict=True))[kind]
 
 
 def ablations_of(kind: str) -> Any:
     """Return the module with ``ABLATIONS`` and ``hunt`` of a kind of runs."""
     from tests.simulation import (
         ablations,
+        group_ablations,
         lost_ablations,
         ordinary_ablations,
         sets_ablations,
@@ -76,6 +77,7 @@ def ablations_of(kind: str) -> Any:
 
     tables = (
         ablations, snapshot_ablations, ordinary_ablations, lost_ablations, sets_ablations, write_ablations,
+        group_ablations,
     )  # fmt: skip
     return dict(zip(KINDS, tables, strict=True))[kind]
 

@@ -21,7 +21,13 @@ from psdist.collectives.core import host_memory
 from psdist.collectives.core.header import Header, mismatch
 from psdist.collectives.core.host_memory import HostMemory, HostMoves
 from psdist.collectives.core.plan import Bytes, Outgoing, Plan
-from psdist.errors import InvalidArgumentError, LimitExceededError, PsdistError, WaitTimeoutError, WorkerLostError
+from psdist.errors import (
+    InvalidArgumentError,
+    LimitExceededError,
+    PsdistError,
+    WaitTimeoutError,
+    WorkerLostError,
+)
 from psdist.wire.limits import LANES_MAX, QUEUED_CALLS_MAX
 
 
@@ -140,7 +146,8 @@ class GroupMachine:
         #: Memory of all ranks, once this rank has mapped it.
         self.memory: HostMemory | None = None
         self._lanes: dict[CallLane, _Calls] = {}
-        self._lost: dict[int, PsdistError] = {}
+        #: Ranks that are gone or have closed the group, and why.
+        self.lost: dict[int, PsdistError] = {}
         self._ids = 0
         self._effects: list[Effect] = []
 
@@ -161,8 +168,8 @@ class GroupMachine:
         if self.broken is not None:
             raise self.broken
         for peer in plan.peers:
-            if peer in self._lost:
-                raise self._lost[peer]
+            if peer in self.lost:
+                raise self.lost[peer]
         calls = self._calls_of(lane)
         if len(calls.queue) >= QUEUED_CALLS_MAX:
             raise LimitExceededError(f"{len(calls.queue)} calls wait for their turn, which is the limit: wait for some")
@@ -302,10 +309,10 @@ class GroupMachine:
         return self._lose(peer, error)
 
     def _lose(self, peer: int, error: PsdistError) -> list[Effect]:
-        if self.broken is not None or peer in self._lost:
+        if peer in self.lost:
             return []
-        self._lost[peer] = error
-        if any(call.needs(peer) for calls in self._lanes.values() for call in calls.queue):
+        self.lost[peer] = error
+        if self.broken is None and any(call.needs(peer) for calls in self._lanes.values() for call in calls.queue):
             self._fail(error)
         return self._taken()
 
@@ -339,8 +346,8 @@ class GroupMachine:
         for lane, calls in self._lanes.items():
             if lane.target == self.rank and lane.tag == tag and lane.source in calls.early and not calls.queue:
                 return lane.source
-        if self._lost:
-            raise next(iter(self._lost.values()))
+        if self.lost:
+            raise next(iter(self.lost.values()))
         return None
 
     def waiting_for(self, call_id: int) -> str:
@@ -359,7 +366,7 @@ class GroupMachine:
 
     def _fail(self, error: PsdistError) -> None:
         self._end(error)
-        self._effects += [SendFailure(peer, error) for peer in self.peers if peer not in self._lost]
+        self._effects += [SendFailure(peer, error) for peer in self.peers if peer not in self.lost]
 
     def _end(self, error: PsdistError) -> None:
         self.broken = error
@@ -371,6 +378,12 @@ class GroupMachine:
     def _taken(self) -> list[Effect]:
         effects, self._effects = self._effects, []
         return effects
+
+
+def needed_ranks(machine: GroupMachine) -> list[int]:
+    """Return the ranks that the calls under way need something from."""
+    under_way = [calls.queue[0] for calls in machine._lanes.values() if calls.queue]
+    return [peer for peer in machine.peers if any(call.needs(peer) for call in under_way)]
 
 
 def _reason(call: GroupCall, first: GroupCall) -> str:

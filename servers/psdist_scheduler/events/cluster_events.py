@@ -291,7 +291,7 @@ ReplicaEvent = ReplicaFilled | ReplicaUnreachable
 #: Calls that may wait.
 WaitingCall = Create | Describe | EnterBarrier | EnterRendezvous
 CallEvent = WaitingCall | CommitParameters | GiveUp | Drain | Stop | Scale | WatchScale
-Event = MemberEvent | ReplicaEvent | CallEvent | we.DataEvent | sn.SnapshotEvent | CallEnded | Tick
+Event = MemberEvent | ReplicaEvent | CallEvent | we.DataEvent | we.FormGroup | sn.SnapshotEvent | CallEnded | Tick
 
 # --- answers to calls, and commands on sessions -----------------------------------------------------------------------
 
@@ -463,7 +463,7 @@ News = MemberLost | ShardsLost | sn.RolledBack | RunEnded
 #: Answers that are followed by others, and last answers.
 Interim = Waiting | Upload | Draining | ScaleNews | sn.Saving
 Last = Registered | ParametersReady | Described | Done | Withdrawn | Formed | Drained | Scaled | sn.Saved
-DataAnswer = we.DatasetStanding | we.RangeGiven | sn.StatePlace | sn.StateSource
+DataAnswer = we.DatasetStanding | we.RangeGiven | we.GroupStanding | sn.StatePlace | sn.StateSource
 Command = JoinProposal | WithdrawJoin | CheckValues | RunEnded | we.WorkerCommand | sn.SnapshotCommand
 Value = Interim | Last | DataAnswer | Command
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from psdist.errors import PsdistError
-from psdist.types import DataPosition, DatasetSpec, Replica
+from psdist.types import DataPosition, DatasetSpec, Replica, WorkerEntry
 from psdist_scheduler.events.cluster_state import DataLease
 from psdist_scheduler.events.snapshot_events import Numbers
 
@@ -209,6 +209,48 @@ class EndRanges:
     returned: tuple[int, ...] = ()
     done_at: tuple[Numbers, ...] = ()
     now: Numbers = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FormGroup:
+    """A worker's request for the next group of a name; see ``formations``.
+
+    ticket: recognizes a repeated request; 0 only asks about waiting workers.
+    epoch, members: the caller's group; 0 and none if it is in no group of this name.
+    unreachable, closed: ranks in that group that the caller cannot reach, and that have closed it.
+    admits: True at a step boundary, where workers may be added.
+    size, size_min: workers that the first group needs, and that every group needs.
+    finishes: True if the group's work is complete: the caller leaves it, and nobody is added any more.
+    """
+
+    call: int
+    caller: Caller
+    name: str
+    ticket: int
+    epoch: int = 0
+    members: tuple[WorkerEntry, ...] = ()
+    unreachable: tuple[int, ...] = ()
+    closed: tuple[int, ...] = ()
+    admits: bool = False
+    size: int = 1
+    size_min: int = 1
+    finishes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStanding:
+    """The newest group of a name.
+
+    formed: True if it is the one that the caller asked for.
+    waiting_for: why there is no next group yet.
+    newcomers: workers outside that wait to be added.
+    """
+
+    epoch: int
+    members: tuple[WorkerEntry, ...]
+    formed: bool
+    waiting_for: str = ""
+    newcomers: int = 0
 
 
 @dataclass(frozen=True, slots=True)

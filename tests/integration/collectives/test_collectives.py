@@ -261,8 +261,8 @@ async def test_the_same_workers_make_another_group_after_a_call_was_given_up_in_
     large = np.ones(8 * LARGE)
     await run.all(lambda group: group.barrier())
     calls = [asyncio.ensure_future(group.all_reduce(large)) for group in run.groups]
-    while not run.workers[0]._mesh._incoming or not any(
-        link.receiving for link in run.workers[0]._mesh._incoming.values()
+    while not run.workers[0]._former.mesh._incoming or not any(
+        link.receiving for link in run.workers[0]._former.mesh._incoming.values()
     ):
         await asyncio.sleep(0)
         if any(call.done() for call in calls):

@@ -12,6 +12,10 @@ def test_the_calls_are_the_same() -> None:
     for name, method in vars(AsyncWorkerGroup).items():
         if name.startswith("_") or not inspect.iscoroutinefunction(method) or name == "close":
             continue
+        if name in ("reconfigure", "count_newcomers", "finish"):
+            given, mine = (inspect.signature(getattr(cls, name)) for cls in (AsyncWorkerGroup, WorkerGroup))
+            assert given.parameters == mine.parameters
+            continue
         given, mine = (
             inspect.signature(method).parameters,
             dict(inspect.signature(getattr(WorkerGroup, name)).parameters),

@@ -1,0 +1,216 @@
+"""Groups that outlive their members: asks the scheduler for the next group of a name, until it is formed.
+
+The scheduler decides who is in it. The caller reports which ranks of its former group it cannot reach. Then the members
+confirm the group to each other, so that a member that has gone since does not fail the first call of the script.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+from psdist.client.session.scheduler_session import WorkerSession
+from psdist.client.session.wait_tracker import Wait
+from psdist.collectives import calls
+from psdist.collectives.core.machine import COLLECTIVES
+from psdist.collectives.exchange import Exchange
+from psdist.collectives.mesh import Mesh
+from psdist.errors import (
+    ClosedError,
+    FencedError,
+    PsdistError,
+    SchedulerUnreachableError,
+    WaitTimeoutError,
+)
+from psdist.types import WorkerEntry
+from psdist.v1 import scheduler_pb2 as pb
+from psdist.wire import convert
+
+#: Pauses between two requests, in seconds: the first, and the longest.
+_PAUSE: Final = 0.005
+_LONGEST_PAUSE: Final = 0.05
+#: Longest time for an answer of the scheduler that is not needed.
+_ANSWER_SECONDS: Final = 1.0
+#: Longest time in which the members of a new group confirm it.
+_CONFIRM_SECONDS: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSettings:
+    """Settings that all groups of a name share.
+
+    name: see ``join_group``.
+    size, size_min: workers that the first group needs, and that every group needs.
+    silence: see ``Exchange``.
+    """
+
+    name: str
+    size: int = 1
+    size_min: int = 1
+    silence: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FormedGroup:
+    """One group of a name.
+
+    rank: this worker's number in it.
+    ticket: of the request for the next one, which may be repeated.
+    """
+
+    epoch: int
+    rank: int
+    exchange: Exchange
+    ticket: int
+
+
+class GroupFormer:
+    """Forms groups of one worker. mesh: of the worker's incarnation."""
+
+    def __init__(self, session: WorkerSession, mesh: Mesh) -> None:
+        self._session = session
+        self.mesh = mesh
+        self._mine = session.membership.registration
+
+    async def form(
+        self, settings: GroupSettings, before: FormedGroup | None, *, admits: bool, timeout: float | None
+    ) -> FormedGroup:
+        """Form the group after ``before``; None if this worker was in no group of the name.
+
+        admits: True if new workers may be added.
+
+        Raises ExcludedError if the others continued without this worker, WaitTimeoutError after ``timeout`` seconds,
+        FencedError, ClosedError.
+        """
+        given, until = before, math.inf if timeout is None else asyncio.get_running_loop().time() + timeout
+        try:
+            while True:
+                former, before = before, await self._form_once(settings, before, admits, until, timeout)
+                if former is not None:
+                    self.mesh.remove(former.exchange)
+                if await self._is_confirmed(before):
+                    return before
+        except PsdistError:
+            if before is not None and before is not given:
+                self.mesh.remove(before.exchange)
+            raise
+
+    async def _form_once(
+        self, settings: GroupSettings, before: FormedGroup | None, admits: bool, until: float, timeout: float | None
+    ) -> FormedGroup:
+        request = self._request(settings, before, admits)
+        left = None if timeout is None else max(0.0, until - asyncio.get_running_loop().time())
+        with self._session.waits.open(f"to join group {settings.name!r}") as wait:
+            try:
+                async with asyncio.timeout(left):
+                    reply = await self._ask_until_formed(request, before, settings, wait)
+            except TimeoutError:
+                raise WaitTimeoutError(
+                    f"group {settings.name!r} was not formed within {timeout:g} s: waiting {wait.reason}"
+                ) from None
+        return self._enter(settings, reply.epoch, list(map(convert.worker_from_proto, reply.members)))
+
+    def start(self, exchange: Exchange, rank: int) -> FormedGroup:
+        """Return a group that was made without the scheduler, as the first of its name."""
+        return FormedGroup(1, rank, exchange, self._draw())
+
+    def _draw(self) -> int:
+        return 1 + self._session.calls.rng.getrandbits(62)
+
+    def _request(self, settings: GroupSettings, before: FormedGroup | None, admits: bool) -> pb.FormGroupRequest:
+        request = pb.FormGroupRequest(
+            **self._mine.caller(), name=settings.name, ticket=self._draw() if before is None else before.ticket,
+            admits=admits, size=settings.size, size_min=settings.size_min,
+        )  # fmt: skip
+        if before is not None:
+            request.epoch = before.epoch
+            request.members.extend(map(convert.worker_to_proto, before.exchange.members))
+        return request
+
+    async def _ask_until_formed(
+        self, request: pb.FormGroupRequest, before: FormedGroup | None, settings: GroupSettings, wait: Wait
+    ) -> pb.FormGroupResponse:
+        session, pause, ticket = self._session, _PAUSE, request.ticket
+        if before is None:  # Only look at the group first.
+            request.ticket = 0
+        while True:
+            if before is not None:
+                del request.unreachable[:], request.closed[:]
+                request.unreachable.extend(before.exchange.watch.unreachable())
+                request.closed.extend(before.exchange.watch.closed)
+            reply: pb.FormGroupResponse = await session.calls.call_until_answered(
+                session.calls.stub.FormGroup, lambda: request, wait.reason, self._mine.incarnation
+            )
+            if reply.formed:
+                return reply
+            reason = reply.waiting_for or wait.reason
+            if before is None:
+                # A worker that cannot reach a member would be left out again and again.
+                unreached = self._unreached(reply, settings)
+                request.ticket = 0 if unreached else ticket
+                reason = f"to reach {unreached}" if unreached else reason
+            wait.update_reason(reason)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _unreached(self, reply: pb.FormGroupResponse, settings: GroupSettings) -> str:
+        """Return the id of a member of the newest group that this worker has no link to; empty if it reaches all."""
+        for member in map(convert.worker_from_proto, reply.members):
+            if member.worker_id != self._mine.worker_id and self.mesh.knows(member):
+                silence = math.inf if settings.silence is None else settings.silence
+                link, identity = self.mesh.link(member), (member.worker_id, member.incarnation)
+                if self.mesh.liveness.check(identity, link, silence) or not link.is_open:
+                    return member.worker_id
+        return ""
+
+    def _enter(self, settings: GroupSettings, epoch: int, members: list[WorkerEntry]) -> FormedGroup:
+        mine = self._mine
+        rank = next(
+            (
+                rank
+                for rank, member in enumerate(members)
+                if (member.worker_id, member.incarnation) == (mine.worker_id, mine.incarnation)
+            ),
+            None,
+        )
+        if rank is None:
+            raise FencedError(f"the scheduler formed group {settings.name!r} without {mine.worker_id}, which asked")
+        ranks = [member.rank for member in members]
+        exchange = Exchange(self.mesh, self._session.waits, ranks, rank, settings.silence)
+        self.mesh.enter(exchange, settings.name, epoch, members)
+        return FormedGroup(epoch, rank, exchange, self._draw())
+
+    async def _is_confirmed(self, formed: FormedGroup) -> bool:
+        """Return True once all members have entered a group. Raises what ends this worker's membership."""
+        exchange = formed.exchange
+        try:
+            call_id = exchange.start(COLLECTIVES, calls.barrier(formed.rank, len(exchange.members)))
+            await exchange.result(call_id, "the first call of a group", _CONFIRM_SECONDS)
+        except PsdistError:
+            self._session.membership.raise_if_expelled(self._mine.incarnation)
+            return False
+        return True
+
+    async def count_newcomers(self, settings: GroupSettings, exchange: Exchange) -> int:
+        """Return the number of workers that wait to be added; 0 if the scheduler does not answer."""
+        if len(self._session.membership.view.cluster.workers) <= sum(map(self.mesh.knows, exchange.members)):
+            return 0
+        reply = await self._ask_once(pb.FormGroupRequest(**self._mine.caller(), name=settings.name))
+        return reply.newcomers if reply is not None else 0
+
+    async def finish(self, settings: GroupSettings, formed: FormedGroup) -> None:
+        """Tell the scheduler, if it answers, that the members have completed their work."""
+        request = self._request(settings, formed, admits=False)
+        request.finishes = True
+        await self._ask_once(request)
+
+    async def _ask_once(self, request: pb.FormGroupRequest) -> pb.FormGroupResponse | None:
+        with suppress(SchedulerUnreachableError, ClosedError, TimeoutError):
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                calls_ = self._session.calls
+                reply: pb.FormGroupResponse = await calls_.call(calls_.stub.FormGroup, request)
+                return reply
+        return None

@@ -1,0 +1,68 @@
+"""Signs of life of other workers: their processes, and whether their hosts can be reached.
+
+Slow is not dead: a worker that computes, or whose process is starved, still counts as alive. It counts as silent while
+its process is stopped (on this machine), or its host acknowledges nothing. It is gone if it refuses a new link.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Final
+
+from psdist.collectives.core.silence import LOOKS, PeerSilence
+from psdist.collectives.incoming import Sender
+from psdist.link import process_state
+from psdist.link.peer_link import PeerLink
+from psdist.v1 import worker_pb2 as pb
+
+#: Pauses between two looks, within which an acknowledgement must arrive.
+_ACKNOWLEDGED: Final = 2.0
+
+
+class PeerLiveness:
+    """Signs of life of the workers that one worker has links to."""
+
+    def __init__(self) -> None:
+        #: Process ids of workers on this machine, and reasons why workers could not be dialed.
+        self._pids: dict[Sender, int] = {}
+        self._refusals: dict[Sender, str] = {}
+        self._silences: dict[Sender, PeerSilence] = {}
+
+    def on_hello(self, hello: pb.PeerHello) -> None:
+        """Record the process of a worker that made a link."""
+        if hello.pid and hello.pid_scope and hello.pid_scope == process_state.own_scope():
+            self._pids[hello.sender.worker_id, hello.sender.incarnation] = hello.pid
+
+    def on_link_ended(self, worker: Sender, link: PeerLink, reason: str) -> None:
+        """Record the end of a link that this worker dialed."""
+        if not link.is_open:
+            self._refusals[worker] = reason
+
+    def forget(self, worker: Sender) -> None:
+        """Forget a worker that has left the run."""
+        for known in (self._pids, self._refusals, self._silences):
+            known.pop(worker, None)
+
+    def check(self, worker: Sender, link: PeerLink, limit: float) -> str:
+        """Look at a worker, and ping it. Returns why it is gone or silent for ``limit`` seconds; empty if it is not.
+
+        limit: infinite if silence means nothing. Called every ``limit / LOOKS`` seconds.
+        """
+        if link.is_open:
+            self._refusals.pop(worker, None)
+        if refusal := self._refusals.get(worker):
+            return refusal
+        if math.isinf(limit):
+            return ""
+        interval = limit / LOOKS
+        pid = self._pids.get(worker, 0)
+        is_stopped = bool(pid) and process_state.is_stopped(pid)
+        is_silent = is_stopped or link.is_silent(_ACKNOWLEDGED * interval)
+        silence = self._silences.setdefault(worker, PeerSilence(interval))
+        seconds = silence.look(asyncio.get_running_loop().time(), is_silent=is_silent)
+        link.ping()
+        if seconds < limit:
+            return ""
+        cause = "its process is stopped" if is_stopped else "its host acknowledges nothing"
+        return f"{worker[0]} was silent for {seconds:.1f} s: {cause}"

@@ -1,0 +1,1 @@
+"""``ElasticDDP``: data-parallel training between workers that may die and join, without servers."""

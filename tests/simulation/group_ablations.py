@@ -1,0 +1,78 @@
+"""Ablations of groups: proof that the runs of ``groups`` detect faults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from psdist.collectives import mesh as meshes
+from psdist.collectives.core import machine as machines
+from psdist.collectives.core.group_key import make_key
+from psdist.collectives.core.machine import GroupMachine
+from psdist.collectives.mesh import Mesh
+from psdist_scheduler.members import formations
+from psdist_scheduler.members.formations import GroupFormations
+from tests.simulation import groups
+from tests.simulation.ablations import Ablation, Put, noted_in, search
+
+#: Number of seeds within which an ablation must be caught.
+SEEDS = 300
+
+ABLATIONS: dict[str, Ablation] = {}
+_ablation = noted_in(ABLATIONS)
+
+_KILLS: dict[str, Any] = {"faults": ("kill and start again",), "fault_count": 5, "think_seconds": 0.0}
+_LIMITS: dict[str, Any] = {"faults": ("give up", "time limit"), "fault_count": 5, "think_seconds": 0.0}
+
+
+def hunt(name: str, seeds: int = SEEDS) -> tuple[int, str]:
+    """See ``ablations.search``."""
+    return search(ABLATIONS[name], groups, seeds)
+
+
+@_ablation("messages carry the epoch of their group", **_LIMITS)
+def _no_epoch(put: Put) -> None:
+    put(meshes, "make_key", lambda name, epoch, members: make_key(name, 1, members))
+
+
+@_ablation("memory of failed calls is neither sent nor written to", **_LIMITS)
+def _memory_is_used(put: Put) -> None:
+    put(Mesh, "drop", lambda self, group: None)
+
+
+@_ablation("a link that a failed call has closed is no loss of its rank", **_LIMITS)
+def _link_is_rank(put: Put) -> None:
+    def link_ended(self: Any, sender: Any, used: Any, reason: str) -> None:
+        self._incoming.pop(sender, None)
+        for key in used:
+            if (group := self._groups.get(key)) is not None:
+                group.on_lost(sender, reason)
+
+    put(Mesh, "link_ended", link_ended)
+
+
+@_ablation("calls are compared", faults=("other call",), fault_count=5, think_seconds=0.0)
+def _not_compared(put: Put) -> None:
+    put(machines, "mismatch", lambda *_: None)
+
+
+@_ablation("the loss of a rank ends the calls that need it", **_KILLS)
+def _loss_is_ignored(put: Put) -> None:
+    put(GroupMachine, "_lose", lambda self, peer, error: [])
+
+
+@_ablation("all ranks learn of a failure", **_LIMITS)
+def _failure_is_kept(put: Put) -> None:
+    put(GroupMachine, "_fail", lambda self, error: self._end(error))
+
+
+@_ablation("a successor waits for all live members", **_KILLS)
+def _nobody_is_awaited(put: Put) -> None:
+    put(GroupFormations, "_missing", lambda *_: "")
+
+
+@_ablation(
+    "another scheduler leaves out no live members of groups that it does not know",
+    faults=("cut one path", "cut host off", "restart scheduler"), fault_count=5, fault_seconds=2.0,
+)  # fmt: skip
+def _adopted_is_known(put: Put) -> None:
+    put(formations._Formation, "is_adopted", property(lambda self: False, lambda self, value: None))
