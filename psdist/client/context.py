@@ -169,7 +169,9 @@ class Context:
         Raises InvalidNameError, InvalidArgumentError, WaitTimeoutError after ``timeout`` seconds, LimitExceededError,
         FencedError if the worker may not rejoin, and ClosedError.
         """
-        return self._groups.join_group(name, size=size, size_min=size_min, silence=silence, timeout=timeout)
+        return self._groups.join_group(
+            name, size=self.world_size if size is None else size, size_min=size_min, silence=silence, timeout=timeout
+        )
 
     def add_tracker(self, tracker: Tracker) -> None:
         """Also pass this worker's later reports to ``tracker``, about once a second, and call its ``start``.
@@ -234,6 +236,10 @@ class _SubsetCollectives(Collectives):
     def new_group(self, ranks: Iterable[int] | None = None, ordered: bool = False) -> WorkerGroup:
         """See ``Context.new_group``; None means all workers of the subset."""
         return self._whole.new_group(self._ranks if ranks is None else ranks, ordered)
+
+    def started(self) -> AsyncCollectives:
+        """Return the groups for code on psdist's loop thread."""
+        return self._whole.started()
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,9 @@ class ElasticDDP(nn.Module):
 
         async def join() -> AsyncWorkerGroup:
             collectives = place.async_collectives()
-            return await collectives.join_group(name, size=size, size_min=size_min, silence=silence)
+            return await collectives.join_group(
+                name, size=place.world_size if size is None else size, size_min=size_min, silence=silence
+            )
 
         self._steps = ElasticSteps(join, TrainingState(module, stateful), timeout)
         loop.shared().call(self._steps.start())
