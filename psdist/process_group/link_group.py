@@ -126,7 +126,12 @@ class _GroupBase(dist.ProcessGroup):
             # All of them are made before those of the next work: the order must be that of the other ranks.
             await asyncio.gather(*calls)
 
-        return self._record(CollectiveWork(together(), tensors, f"{NAME}:{name}", inputs))
+        try:
+            return self._record(CollectiveWork(together(), tensors, f"{NAME}:{name}", inputs))
+        except BaseException:
+            for call in calls:
+                call.close()
+            raise
 
     def _work_of_several_calls(self, name: str, call: Coroutine[Any, Any, None], tensor: Tensor) -> CollectiveWork:
         """Return a work whose calls follow from each other's results. The next work begins after it."""

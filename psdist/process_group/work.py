@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Coroutine, Sequence
 from datetime import timedelta
@@ -20,6 +21,7 @@ from torch._C._autograd import (
 )
 
 from psdist.client.process import loop
+from psdist.client.process.sigterm import sigterm
 from psdist.collectives.core.reductions import DTYPES
 from psdist.errors import DTypeMismatchError, InvalidArgumentError, PsdistError, WaitTimeoutError, copy_error
 
@@ -99,7 +101,11 @@ class CollectiveWork(dist.Work):
         self._started: torch.futures.Future[Any] | None = None
         self._future: torch.futures.Future[Any] | None = None
         self._tensors = list(tensors)
-        loop.shared().start(self._run(call))
+        try:
+            loop.shared().start(self._run(call))
+        except BaseException:  # Also for SystemExit: an unawaited coroutine would cause a warning.
+            call.close()
+            raise
 
     async def _run(self, call: Coroutine[Any, Any, int | None]) -> None:
         try:
@@ -134,6 +140,8 @@ class CollectiveWork(dist.Work):
         while not self._ended.wait(0.5 if until is None else min(until, 0.5)):  # Signals are handled in between.
             if until is not None and (until := until - 0.5) <= 0:
                 raise WaitTimeoutError(f"a call of torch.distributed took longer than {limit:g} s")
+        if isinstance(self._error, asyncio.CancelledError):
+            sigterm.check()  # This worker leaves, and so its script ends, as in any other call.
         if isinstance(self._error, PsdistError):
             raise copy_error(self._error)
         if self._error is not None:

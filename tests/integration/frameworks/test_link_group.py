@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import tomllib
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from launched import Run
 
 from psdist import torch_backend
 from psdist.errors import InvalidArgumentError
@@ -226,3 +228,23 @@ def test_torch_finds_the_backend_of_an_installed_package() -> None:
     assert project["entry-points"]["torch.backends"] == {"psdist": "psdist.torch_backend:register"}
     torch_backend.register()
     assert "PSDIST" in dist.Backend._plugins
+
+
+_ENDLESS = """
+context = psdist.init()
+while True:
+    dist.all_reduce(torch.ones(10))
+    print("reduced", flush=True)
+"""
+
+
+def test_a_script_that_waits_in_a_collective_ends_in_order(tmp_path: Path) -> None:
+    run = Run(tmp_path, _HEAD + _ENDLESS, flags=("--nservers", "1"))
+    try:
+        run.until("reduced", 200)
+        run.process.send_signal(signal.SIGTERM)
+        status, text = run.end()
+    finally:
+        run.stop()
+    assert status == 128 + signal.SIGTERM, text
+    assert "Traceback" not in text and "never awaited" not in text, text
