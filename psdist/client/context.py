@@ -309,6 +309,25 @@ def init(
         return _current
 
 
+def is_placed() -> bool:
+    """True if ``init`` without arguments joins a run: it did before, or the environment names a scheduler."""
+    return _current is not None or any(os.environ.get(name) for name in _CONFIGURED)
+
+
+def init_for_all(workers: int) -> tuple[Context, dict[str, str]]:
+    """Start a scheduler and a server for ``workers`` workers on this machine, and connect this one, as ``init`` does.
+
+    Returns the context, and the arguments of ``init`` for the other workers. The token is among them.
+    """
+    global _current
+    with _lock:
+        if _current is not None:
+            raise ConfigurationError("psdist.init() was called before: close that context")
+        started = f"no launcher of psdist: a scheduler and one server are started for {workers} workers"
+        _current, others = _with_own_cluster({}, metrics_settings(os.environ), workers, started)
+        return _current, others
+
+
 #: The arguments of ``init`` and their defaults, which are those of ``Client``.
 _DEFAULTS: Final = {name: parameter.default for name, parameter in inspect.signature(init).parameters.items()}
 
@@ -340,16 +359,23 @@ def _connect(arguments: dict[str, Any]) -> Context:
             raise spawned.explained(error) from None
         return Context(client.rank, client.world_size, client.local_rank, client, None, metrics)
     check_alone(os.environ, "set PSDIST_SCHEDULER=HOST:PORT")
-    return _world_of_one(arguments, metrics)
+    started = "no launcher, so this is a world of one: a scheduler and one server are started"
+    return _with_own_cluster(arguments, metrics, 1, started)[0]
 
 
-def _world_of_one(arguments: dict[str, Any], metrics: MetricsSettings) -> Context:
+def _with_own_cluster(
+    arguments: dict[str, Any], metrics: MetricsSettings, workers: int, started: str
+) -> tuple[Context, dict[str, str]]:
+    """Start a cluster that ends with this process. Returns the context and the arguments that name the cluster.
+
+    started: line to print.
+    """
     from psdist.launcher.embedded import EmbeddedCluster
 
     loop.shared().end_on_sigterm()  # From here on SIGTERM raises SystemExit, so that the cluster is closed.
-    cluster = EmbeddedCluster(servers=1)
+    cluster = EmbeddedCluster(servers=1, workers=workers)
     try:
-        _print_line("no launcher, so this is a world of one: a scheduler and one server are started")
+        _print_line(started)
         named = {"scheduler": cluster.address, "token": cluster.token, "run_id": cluster.run_id}
         client = Client(**(arguments | named))
     except BaseException:
@@ -358,4 +384,4 @@ def _world_of_one(arguments: dict[str, Any], metrics: MetricsSettings) -> Contex
     context = Context(client.rank, client.world_size, client.local_rank, client, cluster, metrics)
     # Registered after the loop thread's own exit function, so it runs before: first the client, then the cluster.
     atexit.register(context._close_at_exit)
-    return context
+    return context, named

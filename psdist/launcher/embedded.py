@@ -39,6 +39,7 @@ class EmbeddedCluster:
     policy: when snapshots are taken; ``close`` never takes one.
     fresh: True to refuse a storage that has snapshots.
     run_id: name of the run; None generates one.
+    workers: workers that the scheduler waits for.
 
     Raises SchedulerUnreachableError if the scheduler does not come up, ConfigurationError for values out of range.
     """
@@ -54,6 +55,7 @@ class EmbeddedCluster:
         fresh: bool = False,
         run_id: str | None = None,
         worker_timeout: float = ServicesSettings.worker_timeout_seconds,
+        workers: int = 1,
     ) -> None:
         if not 1 <= replicas <= servers:
             raise ConfigurationError(
@@ -84,7 +86,7 @@ class EmbeddedCluster:
             directory=self._directory,
             link=SchedulerAddress(file=self._directory / "scheduler", run_id=self.run_id),
             lifeline=lifeline,
-            workers=1,
+            workers=workers,
             drain_timeout_seconds=0.0,  # all servers end together
             host=addresses.loopback(),
         )

@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from psdist.client.context import Context, init
+from psdist.client.context import Context, init, is_placed
 from psdist.client.process import loop
 from psdist.collectives.group import AsyncWorkerGroup
 from psdist.collectives.sync_group import WorkerGroup
 from psdist.errors import InvalidArgumentError, WaitTimeoutError
+from psdist.process_group import own_run
 from psdist.process_group.monitored import monitored_error
 from psdist.process_group.sparse import all_reduce_sparse
 from psdist.process_group.work import CollectiveWork, SeveralWorks, TensorMemory, rows, set_rows
@@ -361,8 +362,11 @@ class LinkGroup(_GroupBase):
 
 
 def make_group(options: Any, _: Any, context: Callable[[], Context] = init) -> LinkGroup:
-    """Return a process group for torch. options: rank, size, members and time limit, as torch gives them."""
-    place = context()
+    """Return a process group for torch. options: rank, size, members, time limit and store, as torch gives them."""
+    if context is init and options.group_size > 1 and not is_placed():
+        place = own_run.join(options.store, options.group_rank, options.group_size)
+    else:
+        place = context()
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     if place.rank != ranks[options.group_rank]:
         raise InvalidArgumentError(

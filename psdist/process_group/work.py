@@ -23,7 +23,14 @@ from torch._C._autograd import (
 from psdist.client.process import loop
 from psdist.client.process.sigterm import sigterm
 from psdist.collectives.core.reductions import DTYPES
-from psdist.errors import DTypeMismatchError, InvalidArgumentError, PsdistError, WaitTimeoutError, copy_error
+from psdist.errors import (
+    ClosedError,
+    DTypeMismatchError,
+    InvalidArgumentError,
+    PsdistError,
+    WaitTimeoutError,
+    copy_error,
+)
 
 
 class TensorMemory:
@@ -144,6 +151,9 @@ class CollectiveWork(dist.Work):
             sigterm.check()  # This worker leaves, and so its script ends, as in any other call.
         if isinstance(self._error, PsdistError):
             raise copy_error(self._error)
+        if isinstance(self._error, asyncio.CancelledError):
+            sigterm.check(reading=False)
+            raise ClosedError("this process is ending, and has given up a call of torch.distributed")
         if self._error is not None:
             raise self._error
         return True

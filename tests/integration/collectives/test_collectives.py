@@ -148,7 +148,9 @@ async def test_messages_of_any_rank(run: Run) -> None:
 
 
 async def test_a_message_of_any_rank_that_never_comes(run: Run) -> None:
-    with pytest.raises(WaitTimeoutError, match="rank 0 reached the timeout of 0.1 s, waiting for a message with tag 5"):
+    with pytest.raises(
+        WaitTimeoutError, match=r"rank 0 reached the timeout of 0\.1 s, waiting for a message with tag 5"
+    ):
         await run.groups[0].recv_any(np.zeros(1), 5, timeout=0.1)
     with pytest.raises(WaitTimeoutError, match="rank 0 reached the timeout"):
         await run.groups[1].barrier()

@@ -1,0 +1,78 @@
+"""A run that torch's own ranks start: under torchrun, and other launchers that name no scheduler.
+
+Rank 0 starts a scheduler and a server, and puts their address and the run's token into torch's store, where the other
+ranks find them. Whoever can read the store can join the run, as with gloo; the scheduler itself listens on loopback.
+
+Rank 0 ends last: it waits for the others at its exit, because the scheduler ends with it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from psdist.client.context import Context, init, init_for_all
+from psdist.errors import ConfigurationError, PsdistError
+
+_ATTEMPT: Final = "TORCHELASTIC_RESTART_COUNT"
+#: Longest wait of rank 0 for the others to end.
+_END_SECONDS: Final = 60.0
+_POLL_SECONDS: Final = 0.1
+
+
+def join(store: Any, rank: int, size: int) -> Context:
+    """Join the run of these ranks. store: torch's.
+
+    Raises ConfigurationError if the ranks are on several machines, or rank 0 could not start the run.
+    """
+    for name, value in (("RANK", rank), ("WORLD_SIZE", size), ("LOCAL_RANK", rank)):
+        os.environ.setdefault(name, str(value))  # Processes of torch.multiprocessing have none of them.
+    key = f"psdist/run/{os.environ.get(_ATTEMPT, '')}"  # torchrun's store outlives its attempts.
+    if rank == 0:
+        return _start(store, key, size)
+    found = json.loads(store.get(key))
+    if "error" in found:
+        raise ConfigurationError(f"rank 0 could not start the run: {found['error']}")
+    if found["host"] != _host():
+        raise ConfigurationError(
+            f"rank {rank} is on {_host()} and rank 0 on {found['host']}: without a launcher of psdist all ranks must "
+            "be on one machine. Start the script once per node with 'psdist-worker', which has torchrun's flags"
+        )
+    return init(scheduler=found["scheduler"], token=found["token"], run_id=found["run_id"])
+
+
+def _start(store: Any, key: str, size: int) -> Context:
+    try:
+        context, others = init_for_all(size)
+    except PsdistError as error:
+        store.set(key, json.dumps({"error": error.message}))
+        raise
+    store.set(key, json.dumps({"host": _host(), **others}))
+    atexit.register(_await_others, context, os.getpid())
+    return context
+
+
+def _host() -> str:
+    """Return a name that two machines do not share, nor two boots of one."""
+    return f"{socket.gethostname()}/{Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()[:8]}"
+
+
+def _await_others(context: Context, pid: int) -> None:
+    """Wait until the other workers have left, up to a limit. Their calls that need this rank fail first."""
+    if os.getpid() != pid:
+        return
+    pause, until = threading.Event(), time.monotonic() + _END_SECONDS
+    with suppress(PsdistError):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        while len(context.info().workers) > 1 and time.monotonic() < until:
+            pause.wait(_POLL_SECONDS)
