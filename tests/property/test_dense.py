@@ -24,7 +24,7 @@ from psdist_server.kernels import kernels
 from psdist_server.kernels.arrays import DenseParameters, Update
 from psdist_server.kernels.optimizers import clip_factor
 from tests.support import reference
-from tests.support.examples import examples
+from tests.support.example_counts import examples
 
 pytestmark = pytest.mark.usefixtures("execution")
 

@@ -27,7 +27,7 @@ from psdist_server.device.staging import Lanes
 from psdist_server.kernels import kernels
 from psdist_server.kernels.arrays import DenseParameters, Update
 from tests.property.test_dense import REDUCTIONS, SLICE, SPECS
-from tests.support.examples import examples
+from tests.support.example_counts import examples
 from tests.support.host_device import HostDevice, needs_compiler
 from tests.support.segments import integers
 

@@ -23,7 +23,7 @@ from psdist_server.kernels import encoded, kernels
 from psdist_server.kernels.arrays import DenseParameters, Update
 from psdist_server.kernels.optimizers import clip_factor
 from tests.property.test_dense import make
-from tests.support.examples import examples
+from tests.support.example_counts import examples
 from tests.support.segments import integers, raw, sparse
 
 pytestmark = pytest.mark.usefixtures("execution")

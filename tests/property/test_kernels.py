@@ -19,7 +19,7 @@ from psdist_server.kernels import kernels
 from psdist_server.kernels.optimizers import Rule, Run
 from psdist_server.kernels.updates import UPDATES
 from tests.support import reference
-from tests.support.examples import examples
+from tests.support.example_counts import examples
 from tests.support.fused_update import update
 
 Array = NDArray[Any]

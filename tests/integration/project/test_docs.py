@@ -13,6 +13,8 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from pkgutil import resolve_name
 
+import pytest
+
 import psdist
 from psdist import compression
 from psdist.cli import run
@@ -181,6 +183,7 @@ def test_the_tutorial_has_the_program_of_the_readme() -> None:
     assert first == second and len(first) == 1 and len(first[0].splitlines()) <= 20
 
 
+@pytest.mark.long  # Four processes that import torch.
 def test_the_loop_for_torch_resumes_at_its_step(tmp_path: Path) -> None:
     """Check the loop of the README, which is the one of the page on torch."""
     first, second = (
