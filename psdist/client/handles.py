@@ -227,6 +227,7 @@ class Handles:
     async def close(self) -> None:
         """Cancel calls under way, and close all connections to servers."""
         if self.metrics is not None:
+            self._session.registrar.metrics_address = ""
             self.metrics.close()
         for task in self._following:
             task.cancel()

@@ -89,6 +89,8 @@ class EmbeddedCluster:
             workers=workers,
             drain_timeout_seconds=0.0,  # all servers end together
             host=addresses.loopback(),
+            # The given port is the script's.
+            metrics_port=0 if (os.environ if environ is None else environ).get("PSDIST_METRICS_PORT") else None,
         )
         try:
             self._start(plan, dict(os.environ if environ is None else environ) | {"PSDIST_TOKEN": self.token})

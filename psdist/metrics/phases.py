@@ -144,8 +144,12 @@ class PhaseClock:
 
     def times(self, now: float) -> PhaseTimes:
         """Return the seconds spent in each phase since the start."""
+        return PhaseTimes(*self.seconds(now))
+
+    def seconds(self, now: float) -> list[float]:
+        """Return the same as ``times`` by ``Phase``, in a fraction of the time."""
         self.advance(now)
-        return PhaseTimes(*self._seconds)
+        return self._seconds[:]
 
     def _next_phase(self) -> Phase:
         if not self._calls:
