@@ -7,12 +7,10 @@ restarts; those are in ``local``.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 import shutil
 import subprocess
-import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Final
@@ -20,7 +18,7 @@ from typing import Final
 from psdist import addresses
 from psdist.errors import ConfigurationError, SchedulerUnreachableError
 from psdist.launcher.plan import SchedulerAddress, ServicesPlan, ServicesSettings
-from psdist.launcher.process import ProcessSpec
+from psdist.launcher.process import Lifeline, ProcessSpec
 from psdist.launcher.run_record import DIRECTORY_PREFIX
 from psdist.settings import preflight
 from psdist.settings.config import START_TIMEOUT_SECONDS, await_address, check_run_id, storage_text
@@ -78,14 +76,13 @@ class EmbeddedCluster:
             fresh=fresh and place != "",
         )
         self._directory = preflight.make_private_directory(DIRECTORY_PREFIX)
-        lifeline, self._lifeline_end = (_above_standard_streams(descriptor) for descriptor in os.pipe())
-        _clusters.add(self)
+        self._lifeline = Lifeline()
         self.processes: list[subprocess.Popen[bytes]] = []  # the scheduler, then the servers
         plan = ServicesPlan(
             settings=settings,
             directory=self._directory,
             link=SchedulerAddress(file=self._directory / "scheduler", run_id=self.run_id),
-            lifeline=lifeline,
+            lifeline=self._lifeline.end_of_children,
             workers=workers,
             drain_timeout_seconds=0.0,  # all servers end together
             host=addresses.loopback(),
@@ -99,7 +96,7 @@ class EmbeddedCluster:
             self.close()
             raise
         finally:
-            os.close(lifeline)
+            self._lifeline.started()
 
     def _start(self, plan: ServicesPlan, environ: Mapping[str, str]) -> None:
         for spec in (
@@ -125,38 +122,8 @@ class EmbeddedCluster:
         processes, self.processes = self.processes, []
         _stop(processes[1:])  # servers first: without a scheduler they would try to reach it
         _stop(processes[:1])
-        self.let_go()
+        self._lifeline.close()
         shutil.rmtree(self._directory, ignore_errors=True)
-
-    def let_go(self) -> None:
-        """Close this process's end of the lifeline. Once all holders have, the children end."""
-        if self._lifeline_end >= 0:
-            os.close(self._lifeline_end)
-            self._lifeline_end = -1
-
-
-#: Weak references, since a fork hook is never removed.
-_clusters: Final[weakref.WeakSet[EmbeddedCluster]] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    # A process that a script forks may outlive the script, and must not keep the cluster alive.
-    for cluster in list(_clusters):
-        cluster.let_go()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
-def _above_standard_streams(descriptor: int) -> int:
-    """Return the descriptor, or a duplicate if its number is that of a standard stream that this process was started
-    without. A child would replace such a descriptor with its own standard stream."""
-    if descriptor > 2:
-        return descriptor
-    try:
-        return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
-    finally:
-        os.close(descriptor)
 
 
 def _stop(children: list[subprocess.Popen[bytes]]) -> None:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +45,48 @@ class ProcessSpec:
     argv: tuple[str, ...]
     environment: Mapping[str, str]
     signals_group: bool = False
+
+
+class Lifeline:
+    """Pipe to child processes that end with this one, even if it is killed. They inherit ``end_of_children``. Only this
+    process holds the other end: a process that it forks may outlive it."""
+
+    def __init__(self) -> None:
+        self.end_of_children, self.held = map(_above_standard_streams, os.pipe())
+        _lifelines.add(self)
+
+    def started(self) -> None:
+        """Close the end of the children: all of them have inherited it."""
+        os.close(self.end_of_children)
+
+    def close(self) -> None:
+        """Let the children end. A second call has no effect."""
+        if self.held >= 0:
+            os.close(self.held)
+            self.held = -1
+
+
+#: Weak references, since a fork hook is never removed.
+_lifelines: Final[weakref.WeakSet[Lifeline]] = weakref.WeakSet()
+
+
+def _close_copies() -> None:
+    for lifeline in list(_lifelines):
+        lifeline.close()
+
+
+os.register_at_fork(after_in_child=_close_copies)
+
+
+def _above_standard_streams(descriptor: int) -> int:
+    """Return the descriptor, or a duplicate if its number is that of a standard stream that this process was started
+    without. A child would replace such a descriptor with its own standard stream."""
+    if descriptor > 2:
+        return descriptor
+    try:
+        return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+    finally:
+        os.close(descriptor)
 
 
 class LineSplitter:

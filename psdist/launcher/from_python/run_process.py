@@ -1,7 +1,8 @@
 """``psdist run`` as a child process, whose output goes to this program's ``sys.stdout`` and ``sys.stderr``.
 
 The caller may have any number of threads, a running event loop, and streams that are no files, as in a notebook. So the
-launcher does not run in it. The child ends the run when its lifeline breaks: a pipe that this process holds.
+launcher does not run in it. The child ends the run when its lifeline breaks: a pipe that this process holds, and no
+process that it forks.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import IO, Final, Self
 
+from psdist.launcher.process import Lifeline
+
 _READ_BYTES: Final = 64 << 10
 _SHOWN_LINES: Final = 5
 
@@ -28,21 +31,22 @@ class RunProcess:
     """
 
     def __init__(self, command: Sequence[str], position: int) -> None:
-        inner, self._lifeline = os.pipe()
+        self._lifeline = Lifeline()
+        inherited = self._lifeline.end_of_children
         try:
             self._process = subprocess.Popen(
-                [*command[:position], f"--lifeline-fd={inner}", *command[position:]],
+                [*command[:position], f"--lifeline-fd={inherited}", *command[position:]],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                pass_fds=(inner,),
+                pass_fds=(inherited,),
                 start_new_session=True,  # Ctrl-C of a terminal reaches only the caller, who passes it on.
             )
         except BaseException:
-            os.close(self._lifeline)
+            self._lifeline.close()
             raise
         finally:
-            os.close(inner)
+            self._lifeline.started()
         self._selector = selectors.DefaultSelector()
         for name in ("stdout", "stderr"):
             decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -53,7 +57,7 @@ class RunProcess:
         return self
 
     def __exit__(self, *error: object) -> None:
-        os.close(self._lifeline)
+        self._lifeline.close()
         self._selector.close()
         for stream in (self._process.stdout, self._process.stderr):
             assert stream is not None

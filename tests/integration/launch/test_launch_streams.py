@@ -207,8 +207,8 @@ from psdist.launcher.embedded import EmbeddedCluster
 
 cluster = EmbeddedCluster(1)
 with open(sys.argv[1], "w") as report:
-    end = os.stat(cluster._lifeline_end).st_ino
-    print(cluster._lifeline_end > 2, file=report)
+    end = os.stat(cluster._lifeline.held).st_ino
+    print(cluster._lifeline.held > 2, file=report)
     for child in cluster.processes:
         links = {int(name): os.readlink(f"/proc/{child.pid}/fd/{name}") for name in os.listdir(f"/proc/{child.pid}/fd")}
         print(min(n for n, link in links.items() if link == f"pipe:[{end}]") > 2, {0, 1, 2} <= set(links), file=report)
@@ -255,21 +255,34 @@ if os.fork() == 0:
     print("forked", os.getpid(), flush=True)
 signal.pause()
 """
+#: The child of ``psdist.launch``, with a program in place of the launcher.
+_LAUNCHED = """
+import os, signal, sys
+from psdist.launcher.from_python.run_process import RunProcess
+
+waits = "import os, sys; os.read(int(sys.argv[1].partition('=')[2]), 1)"
+run = RunProcess([sys.executable, "-c", waits], 3)
+print("services", run._process.pid, flush=True)
+if os.fork() == 0:
+    print("forked", os.getpid(), flush=True)
+signal.pause()
+"""
 
 
-def test_a_forked_process_does_not_keep_the_cluster_of_a_killed_script(stage: Stage) -> None:
+@pytest.mark.parametrize("program", [_FORKS, _LAUNCHED], ids=["cluster", "run"])
+def test_a_forked_process_keeps_nothing_of_a_killed_script(stage: Stage, program: str) -> None:
     # Without the stand-ins for scheduler and server.
     environ = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-    script = stage.start_program([sys.executable, "-c", _FORKS, _CLIENT], environ)
-    (services,) = script.until(r"^services (\d+) (\d+)")
+    script = stage.start_program([sys.executable, "-c", program, _CLIENT], environ)
+    (services,) = script.until(r"^services [\d ]+")
     (forked,) = script.until(r"^forked (\d+)")
     with contextlib.ExitStack() as stack:
         # They report an exit even if nobody reaps orphans.
-        ends = [os.pidfd_open(int(pid)) for pid in (*services.groups(), forked[1])]
-        for end in ends:
+        *ends, other = [os.pidfd_open(int(pid)) for pid in (*services[0].split()[1:], forked[1])]
+        for end in (*ends, other):
             stack.callback(os.close, end)
         script.process.kill()
-        for end in ends[:2]:
+        for end in ends:
             assert select.select([end], [], [], 60)[0]
-        assert not select.select(ends[2:], [], [], 0)[0]
-        signal.pidfd_send_signal(ends[2], signal.SIGKILL)
+        assert not select.select([other], [], [], 0)[0]
+        signal.pidfd_send_signal(other, signal.SIGKILL)
