@@ -60,8 +60,11 @@ class Stopping:
     # --- the scheduler's side -----------------------------------------------------------------------------------------
 
     def session_began(self) -> None:
-        """Report the request to end again, because the previous session may have lost it."""
-        if self.requested:
+        """Report the request to end again, because the previous session may have lost it; and that no push may begin,
+        which a restarted scheduler does not know."""
+        if self.together:
+            self._send(pb.StopReport(stopping=True, holding=True, next=self._marks().next()))
+        elif self.requested:
             self._send(pb.StopReport(stopping=True))
 
     def on_command(self, command: pb.StopCommand) -> None:

@@ -8,7 +8,8 @@ exit immediately. If only some workers were asked to stop, each of them exits af
 
 If the script trains several BSP parameter sets in turn, the workers are held at the start of an iteration instead
 (``alignment``), and the final snapshot is cut there. Right after their start nobody knows where an iteration starts, so
-they train on until that is known, for ``UNKNOWN_SECONDS`` at most.
+they train on until that is known, for ``UNKNOWN_SECONDS`` at most. Then they are held where they are, for good: workers
+that start no pushes could not run up to a start that becomes known afterwards.
 
 Phases:
 
@@ -55,9 +56,11 @@ class _StoppingWorker:
     """A worker's shutdown report.
 
     next: its next step per parameter set, once it has stopped pushing.
+    is_held: it starts no more pushes, perhaps on behalf of this scheduler's predecessor.
     """
 
     stopping: bool
+    is_held: bool = False
     #: Number of the last command that it answered.
     answered: int = 0
     next: Mapping[str, int] | None = None
@@ -95,6 +98,7 @@ class CoordinatedShutdown:
         worker = self._workers.setdefault(member.identity, _StoppingWorker(event.stopping))
         worker.stopping = worker.stopping or event.stopping
         worker.answered = max(worker.answered, event.number)
+        worker.is_held = worker.is_held or event.next is not None
         if event.next is not None and event.number == self.number:
             worker.next = dict(event.next)
         return []
@@ -126,7 +130,9 @@ class CoordinatedShutdown:
 
     def _step(self, now: float) -> list[Effect]:
         """Advance by one phase, if possible."""
-        self._is_unknown = self.alignment.is_unknown and now - self._since >= UNKNOWN_SECONDS
+        if self.phase == "holding" and not self._is_unknown and self._gives_up(now):
+            self._is_unknown = True
+            self.alignment.release(_NAME)
         match self.phase:
             case "idle" if any(worker.identity not in self._leaving for worker in self._stopping):
                 self._enter(now, "collecting")
@@ -164,6 +170,7 @@ class CoordinatedShutdown:
         self.phase, self._since = phase, now
         if phase not in ("saving", "leaving"):
             self._agreed = {}
+            self._is_unknown = False
         if phase == "holding":
             self.alignment.restart()
         if phase == "idle":
@@ -172,6 +179,12 @@ class CoordinatedShutdown:
 
     def _may_leave(self, now: float) -> bool:
         return self.snapshots.end_snapshot.is_safe(self.snapshots.attempt) or now - self._since >= SAVE_SECONDS
+
+    def _gives_up(self, now: float) -> bool:
+        """Return True if workers are to be held where they are: they are already, or no start became known in time."""
+        if any(self._get(worker).is_held for worker in self._stopping):
+            return True
+        return self.alignment.is_unknown and now - self._since >= UNKNOWN_SECONDS
 
     @property
     def _is_aligning(self) -> bool:

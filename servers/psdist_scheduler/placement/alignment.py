@@ -64,7 +64,8 @@ class Alignment:
     _until: int | None = None
     #: Last command sent on each session.
     _sent: dict[int, AlignCommand] = field(default_factory=dict)
-    #: True if no worker could tell where an iteration starts. Workers are then released and asked again later.
+    #: True if no worker that has reported could tell where an iteration starts. Workers are then released and asked
+    #: again later.
     is_unknown: bool = False
     _retry_at: float = 0.0
     #: True if the workers of parts turned out not to wait for each other.
@@ -159,6 +160,8 @@ class Alignment:
         if member.identity not in self._participants:
             return []
         self._reports[member.identity] = event
+        if event.start is not None:
+            self.is_unknown = False  # Others may still be busy.
         if self._until is not None and not self.names and event.position > self._until:
             self.restart()  # It has trained on, for example because it had lost its session.
         if self._until is None and self._is_gathered:

@@ -88,6 +88,15 @@ async def test_it_is_said_once_and_in_every_session_after() -> None:
     assert worker.told == [pb.StopReport(stopping=True)] * 2
 
 
+async def test_a_restarted_scheduler_hears_that_no_push_begins() -> None:
+    worker = Worker()
+    worker.stopping.request()
+    worker.stopping.on_command(pb.StopCommand(number=3, hold=True))
+    held = worker.told[-1]
+    worker.stopping.session_began()
+    assert worker.told[-1] == pb.StopReport(stopping=True, holding=True, next=held.next) and held.next
+
+
 async def test_asked_it_looks_before_it_answers() -> None:
     worker = Worker()
     worker.stopping.on_command(pb.StopCommand(number=3, ask=True))

@@ -174,6 +174,42 @@ def test_iterations_that_become_known_while_a_run_stops_are_finished() -> None:
     assert dict(run.cluster.snapshots.attempt.steps) == {"mlp": 7, "b": 7}
 
 
+def test_a_busy_worker_is_waited_for_once_another_knows_the_iterations() -> None:
+    run = asked_with_unknown_iterations()
+    zero, one = run.workers
+    beats = list(run.cluster.members.sessions.by_call)
+    run.tick_and_beat(RETRY_SECONDS + 0.5, *beats)
+    run.stands(one, start=12, mlp=7, b=6)
+    run.tick_and_beat(UNKNOWN_SECONDS, *beats)
+    assert run.told_to(zero) == run.told_to(one) == []
+    run.stands(zero, start=12, mlp=7, b=6)
+    assert [run.held(worker).until for worker in run.workers] == [14, 14]
+
+
+def test_workers_that_are_held_where_they_are_stay_there() -> None:
+    """They could not run up to a start that becomes known afterwards, and the run would never end."""
+    run = asked_with_unknown_iterations()
+    zero, one = run.workers
+    beats = list(run.cluster.members.sessions.by_call)
+    run.tick_and_beat(UNKNOWN_SECONDS / 2, *beats)
+    run.tick_and_beat(UNKNOWN_SECONDS, *beats)
+    assert run.told_to(zero) == run.told_to(one) == ["hold"] and run.held(zero).release
+    run.stands(zero, start=12, mlp=7, b=6)
+    for worker in run.workers:
+        run.holds(worker, mlp=7, b=6)
+    assert dict(run.cluster.snapshots.attempt.steps) == {"mlp": 7, "b": 6}
+
+
+def test_a_restarted_scheduler_leaves_held_workers_where_they_are() -> None:
+    run = asked_with_unknown_iterations()
+    zero, one = run.workers
+    run.on(StopReported(run.session(zero), 0, True, (("mlp", 7), ("b", 6))))
+    assert run.told_to(zero) == run.told_to(one) == ["hold"] and run.held(one).release
+    for worker in run.workers:
+        run.holds(worker, mlp=7, b=6)
+    assert dict(run.cluster.snapshots.attempt.steps) == {"mlp": 7, "b": 6}
+
+
 def test_a_worker_of_which_nothing_is_known_has_begun_nothing() -> None:
     run = Run()
     run.asked(*run.workers)
