@@ -367,6 +367,7 @@ def test_a_scheduler_that_does_not_come_up(stage: Stage) -> None:
     ("signum", "status"),
     [
         (signal.SIGINT, 130),
+        # The same path; the statuses are checked without processes.
         *(pytest.param(*one, marks=pytest.mark.long) for one in ((signal.SIGTERM, 143), (signal.SIGHUP, 129))),
     ],
 )

@@ -230,7 +230,7 @@ def test_programs_started_by_hand_form_a_world(stage: Stage) -> None:
         assert stage.end(process)[0] == 0
 
 
-@pytest.mark.long
+@pytest.mark.long  # Programs started by hand, but for the flags.
 def test_static_node_ranks_need_no_rendezvous(stage: Stage) -> None:
     _, address = stage.scheduler("--min-workers", "2")
     stage.start("psdist-server", "--scheduler", address, PSDIST_TOKEN="secret")
@@ -245,7 +245,7 @@ def test_static_node_ranks_need_no_rendezvous(stage: Stage) -> None:
         assert status == 0 and f"node {rank} of 2" in text and f"[worker {rank}] rank {rank} of 2" in text, text
 
 
-@pytest.mark.long
+@pytest.mark.long  # A run, but for the name of its command.
 def test_standalone_is_psdist_run(stage: Stage) -> None:
     status, text = stage.run("psdist-worker", "--standalone", "--nproc-per-node", "1", "train.py")
     assert status == 0 and "[worker 0] rank 0 of 1 local 0 weight -4.0" in text, text

@@ -227,7 +227,7 @@ async def test_steps_and_none_in_turn(tmp_path: Path, caplog: pytest.LogCaptureF
     ]
 
 
-# --- psdist run -------------------------------------------------------------------------------------------------------
+# --- psdist run: long, since the tests above show the same without the launcher ---------------------------------------
 
 _SCRIPT = """
 import json
@@ -304,6 +304,7 @@ def runs() -> Iterator[list[Run]]:
         run.stop()
 
 
+@pytest.mark.long
 def test_what_a_user_of_psdist_run_sees(tmp_path: Path, runs: list[Run]) -> None:
     """Check that the same command can resume with another rate."""
     started = Commands(tmp_path, runs)
@@ -320,7 +321,6 @@ def test_what_a_user_of_psdist_run_sees(tmp_path: Path, runs: list[Run]) -> None
     assert started.result() == expected.train(6)
 
 
-# Tests above show, without the launcher, how training continues after a reset.
 @pytest.mark.long
 def test_what_a_user_of_psdist_run_sees_of_a_reset(tmp_path: Path, runs: list[Run]) -> None:
     """Check that another optimizer is refused and then reset, by the same command. The run then returns to a step

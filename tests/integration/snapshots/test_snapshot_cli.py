@@ -208,6 +208,7 @@ def test_a_storage_that_cannot_be_written_ends_a_run_before_it_trains(
     assert sorted(path.name for path in mount.path.iterdir()) == before
 
 
+@pytest.mark.long  # What a run does without a storage is seen in most other tests.
 def test_who_did_not_ask_for_snapshots_trains_without_where_they_cannot_be_written(stage: Stage, mount: Mount) -> None:
     command = ("run", "--run-id", "digits", "--nservers", "1", str(stage.path / "train.py"))
     assert mount.remount("size=1m", readonly=True)
