@@ -147,12 +147,10 @@ class CollectiveWork(dist.Work):
         while not self._ended.wait(0.5 if until is None else min(until, 0.5)):  # Signals are handled in between.
             if until is not None and (until := until - 0.5) <= 0:
                 raise WaitTimeoutError(f"a call of torch.distributed took longer than {limit:g} s")
-        if isinstance(self._error, asyncio.CancelledError):
-            sigterm.check()  # This worker leaves, and so its script ends, as in any other call.
         if isinstance(self._error, PsdistError):
             raise copy_error(self._error)
         if isinstance(self._error, asyncio.CancelledError):
-            sigterm.check(reading=False)
+            sigterm.check()  # This worker leaves, and so its script ends, as in any other call.
             raise ClosedError("this process is ending, and has given up a call of torch.distributed")
         if self._error is not None:
             raise self._error

@@ -28,6 +28,13 @@ NANOGPT = {
     "from torch.nn.parallel import DistributedDataParallel as DDP": "from psdist.torch import "
     "DistributedDataParallel as DDP"
 }
+#: The same as a script of torch's DDP.
+MNIST_DDP = {
+    "    torch.manual_seed(1)\n": '    torch.distributed.init_process_group("gloo"); torch.manual_seed(1)\n',
+    "DataLoader(dataset, batch_size=64)": "DataLoader(dataset, batch_size=32, "
+    "sampler=torch.utils.data.DistributedSampler(dataset, shuffle=False))",
+    "model = Net()": "model = nn.parallel.DistributedDataParallel(Net())",
+}
 
 
 def changed(text: str, lines: Mapping[str, str]) -> str:
@@ -75,3 +82,18 @@ def test_nanogpt_on_two_workers_equals_torchs_ddp(tmp_path: Path) -> None:
     plain, mine = launched(tmp_path / "gloo", text), launched(tmp_path / "psdist", changed(text, NANOGPT))
     assert mine["losses"] == pytest.approx(plain["losses"], rel=1e-6) and len(mine["losses"]) == 10
     assert_equal(mine["model"], plain["model"])
+
+
+@pytest.mark.long  # Four processes that import torch, as below.
+def test_mnist_with_the_backend_psdist_equals_gloo(tmp_path: Path) -> None:
+    text = changed((SCRIPTS / "mnist.py").read_text(), MNIST_DDP)
+    gloo, mine = launched(tmp_path / "gloo", text), launched(tmp_path / "psdist", changed(text, {"gloo": "psdist"}))
+    assert_equal(mine, gloo)
+
+
+@pytest.mark.long
+def test_nanogpt_with_the_backend_psdist_equals_gloo(tmp_path: Path) -> None:
+    text = (SCRIPTS / "nanogpt.py").read_text()
+    gloo, mine = launched(tmp_path / "gloo", text), launched(tmp_path / "psdist", changed(text, {"gloo": "psdist"}))
+    assert mine["losses"] == pytest.approx(gloo["losses"], rel=1e-6) and len(mine["losses"]) == 10
+    assert_equal(mine["model"], gloo["model"])
