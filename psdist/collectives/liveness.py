@@ -47,7 +47,8 @@ class PeerLiveness:
     def check(self, worker: Sender, link: PeerLink, limit: float) -> str:
         """Look at a worker, and ping it. Returns why it is gone or silent for ``limit`` seconds; empty if it is not.
 
-        limit: infinite if silence means nothing. Called every ``limit / LOOKS`` seconds.
+        limit: infinite if silence means nothing; half of it is enough for a stopped process, because that is certain.
+        Called every ``limit / LOOKS`` seconds.
         """
         if link.is_open:
             self._refusals.pop(worker, None)
@@ -62,7 +63,7 @@ class PeerLiveness:
         silence = self._silences.setdefault(worker, PeerSilence(interval))
         seconds = silence.look(asyncio.get_running_loop().time(), is_silent=is_silent)
         link.ping()
-        if seconds < limit:
+        if seconds < (limit / 2 if is_stopped else limit):
             return ""
         cause = "its process is stopped" if is_stopped else "its host acknowledges nothing"
         return f"{worker[0]} was silent for {seconds:.1f} s: {cause}"

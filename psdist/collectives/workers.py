@@ -15,8 +15,8 @@ from psdist.errors import ExcludedError, FencedError, InvalidArgumentError, chec
 from psdist.types import check_name
 from psdist.wire.limits import WORLD_MAX
 
-#: Default time limit of silence: above the retransmission of a lost packet.
-SILENCE_SECONDS: Final = 0.5
+#: Default time limit of silence: above the retransmission of a lost packet, which takes 0.2 s.
+SILENCE_SECONDS: Final = 0.4
 
 
 class AsyncCollectives:

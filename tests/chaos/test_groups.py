@@ -1,0 +1,29 @@
+"""Workers of a group that are killed, stopped, or cut off in the middle of all-reduces: the others continue within a
+second, and no sum is wrong. Needs root, for network namespaces.
+
+``ROUNDS`` in the environment is the number of rounds of each fault.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from group_rounds import run
+
+from psdist.chaos.faults import namespaces_missing
+
+ROUNDS = int(os.environ.get("GROUP_ROUNDS", "10"))
+#: Promised time, and the share of rounds that may take longer on a machine whose cores are busy.
+SECONDS = 1.0
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("fault", ["kill", "freeze", "cut"])
+def test_survivors_continue(fault: str) -> None:
+    if missing := namespaces_missing():
+        pytest.skip(missing)
+    times = sorted(run(fault, ROUNDS))
+    print(f"{fault}: {ROUNDS} rounds, median {times[len(times) // 2]:.3f} s, longest {times[-1]:.3f} s")
+    assert times[len(times) // 2] < SECONDS, times
+    assert times[-1] < 10 * SECONDS, times

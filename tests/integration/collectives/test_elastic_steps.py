@@ -1,0 +1,116 @@
+"""Steps of workers that leave in the middle and are added: all that are left have the same results and state."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from psdist import AsyncClient
+from psdist.collectives.elastic import ElasticSteps, StepArrays
+from psdist.collectives.workers import AsyncCollectives
+from psdist.errors import ClosedError, CollectiveMismatchError, LateWorkerError
+from psdist.launcher.embedded import EmbeddedCluster
+
+SIZE = 3
+COUNT = 300_000
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[EmbeddedCluster]:
+    cluster = EmbeddedCluster(servers=1)
+    yield cluster
+    cluster.close()
+
+
+class Trainer:
+    """One worker, whose weights are the sum of all means."""
+
+    def __init__(self, cluster: EmbeddedCluster, name: str, rank: int) -> None:
+        self.client = AsyncClient(cluster.address, cluster.token, rank=rank)
+        self.name, self.rank = name, rank
+        self.weights = np.zeros(COUNT)
+        self.buffer = np.full(5, float(rank))
+        self.steps: ElasticSteps
+
+    async def start(self) -> None:
+        await self.client.connect()
+        collectives = AsyncCollectives(self.client._opened())
+        self.steps = ElasticSteps(lambda: collectives.join_group(self.name, size=SIZE), self)
+        await self.steps.start()
+
+    async def export(self) -> NDArray[np.uint8]:
+        return self.weights.view(np.uint8)
+
+    async def load(self, data: NDArray[np.uint8]) -> None:
+        self.weights = data.view(np.float64).copy()
+
+    async def train(self, until: int) -> None:
+        while self.steps.step < until:
+            await self.steps.begin_step()
+            given = np.full(COUNT, float(10**self.rank))
+            out, buffer = np.empty_like(given), np.empty_like(self.buffer)
+            await self.steps.reduce(StepArrays([given, self.buffer], [out, buffer], 1))
+            assert (out == out[0]).all()
+            self.weights += out
+            self.buffer = buffer
+
+
+async def started(cluster: EmbeddedCluster, name: str) -> list[Trainer]:
+    trainers = [Trainer(cluster, name, rank) for rank in range(SIZE)]
+    await asyncio.gather(*(one.start() for one in trainers))
+    return trainers
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_the_others_continue_with_one_result(cluster: EmbeddedCluster, seed: int) -> None:
+    trainers = await started(cluster, f"leave-{seed}")
+    left, victim = trainers[:2], trainers[2]
+    training = [asyncio.ensure_future(one.train(12)) for one in left]
+    lost = asyncio.ensure_future(victim.train(1000))
+    while victim.steps.step < 3:
+        assert not lost.done()
+        await asyncio.sleep(0)
+    for _ in range(37 * seed):  # At any moment of a step.
+        await asyncio.sleep(0)
+    await victim.client.close()
+    await asyncio.gather(*training)
+    with pytest.raises(ClosedError):
+        await lost
+    assert left[0].weights.tobytes() == left[1].weights.tobytes() and left[0].steps.group.size == 2
+    steps = [count for count in range(13) if np.isclose(left[0].weights[0], count * 37 + (12 - count) * 5.5)]
+    assert steps and steps[0] >= 3, "each step is the mean of all three, or of the two that are left"
+    assert left[1].buffer.tolist() == [0.0] * 5
+    for one in left:
+        await one.client.close()
+
+
+async def test_a_new_worker_receives_the_state_and_the_step(cluster: EmbeddedCluster) -> None:
+    trainers = await started(cluster, "join")
+    training = [asyncio.ensure_future(one.train(60)) for one in trainers]
+    new = Trainer(cluster, "join", SIZE)
+    joining = asyncio.ensure_future(new.start())
+    await asyncio.wait([joining, *training], return_when=asyncio.FIRST_COMPLETED)
+    assert joining.done() and 0 < new.steps.step < 60 and new.weights[0] == 37 * new.steps.step
+    await asyncio.gather(*training, new.train(60))
+    everyone = [*trainers, new]
+    assert len({one.weights.tobytes() for one in everyone}) == 1
+    await asyncio.gather(*(one.steps.close() for one in everyone))
+    late = Trainer(cluster, "join", SIZE + 1)
+    with pytest.raises(LateWorkerError, match="members have completed their work"):
+        await late.start()
+    for one in (*everyone, late):
+        await one.client.close()
+
+
+async def test_workers_that_make_different_numbers_of_steps(cluster: EmbeddedCluster) -> None:
+    trainers = await started(cluster, "uneven")
+    await asyncio.gather(*(one.train(2) for one in trainers))
+    calls = [trainers[0].steps.close(), *(one.train(3) for one in trainers[1:])]
+    errors = await asyncio.gather(*calls, return_exceptions=True)
+    assert all(isinstance(error, CollectiveMismatchError) for error in errors), errors
+    for one in trainers:
+        await one.client.close()

@@ -1,0 +1,37 @@
+"""Silence of peers, and of this process itself; states of processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+from psdist.collectives.core.silence import PeerSilence
+from psdist.link import process_state
+
+
+def test_silence_lasts_from_the_look_before_until_a_sign_of_life() -> None:
+    silence = PeerSilence(0.1)
+    assert silence.look(1.0, is_silent=False) == 0.0
+    assert [round(silence.look(now, is_silent=True), 3) for now in (1.1, 1.2, 1.3)] == [0.1, 0.2, 0.3]
+    assert silence.look(1.4, is_silent=False) == 0.0
+    assert round(silence.look(1.5, is_silent=True), 3) == 0.1
+
+
+def test_time_in_which_this_process_was_stopped_does_not_count() -> None:
+    silence = PeerSilence(0.1)
+    silence.look(1.0, is_silent=True)
+    assert round(silence.look(9.0, is_silent=True), 3) == 0.1
+    assert round(silence.look(9.1, is_silent=True), 3) == 0.2
+
+
+def test_stopped_and_ended_processes_are_known() -> None:
+    assert process_state.own_scope()
+    assert not process_state.is_stopped(os.getpid())
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        assert process_state.is_stopped(process.pid)
+        process.kill()
+    assert process_state.is_stopped(process.pid)
