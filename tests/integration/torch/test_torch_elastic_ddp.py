@@ -1,0 +1,109 @@
+"""``ElasticDDP`` in a launched run: a worker is killed and started again, and all end with the same weights."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from psdist.errors import InvalidArgumentError, ShapeMismatchError
+from psdist.torch import ElasticDDP
+from psdist.torch.elastic.state import TrainingState
+
+#: The loop ends some steps after the killed worker is back.
+_SCRIPT = """
+import hashlib, os, signal
+import torch
+from torch import nn
+import psdist
+from psdist.torch import ElasticDDP
+
+context = psdist.init()
+torch.manual_seed(context.rank)
+model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100, 0.9)
+with ElasticDDP(model, optimizer, others={"scheduler": scheduler}) as ddp:
+    was_alone, last = False, None
+    while last is None or ddp.step < last:
+        loss = ddp(torch.randn(4, 8)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        if ddp.step == 20 and context.rank == 1 and context.client.incarnation == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        was_alone = was_alone or ddp.size == 2 or context.client.incarnation > 1
+        if was_alone and ddp.size == 3 and last is None:
+            last = ddp.step // 50 * 50 + 100
+    state = torch.cat([one.reshape(-1).double() for one in (*model.parameters(), *model.buffers())])
+    print("rank", context.rank, "weights", hashlib.sha256(state.detach().numpy().tobytes()).hexdigest(), flush=True)
+    print("rank", context.rank, "rate", scheduler.get_last_lr(), flush=True)
+context.close()
+"""
+
+
+@pytest.mark.long
+def test_a_killed_worker_comes_back_to_the_same_weights(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT)
+    command = [sys.executable, "-m", "psdist", "run", "--nproc-per-node", "3", "--max-restarts", "2", str(script)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    output = ended.stdout + ended.stderr
+    assert ended.returncode == 0, output
+    weights = re.findall(r"rank (\d) weights (\w+)", output)
+    assert sorted(rank for rank, _ in weights) == ["0", "1", "2"], output
+    assert len({digest for _, digest in weights}) == 1, output
+    assert len(set(re.findall(r"rate (\S+)", output))) == 1, output
+
+
+def test_frozen_modules_are_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="no parameters to train"):
+        ElasticDDP(nn.Linear(2, 2).requires_grad_(False))
+
+
+def trained(width: int = 3) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a module after some steps, and its optimizer."""
+    module = nn.Sequential(nn.Linear(2, width), nn.BatchNorm1d(width), nn.Linear(width, 1))
+    optimizer = torch.optim.AdamW(module.parameters(), amsgrad=True)
+    for _ in range(3):
+        module(torch.randn(4, 2)).sum().backward()
+        optimizer.step()
+    return module, optimizer
+
+
+async def test_a_state_is_the_same_at_another_worker() -> None:
+    (mine, optimizer), (other, copied) = trained(), trained()
+    data = await TrainingState(mine, {"optimizer": optimizer}).export()
+    await TrainingState(other, {"optimizer": copied}).load(data)
+    for name, tensor in mine.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name])
+    before, after = (str(one.state_dict()) for one in (optimizer, copied))
+    assert before == after
+
+
+async def test_states_that_do_not_fit_change_nothing() -> None:
+    (mine, optimizer), (wider, other) = trained(), trained(4)
+    data = await TrainingState(mine, {"optimizer": optimizer}).export()
+    weight = next(wider.parameters()).clone()
+    with pytest.raises(ShapeMismatchError, match=r"'0.bias' has shape .* build the same model"):
+        await TrainingState(wider, {"optimizer": other}).load(data)
+    with pytest.raises(InvalidArgumentError, match="give all workers the same"):
+        await TrainingState(mine, {}).load(data)
+    assert torch.equal(weight, next(wider.parameters()))
+
+
+async def test_states_that_cannot_be_sent_are_named() -> None:
+    class Odd:
+        def state_dict(self) -> dict[str, object]:
+            return {"when": object()}
+
+        def load_state_dict(self, state: dict[str, object]) -> None: ...
+
+    with pytest.raises(InvalidArgumentError, match="'odd/when' of a state is a object, which cannot be sent"):
+        await TrainingState(trained()[0], {"odd": Odd()}).export()
