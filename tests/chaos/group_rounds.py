@@ -147,8 +147,11 @@ class Rounds:
     def strike(self, fault: str, rng: random.Random) -> float:
         """Inject a fault, and repair it. Returns the seconds until all survivors had a sum without the victim."""
         victim = rng.randrange(WORKERS)
-        time.sleep(rng.random() * 0.3)
-        worker, began = self.workers[victim], time.monotonic()
+        worker = self.workers[victim]
+        calls = worker.last["calls"] + rng.randrange(1000)
+        with self.changed:
+            assert self.changed.wait_for(lambda: worker.last["calls"] >= calls, _SECONDS), worker.last
+        began = time.monotonic()
         match fault:
             case "kill":
                 faults.kill(worker.process.pid)

@@ -26,7 +26,7 @@ def cluster() -> Iterator[EmbeddedCluster]:
     cluster.close()
 
 
-class Trainer:
+class Worker:
     """One worker, whose weights are the sum of all means."""
 
     def __init__(self, cluster: EmbeddedCluster, name: str, rank: int) -> None:
@@ -59,16 +59,16 @@ class Trainer:
             self.buffer = buffer
 
 
-async def started(cluster: EmbeddedCluster, name: str) -> list[Trainer]:
-    trainers = [Trainer(cluster, name, rank) for rank in range(SIZE)]
-    await asyncio.gather(*(one.start() for one in trainers))
-    return trainers
+async def started(cluster: EmbeddedCluster, name: str) -> list[Worker]:
+    workers = [Worker(cluster, name, rank) for rank in range(SIZE)]
+    await asyncio.gather(*(one.start() for one in workers))
+    return workers
 
 
 @pytest.mark.parametrize("seed", range(4))
 async def test_the_others_continue_with_one_result(cluster: EmbeddedCluster, seed: int) -> None:
-    trainers = await started(cluster, f"leave-{seed}")
-    left, victim = trainers[:2], trainers[2]
+    workers = await started(cluster, f"leave-{seed}")
+    left, victim = workers[:2], workers[2]
     training = [asyncio.ensure_future(one.train(12)) for one in left]
     lost = asyncio.ensure_future(victim.train(1000))
     while victim.steps.step < 3:
@@ -89,17 +89,17 @@ async def test_the_others_continue_with_one_result(cluster: EmbeddedCluster, see
 
 
 async def test_a_new_worker_receives_the_state_and_the_step(cluster: EmbeddedCluster) -> None:
-    trainers = await started(cluster, "join")
-    training = [asyncio.ensure_future(one.train(60)) for one in trainers]
-    new = Trainer(cluster, "join", SIZE)
+    workers = await started(cluster, "join")
+    training = [asyncio.ensure_future(one.train(60)) for one in workers]
+    new = Worker(cluster, "join", SIZE)
     joining = asyncio.ensure_future(new.start())
     await asyncio.wait([joining, *training], return_when=asyncio.FIRST_COMPLETED)
     assert joining.done() and 0 < new.steps.step < 60 and new.weights[0] == 37 * new.steps.step
     await asyncio.gather(*training, new.train(60))
-    everyone = [*trainers, new]
+    everyone = [*workers, new]
     assert len({one.weights.tobytes() for one in everyone}) == 1
     await asyncio.gather(*(one.steps.close() for one in everyone))
-    late = Trainer(cluster, "join", SIZE + 1)
+    late = Worker(cluster, "join", SIZE + 1)
     with pytest.raises(LateWorkerError, match="members have completed their work"):
         await late.start()
     for one in (*everyone, late):
@@ -107,10 +107,10 @@ async def test_a_new_worker_receives_the_state_and_the_step(cluster: EmbeddedClu
 
 
 async def test_workers_that_make_different_numbers_of_steps(cluster: EmbeddedCluster) -> None:
-    trainers = await started(cluster, "uneven")
-    await asyncio.gather(*(one.train(2) for one in trainers))
-    calls = [trainers[0].steps.close(), *(one.train(3) for one in trainers[1:])]
+    workers = await started(cluster, "uneven")
+    await asyncio.gather(*(one.train(2) for one in workers))
+    calls = [workers[0].steps.close(), *(one.train(3) for one in workers[1:])]
     errors = await asyncio.gather(*calls, return_exceptions=True)
     assert all(isinstance(error, CollectiveMismatchError) for error in errors), errors
-    for one in trainers:
+    for one in workers:
         await one.client.close()
