@@ -43,7 +43,7 @@ def main() -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            context.report(loss=loss, step=ddp.step)
+            context.report(loss=loss, samples=len(inputs), step=ddp.step)
             if ddp.step == given.steps // 2 and context.rank == given.kill_rank and context.client.incarnation == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
         print(f"rank {context.rank}: step {ddp.step}, {ddp.size} workers, weights {digest(model)}", flush=True)
