@@ -1,7 +1,7 @@
 """Data x pipeline x tensor parallelism: the data dimension by parameter servers, the others by collectives.
 
-psdist run --nproc-per-node 8 examples/torch_hybrid.py                                       # 2 x 2 x 2 workers
-psdist run --nproc-per-node 4 examples/torch_hybrid.py --pipeline 2 --tensor 1 --compare     # and in one process
+psdist run --nproc-per-node 8 --max-restarts 0 examples/torch_hybrid.py                 # 2 x 2 x 2 workers
+psdist run --nproc-per-node 4 --max-restarts 0 examples/torch_hybrid.py --tensor 1 --compare   # and in one process
 
 A worker holds a part of every matrix (tensor parallelism) of one stage (pipeline parallelism). The workers with the
 same part share a parameter set: servers average their gradients, hold Adam's state and make its steps, as ZeRO does.
@@ -70,7 +70,8 @@ def train(part: nn.Module, mesh: DeviceMesh, steps: int) -> None:
     """Train this worker's part, together with the workers of its data dimension."""
     (number, stage, slot), count, last = mesh.get_coordinate(), mesh["data"].size(), mesh["pipeline"].size() - 1
     values = {name: local(tensor).numpy() for name, tensor in part.named_parameters()}
-    replicas = psdist.init().subset(dist.get_process_group_ranks(mesh.get_group("data")))
+    context = psdist.init()
+    replicas = context.subset(dist.get_process_group_ranks(mesh.get_group("data")))
     handle = replicas.client.parameters(f"model/{stage}.{slot}", values, psdist.optim.Adam(lr=LR))
     handle.pull(out=values)
     size = BATCH // count // MICRO_BATCHES
@@ -78,7 +79,7 @@ def train(part: nn.Module, mesh: DeviceMesh, steps: int) -> None:
     made = torch.empty(size, WIDTH if stage < last else 10, requires_grad=True)
     pipe = PipelineStage(part, stage, last + 1, torch.device("cpu"), given, made, group=mesh.get_group("pipeline"))
     schedule = Schedule1F1B(pipe, MICRO_BATCHES, loss_fn=cross_entropy)
-    for step in range(handle.step, steps):
+    for step in range(context.common_step(handle.step), steps):
         pixels, digits = batch_of(step)
         losses: list[Tensor] = []
         inputs = [pixels[number::count]] if stage == 0 else []

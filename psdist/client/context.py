@@ -28,7 +28,7 @@ from psdist.client.reporting.run_info import RunInfo
 from psdist.client.sync_client import Client, Parameters
 from psdist.collectives.sync_group import Collectives, WorkerGroup
 from psdist.collectives.workers import SILENCE_SECONDS, AsyncCollectives
-from psdist.errors import ConfigurationError, DuplicateMemberError, InvalidArgumentError
+from psdist.errors import ConfigurationError, DuplicateMemberError, InvalidArgumentError, LateWorkerError
 from psdist.metrics.trackers.progress import PLAIN_SECONDS, ProgressTracker
 from psdist.metrics.trackers.tracker import Tracker
 from psdist.settings.config import MetricsSettings, TransportName, metrics_settings
@@ -172,6 +172,23 @@ class Context:
         return self._groups.join_group(
             name, size=self.world_size if size is None else size, size_min=size_min, silence=silence, timeout=timeout
         )
+
+    def common_step(self, step: int) -> int:
+        """Return ``step`` if it is the same for all workers of this context, which all call this.
+
+        step: next step of the set that this worker trains, its handle's ``step``.
+
+        For workers that hold parts of one model, before their first step: servers have no common step of the parts if a
+        worker was killed, because the others may have made a step more or less. Raises LateWorkerError in that case.
+        """
+        steps = self.collectives.all_gather(step).tolist()
+        if len(set(steps)) > 1:
+            raise LateWorkerError(
+                f"the parts of the model are at different steps ({', '.join(map(str, sorted(set(steps))))}), because "
+                "workers were lost within a step: end the run and start it again from a snapshot that has all parts at "
+                "one step (--run-id and --no-save-at-end, see docs/strategies.md)"
+            )
+        return step
 
     def add_tracker(self, tracker: Tracker) -> None:
         """Also pass this worker's later reports to ``tracker``, about once a second, and call its ``start``.
