@@ -2,8 +2,8 @@
 
     psdist run --nproc-per-node 3 --max-restarts 3 examples/torch_elastic_ddp.py
 
-Kill a worker while it runs: the others continue with the next step, and the worker that the launcher starts in its place
-receives weights and optimizer state from one of them.
+Kill a worker while it runs: the others continue with the next step, and the worker that the launcher starts in its
+place receives weights and optimizer state from one of them.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ def digest(model: nn.Module) -> str:
 
 
 def main() -> None:
+    """Train this worker's share."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--kill-rank", type=int, default=-1, help="kill this worker once, in the middle")

@@ -1,4 +1,4 @@
-"""Workers of a launched run that is hit by SIGKILL in the middle of collectives: the survivors notice, and continue with it."""
+"""Workers of a launched run, one of them hit by SIGKILL amid collectives: the survivors notice and continue with it."""
 
 from __future__ import annotations
 
