@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.parse
 import urllib.request
@@ -75,10 +76,10 @@ class Prometheus:
 
     def until(self, expression: str) -> list[dict[str, Any]]:
         """Return the result once there is one."""
-        late = time.monotonic() + PATIENCE
+        late, pause = time.monotonic() + PATIENCE, threading.Event()
         while not (found := self.query(expression)):
             assert time.monotonic() < late, (expression, self.firing())
-            time.sleep(0.2)  # Prometheus has no way to wait for a result.
+            pause.wait(0.2)  # Prometheus has no way to wait for a result.
         return found
 
     def firing(self) -> set[str]:
