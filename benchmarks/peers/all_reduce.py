@@ -38,12 +38,20 @@ def _turn(call: Call, size: int, calls: int) -> dict[str, Any]:
 
 
 def psdist() -> None:
-    """All-reduces of a group of all workers."""
+    """All-reduces of a group of all workers. Argument: a codec or "none"."""
     from psdist import init
+    from psdist.collectives.compression import AllReduceCompression
+
+    compressions: dict[int, AllReduceCompression] = {}
+
+    def compressed(array: Any) -> object:
+        codec = compressions.setdefault(array.nbytes, AllReduceCompression(sys.argv[2]))
+        return group.all_reduce(array, "avg", out=array, compression=codec)
 
     with init() as context:
         group = context.collectives
-        serve(lambda array: group.all_reduce(array, "max", out=array))
+        plain = sys.argv[2] == "none"
+        serve((lambda array: group.all_reduce(array, "max", out=array)) if plain else compressed)
 
 
 def gloo() -> None:

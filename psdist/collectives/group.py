@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from psdist.client.process import codec_kernels
 from psdist.collectives import calls
+from psdist.collectives.compression import AllReduceCompression, as_compression
+from psdist.collectives.core.compressed_plan import CompressedPlan
+from psdist.collectives.core.header import Header
 from psdist.collectives.core.machine import COLLECTIVES, CallLane
 from psdist.collectives.core.plan import Array, Plan
 from psdist.collectives.core.reductions import check_dtype, check_op
 from psdist.collectives.forming import FormedGroup, GroupFormer, GroupSettings
+from psdist.compression import Codec
 from psdist.errors import ClosedError, DTypeMismatchError, InvalidArgumentError, ShapeMismatchError
+from psdist.off_loop import off_loop
 
 
 class AsyncWorkerGroup:
@@ -38,19 +46,53 @@ class AsyncWorkerGroup:
         self._former = former
         self._formed = formed
         self._settings = settings
+        #: Held while a call is encoded, so that later calls start later.
+        self._order = asyncio.Lock()
 
     async def all_reduce(
-        self, array: ArrayLike, op: str = "sum", *, out: Array | None = None, timeout: float | None = None
+        self,
+        array: ArrayLike,
+        op: str = "sum",
+        *,
+        out: Array | None = None,
+        timeout: float | None = None,
+        compression: AllReduceCompression | Codec | str | None = None,
     ) -> Array:
         """Return the reduction of all ranks' arrays.
 
         op: "sum", "avg", "product", "min", "max", "band", "bor" or "bxor".
+        compression: how a float32 array is sent, for "sum" and "avg": an ``AllReduceCompression``, which adds the part
+            that one call leaves out to the next; or a codec or its name, which drops this part.
         """
         given = _checked(array)
         check_op(op, given.dtype)
         result = _Result(given, given.shape, out)
+        if compression is not None:
+            await self._compressed(given.reshape(-1), op, as_compression(compression), result.memory, timeout)
+            return result.finish()
         await self._call(calls.all_reduce(self.rank, self.size, result.apart(given), result.memory, op), timeout)
         return result.finish()
+
+    async def _compressed(
+        self, given: Array, op: str, compression: AllReduceCompression, out: Array, timeout: float | None
+    ) -> None:
+        """Reduce an array of one dimension by encoded contributions."""
+        compression.check(given, out.shape, op)
+        _check_timeout(timeout)
+        codec_kernels.prepare(given.size)
+        with compression.used():
+            async with self._order:
+                encode = partial(compression.encode, given, self.rank, self.size)
+                payloads = await off_loop(given.size, encode)
+                header = Header("all_reduce", f"{op}, compression={compression.label}", given.dtype.name, out.shape)
+                plan = CompressedPlan(
+                    header, self.rank, [rank for rank in range(self.size) if rank != self.rank], payloads,
+                    out.reshape(-1), divisor=self.size if op == "avg" else 1,
+                    encode_result=compression.result_encoder(out.reshape(-1)),
+                )  # fmt: skip
+                call_id = self._exchange.start(COLLECTIVES, plan)
+            await self._exchange.result(call_id, str(plan.call), timeout)
+            compression.end()
 
     async def all_gather(self, array: ArrayLike, *, out: Array | None = None, timeout: float | None = None) -> Array:
         """Return all ranks' arrays, which have one shape, one after another along a new first axis."""
@@ -247,7 +289,11 @@ class AsyncWorkerGroup:
 
     async def _call(self, plan: Plan, timeout: float | None, lane: CallLane = COLLECTIVES) -> None:
         _check_timeout(timeout)
-        call_id = self._exchange.start(lane, plan)
+        if lane == COLLECTIVES and self._order.locked():
+            async with self._order:
+                call_id = self._exchange.start(lane, plan)
+        else:
+            call_id = self._exchange.start(lane, plan)
         await self._exchange.result(call_id, str(plan.call), timeout)
 
 

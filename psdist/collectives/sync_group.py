@@ -11,9 +11,11 @@ from psdist.client.process import loop
 from psdist.client.process.blocking import on_loop
 from psdist.client.process.process_bound import ProcessBound
 from psdist.client.session.scheduler_session import WorkerSession
+from psdist.collectives.compression import AllReduceCompression
 from psdist.collectives.core.plan import Array
 from psdist.collectives.group import AsyncWorkerGroup
 from psdist.collectives.workers import AsyncCollectives
+from psdist.compression import Codec
 
 T = TypeVar("T")
 
@@ -76,13 +78,17 @@ class WorkerGroup(ProcessBound):
         *,
         out: Array | None = None,
         timeout: float | None = None,
+        compression: AllReduceCompression | Codec | str | None = None,
         async_op: bool = False,
     ) -> Any:
         """Return the reduction of all ranks' arrays.
 
         op: "sum", "avg", "product", "min", "max", "band", "bor" or "bxor".
+        compression: how a float32 array is sent, for "sum" and "avg": an ``AllReduceCompression``, which adds the part
+            that one call leaves out to the next; or a codec or its name, which drops this part.
         """
-        return _run(self._async.all_reduce(array, op, out=out, timeout=timeout), async_op)
+        reducing = self._async.all_reduce(array, op, out=out, timeout=timeout, compression=compression)
+        return _run(reducing, async_op)
 
     def all_gather(
         self, array: ArrayLike, *, out: Array | None = None, timeout: float | None = None, async_op: bool = False

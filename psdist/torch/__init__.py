@@ -14,6 +14,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("psdist.torch needs PyTorch: pip install torch", name="torch") from error
 
+from psdist.torch.averaging.compression_hook import CompressionState, compression_hook
 from psdist.torch.conversion import convert_optimizer, convert_scheduler
 from psdist.torch.data_parallel import DistributedDataParallel
 from psdist.torch.elastic.ddp import ElasticDDP
@@ -24,12 +25,14 @@ from psdist.torch.optimizer import DistributedOptimizer
 from psdist.torch.optimizer_state import load_optimizer_state
 
 __all__ = [
+    "CompressionState",
     "DistributedDataParallel",
     "DistributedOptimizer",
     "ElasticDDP",
     "LeasedDataLoader",
     "OffloadedOptimizer",
     "SyncBatchNorm",
+    "compression_hook",
     "convert_optimizer",
     "convert_scheduler",
     "load_optimizer_state",
