@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from psdist.collectives import mesh as meshes
 from psdist.collectives.core import machine as machines
 from psdist.collectives.core.group_key import make_key
 from psdist.collectives.core.machine import GroupMachine
+from psdist.collectives.elastic import ElasticSteps
 from psdist.collectives.mesh import Mesh
 from psdist_scheduler.members import formations
 from psdist_scheduler.members.formations import GroupFormations
@@ -21,7 +24,9 @@ ABLATIONS: dict[str, Ablation] = {}
 _ablation = noted_in(ABLATIONS)
 
 _KILLS: dict[str, Any] = {"faults": ("kill and start again",), "fault_count": 5, "think_seconds": 0.0}
-_LIMITS: dict[str, Any] = {"faults": ("give up", "time limit"), "fault_count": 5, "think_seconds": 0.0}
+_LIMITS: dict[str, Any] = {
+    "faults": ("give up", "time limit"), "fault_count": 5, "think_seconds": 0.0, "steps": False,
+}  # fmt: skip
 
 
 def hunt(name: str, seeds: int = SEEDS) -> tuple[int, str]:
@@ -50,7 +55,19 @@ def _link_is_rank(put: Put) -> None:
     put(Mesh, "link_ended", link_ended)
 
 
-@_ablation("calls are compared", faults=("other call",), fault_count=5, think_seconds=0.0)
+@_ablation("members compare their steps after a loss", **_KILLS, steps=True)
+def _steps_differ(put: Put) -> None:
+    async def compare(self: Any, group: Any, results: Any) -> bool:
+        if self._is_new:
+            return bool(await known(self, group, results))
+        await group.all_gather(np.array([self.step, bool(len(results))]))
+        return False
+
+    known = ElasticSteps._compare
+    put(ElasticSteps, "_compare", compare)
+
+
+@_ablation("calls are compared", faults=("other call",), fault_count=5, think_seconds=0.0, steps=False)
 def _not_compared(put: Put) -> None:
     put(machines, "mismatch", lambda *_: None)
 

@@ -26,6 +26,7 @@ class GroupOptions:
     think_seconds: float
     size_min: int
     pairs: bool
+    steps: bool
 
     @property
     def text(self) -> str:
@@ -51,4 +52,5 @@ def draw(seed: int) -> GroupOptions:
         think_seconds=rng.choice((0.0, 0.01, 0.2)),
         size_min=rng.choice((1, 1, 2)),
         pairs=rng.random() < 0.4,
+        steps=rng.random() < 0.4,
     )

@@ -73,7 +73,9 @@ def run(seed: int, options: GroupOptions | None = None, *, trace: bool = False) 
     loop = RunLoop(options.stream("schedule"), options.handle_seconds)
     loop.lines = [] if trace else None
     undo = _install()
-    world = GroupWorld(loop, options)
+    from tests.simulation.group_steps import StepWorld  # It imports this module.
+
+    world = (StepWorld if options.steps else GroupWorld)(loop, options)
     violations: list[str] = []
     begun = loop.time()
     try:
@@ -285,14 +287,14 @@ class GroupWorld:
         await self.loop.after(self.network.delay())
         self._begin(life)
         waits, listener = WaitTracker(), SimListener(self.network, life.node, life.member.address)
-        session: Any = SimpleNamespace(
-            membership=life.membership,
-            waits=waits,
-            calls=_Calls(self, life),
-            registrar=SimpleNamespace(listener=listener),
-        )
+        registrar, calls = SimpleNamespace(listener=listener), _Calls(self, life)
+        session: Any = SimpleNamespace(membership=life.membership, waits=waits, calls=calls, registrar=registrar)
         life.collectives = AsyncCollectives(session)
         self.loop.create_task(self._beat(life), context=life.node.context)
+        await self.work(life)
+
+    async def work(self, life: _Life) -> None:
+        """Make calls, forever."""
         while True:
             try:
                 await self._join(life)
