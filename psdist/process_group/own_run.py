@@ -32,8 +32,14 @@ _POLL_SECONDS: Final = 0.1
 def join(store: Any, rank: int, size: int) -> Context:
     """Join the run of these ranks. store: torch's.
 
-    Raises ConfigurationError if the ranks are on several machines, or rank 0 could not start the run.
+    Raises ConfigurationError if these are not all ranks, if they are on several machines, or if rank 0 could not start
+    the run.
     """
+    if dist.is_initialized() and size < dist.get_world_size():
+        raise ConfigurationError(
+            f"the first group of the backend psdist has {size} of {dist.get_world_size()} ranks: all of them start the "
+            "run together. Make a group of all ranks with it first"
+        )
     for name, value in (("RANK", rank), ("WORLD_SIZE", size), ("LOCAL_RANK", rank)):
         os.environ.setdefault(name, str(value))  # Processes of torch.multiprocessing have none of them.
     key = f"psdist/run/{os.environ.get(_ATTEMPT, '')}"  # torchrun's store outlives its attempts.

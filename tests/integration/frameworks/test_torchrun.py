@@ -96,6 +96,13 @@ def test_processes_of_torch_multiprocessing(tmp_path: Path) -> None:
     assert status == 0 and output.count("done") == 2, output
 
 
+def test_a_run_of_some_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    with pytest.raises(ConfigurationError, match=r"2 of 4 ranks: .* Make a group of all ranks with it first"):
+        own_run.join(dist.HashStore(), 0, 2)
+
+
 @pytest.mark.parametrize(
     ("found", "text"),
     [
