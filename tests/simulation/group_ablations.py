@@ -72,11 +72,6 @@ def _not_compared(put: Put) -> None:
     put(machines, "mismatch", lambda *_: None)
 
 
-@_ablation("the loss of a rank ends the calls that need it", **_KILLS)
-def _loss_is_ignored(put: Put) -> None:
-    put(GroupMachine, "_lose", lambda self, peer, error: [])
-
-
 @_ablation("all ranks learn of a failure", **_LIMITS)
 def _failure_is_kept(put: Put) -> None:
     put(GroupMachine, "_fail", lambda self, error: self._end(error))
