@@ -10,8 +10,8 @@
 #   make long     the tests that make test skips, and hypothesis with more examples
 #   make sim      10,000 simulated runs with faults (SEEDS=n FIRST=n), 10,000 of ordinary life (ORDINARY_SEEDS=n), 5,000 of
 #                 scripts with several parameter sets (SETS_SEEDS=n), 500 with snapshots (SNAPSHOT_SEEDS=n), 500 that lose
-#                 the scheduler's store or snapshots (LOST_SEEDS=n), 500 that write weights (WRITES_SEEDS=n), each fault of a
-#                 storage, and each safeguard removed in turn
+#                 the scheduler's store or snapshots (LOST_SEEDS=n), 500 that write weights (WRITES_SEEDS=n), 10,000 of groups
+#                 of collectives (GROUPS_SEEDS=n), each fault of a storage, and each safeguard removed in turn
 #   make chaos    faults on real processes, each promise with its figure, in about half an hour (KILLS=n of each kind,
 #                 INTERRUPTS=n of each kind, ROUNDS=n of barriers)
 #   make fuzz     10 million random and mutated payloads for each kind of segment (INPUTS=n), and with checks of bounds

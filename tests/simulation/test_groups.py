@@ -24,6 +24,7 @@ PATHS = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_some_seeds() -> None:
     print(f"seeds {FIRST} to {FIRST + SEEDS - 1}")
