@@ -25,7 +25,7 @@ def _header(kind: str, array: NDArray[Any], *, op: str = "", root: int = -1) -> 
     return Header(kind, op, array.dtype.name, array.shape, root)
 
 
-def _cut(array: Array, rank: int, size: int) -> Array:
+def cut_segment(array: Array, rank: int, size: int) -> Array:
     """Return a rank's segment of an array of one dimension."""
     return array[array.size * rank // size : array.size * (rank + 1) // size]
 
@@ -43,10 +43,12 @@ def all_reduce(rank: int, size: int, array: Array, out: Array, op: str) -> Plan:
         # A copy, because the result may be complete, and overwrite the array, before this rank's own data was sent.
         given = flat_bytes(array).copy()
         return ReductionPlan(header, rank, peers, dict.fromkeys(peers, given), ReducedSegment(flat, result))
-    gives = {peer: flat_bytes(_cut(flat, peer, size)) for peer in peers}
-    results = {peer: flat_bytes(_cut(result, peer, size)) for peer in peers}
-    segment = ReducedSegment(_cut(flat, rank, size), _cut(result, rank, size), tuple(peers), results)
-    return ReductionPlan(header, rank, peers, gives, segment)
+    gives = {peer: flat_bytes(cut_segment(flat, peer, size)) for peer in peers}
+    results = {peer: flat_bytes(cut_segment(result, peer, size)) for peer in peers}
+    segment = ReducedSegment(cut_segment(flat, rank, size), cut_segment(result, rank, size), tuple(peers), results)
+    plan = ReductionPlan(header, rank, peers, gives, segment)
+    plan.whole = flat, result
+    return plan
 
 
 def broadcast(rank: int, size: int, array: Array, root: int) -> Plan:
@@ -65,6 +67,14 @@ def all_gather(rank: int, size: int, array: Array, out: Array) -> Plan:
     rows = rows_of(out)
     takes = {peer: flat_bytes(rows[peer]) for peer in peers}
     return Plan(_header("all_gather", array), peers, dict.fromkeys(peers, flat_bytes(array)), takes)
+
+
+def gather_segments(rank: int, size: int, array: Array) -> Plan:
+    """array: of one dimension; each rank has its segment of it, and receives the others' in their places."""
+    peers = _peers(rank, size)
+    own = flat_bytes(cut_segment(array, rank, size))
+    takes = {peer: flat_bytes(cut_segment(array, peer, size)) for peer in peers}
+    return Plan(_header("all_gather", array), peers, dict.fromkeys(peers, own), takes)
 
 
 def barrier(rank: int, size: int) -> Plan:

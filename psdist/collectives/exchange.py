@@ -8,11 +8,8 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 from psdist.client.session.wait_tracker import WaitTracker
-from psdist.collectives import host_sharing, messages
-from psdist.collectives.core import host_memory
-from psdist.collectives.core.host_memory import HostMemory
+from psdist.collectives import messages
 from psdist.collectives.core.machine import (
-    COLLECTIVES,
     CallDone,
     CallLane,
     Effect,
@@ -23,14 +20,12 @@ from psdist.collectives.core.machine import (
     SendPart,
 )
 from psdist.collectives.core.plan import Bytes, Plan
-from psdist.collectives.host_sharing import HostSharing
+from psdist.collectives.data_route import DataRoute
 from psdist.collectives.incoming import Sender
 from psdist.collectives.mesh import Mesh
-from psdist.collectives.mover import Mover
 from psdist.collectives.silence_watch import SilenceWatch
 from psdist.errors import (
     ClosedError,
-    InternalError,
     InvalidArgumentError,
     PsdistError,
     WaitTimeoutError,
@@ -65,11 +60,10 @@ class Exchange:
         self._todo: deque[Effect] = deque()
         self._unopened: deque[Effect] = deque()
         self._is_busy = False
-        #: Memory of the host, once a large call or a rank has asked for it.
-        self._sharing: HostSharing | None = None
-        self._mover: Mover | None = None
+        self._route = DataRoute(self, self._machine)
         #: Set after the next event, for calls that wait for a message of any rank.
         self._event = asyncio.Event()
+        self._silence = silence
         self.watch = SilenceWatch(mesh, self._machine, silence, self.end)
 
     @property
@@ -81,8 +75,7 @@ class Exchange:
 
     def start(self, lane: CallLane, plan: Plan) -> int:
         """Make a call. Returns its id. Raises the error that ended the group."""
-        if self._sharing is None and lane == COLLECTIVES and host_memory.fits(plan):
-            self._share()
+        self._route.prepare(lane, plan)
         try:
             call_id, effects = self._machine.start(lane, plan)
         except PsdistError as error:
@@ -177,8 +170,7 @@ class Exchange:
                 if isinstance(effect, CallDone):
                     self._finish(effect)
                 elif isinstance(effect, MoveData):
-                    assert self._mover is not None
-                    self._mover.start(effect.moves, partial(self._moved, effect.call_id))
+                    self._route.move(effect, self._moved)
                 elif self.key:
                     self._send(effect)
                 else:
@@ -186,11 +178,11 @@ class Exchange:
         finally:
             self._is_busy = False
         if self.has_ended:
-            self._stop_sharing()
+            self._route.stop()
 
     def _release_memory(self) -> None:
         """Stop to use the arrays of calls, which have failed."""
-        self._stop_sharing()
+        self._route.stop()
         self.watch.stop()
         for queue in (self._todo, self._unopened):
             failures = [effect for effect in queue if isinstance(effect, CallDone | SendFailure)]
@@ -225,41 +217,37 @@ class Exchange:
     def _sent(self, peer: int, lane: CallLane, call_id: int) -> None:
         self._carry_out(self._machine.on_sent(peer, lane, call_id))
 
-    # --- memory of the host -------------------------------------------------------------------------------------------
+    # --- the route of large data --------------------------------------------------------------------------------------
 
-    def _share(self) -> None:
-        """Start to share memory, if all ranks are on this host. Calls move over the links meanwhile."""
-        members, machine = self.members, self._machine
-        if not self.has_ended and host_sharing.are_on_one_host(members) and self._mesh.claim_memory(self):
-            self._sharing = HostSharing(machine.rank, len(members), self._offer_memory, self._shared)
+    def claim_memory(self) -> bool:
+        """See ``RoutedGroup``."""
+        return not self.has_ended and self._mesh.claim_memory(self)
 
-    def _offer_memory(self, peer: int, offer: pb.GroupMemory) -> None:
+    def return_memory(self) -> None:
+        """See ``RoutedGroup``."""
+        self._mesh.return_memory(self)
+
+    def offer_memory(self, peer: int, offer: pb.GroupMemory) -> None:
+        """See ``RoutedGroup``."""
         offer.group = self.key
         self._mesh.link(self.members[peer]).send(pb.PeerFrame(memory=offer).SerializeToString())
 
-    def _shared(self, memory: HostMemory) -> None:
-        self._machine.memory, self._mover = memory, Mover(memory)
+    def make_part(self, ranks: Sequence[int], name: str) -> Exchange:
+        """See ``RoutedGroup``."""
+        named = [self.ranks[rank] for rank in ranks]
+        part = Exchange(self._mesh, self._waits, named, ranks.index(self._machine.rank), self._silence)
+        self._mesh.enter(part, f"{name} of {self.key.hex()}", 1, [self.members[rank] for rank in ranks])
+        return part
 
-    def _moved(self, call_id: int, error: Exception | None) -> None:
-        if error is not None:
-            self.end(InternalError(f"rank {self._machine.rank} could not move its data: {error!r}"))
-        else:
-            self._carry_out(self._machine.on_moved(call_id))
-
-    def _stop_sharing(self) -> None:
-        """Stop to use memory of the host, for good."""
-        if self._mover is not None:
-            self._mover.stop()
-        if self._sharing is not None:
-            self._sharing.close()
-            self._mesh.return_memory(self)
-        self._sharing = self._mover = self._machine.memory = None
+    def _moved(self, call_id: int) -> None:
+        self._carry_out(self._machine.on_moved(call_id))
 
     # --- frames -------------------------------------------------------------------------------------------------------
 
     def open(self, key: bytes, members: list[WorkerEntry]) -> None:
         """See ``GroupFrames``."""
         self.key, self.members = key, members
+        self._route.open(members)
         self._by_worker = {(worker.worker_id, worker.incarnation): rank for rank, worker in enumerate(members)}
         self.watch.open(members)
         unopened, self._unopened = self._unopened, deque()
@@ -284,10 +272,7 @@ class Exchange:
                 lane = messages.lane_of(part.lane, peer, rank)
                 self._carry_out(self._machine.on_part(peer, lane, part.lane.number, part.part))
             case "memory":
-                if self._sharing is None:
-                    self._share()
-                if self._sharing is not None:
-                    self._sharing.on_offer(peer, frame.memory)
+                self._route.on_offer(peer, frame.memory)
             case "failure":
                 error = status.from_detail(frame.failure.error)
                 is_closed = isinstance(error, ClosedError)

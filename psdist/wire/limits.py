@@ -190,6 +190,8 @@ PIECE_BYTES: Final = 1 << 20
 LARGE_GROUP_PIECE_BYTES: Final = 2 << 20
 #: Smallest data of such a call for one rank.
 HOST_MEMORY_BYTES_MIN: Final = 4 << 10
+#: Smallest array that is reduced along a chain of hosts.
+CHAIN_BYTES_MIN: Final = 256 << 10
 #: Groups of one worker with such memory, and ranks of one of them.
 HOST_GROUPS_MAX: Final = 16
 HOST_RANKS_MAX: Final = 64

@@ -73,7 +73,7 @@ class CollectiveNetwork:
         self.machines = [GroupMachine(rank, size) for rank in range(size)]
         self._memories = [np.zeros(memory_bytes(size), np.uint8) for _ in range(size)]
         for rank in sharing:
-            self.machines[rank].memory = HostMemory(rank, mapped_by(rank, self._memories))
+            self.machines[rank].route = HostMemory(rank, mapped_by(rank, self._memories))
         self._moving: dict[int, _Moving] = {}
         #: Calls that moved through memory.
         self.moved = 0
@@ -186,6 +186,7 @@ class CollectiveNetwork:
                 case SendPart(outgoing=outgoing):
                     self._put(rank, outgoing.peer, effect)
                 case MoveData(call_id, moves):
+                    assert isinstance(moves, HostMoves)
                     self._moving[rank] = _Moving(call_id, moves, moves.first)
 
     def _put(self, rank: int, peer: int, effect: Effect) -> None:

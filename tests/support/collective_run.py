@@ -1,4 +1,4 @@
-"""Three workers of a run, in this process, and a group of all of them."""
+"""Workers of a run, in this process, and a group of all of them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ SIZE: Final = 3
 
 
 class Run:
-    """Three workers and their collectives."""
+    """Workers and their collectives."""
 
-    def __init__(self, clients: list[AsyncClient]) -> None:
+    def __init__(self, clients: list[AsyncClient], size: int = SIZE) -> None:
         self.clients = clients
         self.workers = [AsyncCollectives(client._opened()) for client in clients]
-        self.groups = [one.new_group(range(SIZE)) for one in self.workers]
+        self.groups = [one.new_group(range(size)) for one in self.workers]
 
     async def all(self, call: Callable[[AsyncWorkerGroup], Awaitable[Any]]) -> list[Any]:
         """Make a call at all ranks. Returns their results, and errors in place of results."""

@@ -17,7 +17,7 @@ class Header:
     shape: the shape that all ranks must agree on.
     root: the rank that the call names, -1 for none.
     gives, takes: bytes to the peer and from the peer.
-    shares: True if the rank can move the data through ``host_memory``. Ranks may differ in that.
+    shares: True if the rank can move the data by another route than parts. Ranks may differ in that.
     """
 
     kind: str

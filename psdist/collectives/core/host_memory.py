@@ -76,6 +76,14 @@ class HostMemory:
         starts = [_HEADER_BYTES + slot * self.piece_bytes for slot in range(_SLOTS)]
         self._slots = [[memory[start : start + self.piece_bytes] for start in starts] for memory in memories]
 
+    def fits(self, plan: Plan) -> bool:
+        """See ``Route``."""
+        return fits(plan)
+
+    def moves(self, plan: Plan) -> HostMoves:
+        """See ``Route``."""
+        return HostMoves(plan, self)
+
     def completed(self, rank: int) -> int:
         """Return the number of steps that a rank has completed, over all calls."""
         return int(self._completed[rank][0])
@@ -110,11 +118,11 @@ class HostMoves:
         self.last = memory.planned = self.first + pieces + (2 if plan.call.kind == "all_reduce" else 1)
 
     def needs(self, peer: int) -> bool:
-        """True if a rank has not completed the call."""
+        """See ``Moves``."""
         return self._memory.completed(peer) < self.last
 
     def slowest(self) -> list[int]:
-        """Return the other ranks that are farthest behind."""
+        """See ``Moves``."""
         completed = {peer: self._memory.completed(peer) for peer in self.peers}
         return [peer for peer, steps in completed.items() if steps == min(completed.values())]
 

@@ -17,10 +17,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-from psdist.collectives.core import host_memory
 from psdist.collectives.core.header import Header, mismatch
-from psdist.collectives.core.host_memory import HostMemory, HostMoves
 from psdist.collectives.core.plan import Bytes, Outgoing, Plan
+from psdist.collectives.core.routes import Moves, Route
 from psdist.errors import (
     InvalidArgumentError,
     LimitExceededError,
@@ -75,10 +74,10 @@ class SendFailure:
 
 @dataclass(frozen=True, slots=True)
 class MoveData:
-    """Take all steps of ``moves``. ``on_moved`` follows with the call's id, unless the call ends before."""
+    """Move the data of a call. ``on_moved`` follows with the call's id, unless the call ends before."""
 
     call_id: int
-    moves: HostMoves
+    moves: Moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +99,10 @@ class GroupCall:
     plan: Plan
     #: Peers that have made the call too.
     called: set[int] = field(default_factory=set)
-    #: True until a rank has announced that it cannot move the data through memory of the host.
+    #: True until a rank has announced that it cannot go the group's route.
     shares: bool = False
-    #: Movement of the data through memory of the host, and whether it is under way here.
-    moves: HostMoves | None = None
+    #: Movement of the data by that route, and whether it is under way here.
+    moves: Moves | None = None
     is_moving: bool = False
     #: Announcements and parts that are being sent, by peer.
     unsent: dict[int, int] = field(default_factory=dict)
@@ -143,8 +142,8 @@ class GroupMachine:
         self.peers = [peer for peer in range(size) if peer != rank]
         #: Error that ended the group.
         self.broken: PsdistError | None = None
-        #: Memory of all ranks, once this rank has mapped it.
-        self.memory: HostMemory | None = None
+        #: Way for large data besides parts, once this rank can go it.
+        self.route: Route | None = None
         self._lanes: dict[CallLane, _Calls] = {}
         #: Ranks that are gone or have closed the group, and why.
         self.lost: dict[int, PsdistError] = {}
@@ -175,7 +174,7 @@ class GroupMachine:
             raise LimitExceededError(f"{len(calls.queue)} calls wait for their turn, which is the limit: wait for some")
         self._ids += 1
         call_id = self._ids
-        plan.shares = self.memory is not None and lane == COLLECTIVES and host_memory.fits(plan)
+        plan.shares = self.route is not None and lane == COLLECTIVES and self.route.fits(plan)
         calls.queue.append(GroupCall(call_id, plan, shares=plan.shares))
         if len(calls.queue) == 1:
             self._begin(lane, calls)
@@ -218,7 +217,7 @@ class GroupMachine:
         return True
 
     def _exchange_data(self, lane: CallLane, calls: _Calls, peer: int, header: Header) -> None:
-        """Start to exchange data with a peer that has made the call, or with all of them if they share memory."""
+        """Start to exchange data with a peer that has made the call, or with all of them by another route."""
         call = calls.queue[0]
         if not call.shares:
             self._send(lane, calls, call.plan.initial(peer))
@@ -227,8 +226,8 @@ class GroupMachine:
             for other in sorted(call.called):
                 self._send(lane, calls, call.plan.initial(other))
         elif len(call.called) == len(call.plan.peers):
-            assert self.memory is not None
-            call.moves, call.is_moving = HostMoves(call.plan, self.memory), True
+            assert self.route is not None
+            call.moves, call.is_moving = self.route.moves(call.plan), True
             self._effects.append(MoveData(call.call_id, call.moves))
 
     def _send(self, lane: CallLane, calls: _Calls, parts: Iterable[Outgoing]) -> None:
@@ -291,7 +290,7 @@ class GroupMachine:
         return self._taken()
 
     def on_moved(self, call_id: int) -> list[Effect]:
-        """Record that all steps of a call through memory of the host were taken here."""
+        """Record that the data of a call has moved by another route."""
         calls = self._calls_of(COLLECTIVES)
         if calls.queue and calls.queue[0].call_id == call_id:
             calls.queue[0].is_moving = False

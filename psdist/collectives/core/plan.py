@@ -71,7 +71,9 @@ class Plan:
         self.gives, self.takes = gives, takes
         #: Data to reduce here; None if there is none.
         self.segment: ReducedSegment | None = None
-        #: True if this rank can move the data through ``host_memory``.
+        #: Whole arrays of an all-reduce in segments: this rank's, and the memory for the result.
+        self.whole: tuple[Array, Array] | None = None
+        #: True if this rank can move the data by another route than parts.
         self.shares = False
         #: By peer, the parts that have not arrived.
         self.missing = {peer: self._expected(peer) for peer in self.peers}

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from psdist import AsyncClient
-from psdist.collectives import exchange
+from psdist.collectives import messages
 from psdist.collectives.core.host_memory import HostMoves
 from psdist.collectives.core.machine import SendPart
 from psdist.collectives.group import AsyncWorkerGroup
@@ -46,7 +46,7 @@ async def run(cluster: EmbeddedCluster) -> AsyncIterator[Run]:
 
 
 def has_memory(group: AsyncWorkerGroup) -> bool:
-    return group._exchange._machine.memory is not None
+    return group._exchange._machine.route is not None
 
 
 async def share(run: Run) -> None:
@@ -63,11 +63,13 @@ def sums(given: list[Any]) -> Any:
 
 async def test_all_calls_give_the_bytes_that_links_give(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     await share(run)
-    parts: list[Any] = []
-    encode = exchange.messages.encode
-    monkeypatch.setattr(
-        exchange.messages, "encode", lambda group, effect: parts.append(effect) or encode(group, effect)
-    )
+    encode, effects = messages.encode, list[Any]()
+
+    def kept(group: bytes, effect: Any) -> bytes:
+        effects.append(effect)
+        return encode(group, effect)
+
+    monkeypatch.setattr(messages, "encode", kept)
     given, rows = arrays(LARGE), [one[: 3 * 90_000].reshape(3, -1) for one in arrays(LARGE)]
     wanted = [one.tobytes() for one in given]
     outs = [np.empty_like(one) for one in given]
@@ -86,7 +88,7 @@ async def test_all_calls_give_the_bytes_that_links_give(run: Run, monkeypatch: p
     assert outs[2][:90_000].tobytes() == rows[0][2].tobytes()
     for rank, one in enumerate(await run.all(lambda g: g.all_to_all(rows[g.rank]))):
         assert [row.tobytes() for row in one] == [row[rank].tobytes() for row in rows]
-    assert not any(isinstance(effect, SendPart) for effect in parts)
+    assert not any(isinstance(effect, SendPart) for effect in effects)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64, np.complex128, np.int8, np.bool_])

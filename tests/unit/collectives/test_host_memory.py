@@ -7,7 +7,7 @@ import pytest
 
 from psdist.collectives import calls
 from psdist.collectives.core.header import Header
-from psdist.collectives.core.host_memory import HostMemory, fits, memory_bytes
+from psdist.collectives.core.host_memory import HostMemory, HostMoves, fits, memory_bytes
 from psdist.collectives.core.machine import COLLECTIVES, CallDone, Effect, GroupMachine, MoveData, SendPart
 from psdist.collectives.core.plan import Plan
 from psdist.errors import WorkerLostError
@@ -27,52 +27,53 @@ class Pair:
         self.plans = [calls.all_reduce(rank, 2, array, array, "sum") for rank, array in enumerate(self.arrays)]
         self.effects: list[list[Effect]] = []
         for rank, machine in enumerate(self.machines):
-            machine.memory = HostMemory(rank, mapped_by(rank, memories))
+            machine.route = HostMemory(rank, mapped_by(rank, memories))
             call_id, effects = machine.start(COLLECTIVES, self.plans[rank])
             self.effects.append(effects + machine.on_sent(1 - rank, COLLECTIVES, call_id))
         for rank in range(2):
             self.called(rank, self.plans[1 - rank].header(rank))
-        self.moves = [self.moves_of(rank) for rank in range(2)]
+        self.ids, self.moves = zip(*(self.moves_of(rank) for rank in range(2)), strict=True)
 
     def called(self, rank: int, header: Header) -> None:
         self.effects[rank] += self.machines[rank].on_call(1 - rank, COLLECTIVES, 0, header, NOTHING)
 
-    def moves_of(self, rank: int) -> MoveData:
+    def moves_of(self, rank: int) -> tuple[int, HostMoves]:
         [effect] = [effect for effect in self.effects[rank] if isinstance(effect, MoveData)]
-        return effect
+        assert isinstance(effect.moves, HostMoves)
+        return effect.call_id, effect.moves
 
 
 def test_data_moves_in_steps_without_parts() -> None:
     pair = Pair()
     assert not any(isinstance(effect, SendPart) for effects in pair.effects for effect in effects)
-    for step in range(pair.moves[0].moves.first, pair.moves[0].moves.last):
+    for step in range(pair.moves[0].first, pair.moves[0].last):
         for move in pair.moves:
-            move.moves.advance(step)
+            move.advance(step)
     for rank, machine in enumerate(pair.machines):
-        assert machine.on_moved(pair.moves[rank].call_id) == [CallDone(pair.moves[rank].call_id)]
+        assert machine.on_moved(pair.ids[rank]) == [CallDone(pair.ids[rank])]
         assert (pair.arrays[rank] == 3).all()
 
 
 def test_rank_that_is_lost_before_its_last_step_ends_the_call() -> None:
     pair = Pair()
     for move in pair.moves:
-        move.moves.advance(0)
-    assert "rank 1" in pair.machines[0].waiting_for(pair.moves[0].call_id)
+        move.advance(0)
+    assert "rank 1" in pair.machines[0].waiting_for(pair.ids[0])
     [done] = pair.machines[0].on_lost(1, "killed")
     assert isinstance(done, CallDone) and isinstance(done.error, WorkerLostError)
-    assert pair.machines[0].on_moved(pair.moves[0].call_id) == []
+    assert pair.machines[0].on_moved(pair.ids[0]) == []
 
 
 def test_rank_that_is_lost_after_its_last_step_is_not_missed() -> None:
     pair = Pair()
-    ahead, behind = pair.moves[1].moves, pair.moves[0].moves
+    behind, ahead = pair.moves
     for step in range(behind.first, behind.last - 1):
         ahead.advance(step)
         behind.advance(step)
     ahead.advance(ahead.last - 1)
     assert pair.machines[0].on_lost(1, "has left") == []
     behind.advance(behind.last - 1)
-    assert pair.machines[0].on_moved(pair.moves[0].call_id) == [CallDone(pair.moves[0].call_id)]
+    assert pair.machines[0].on_moved(pair.ids[0]) == [CallDone(pair.ids[0])]
     assert (pair.arrays[0] == 3).all()
 
 
