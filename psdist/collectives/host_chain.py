@@ -101,18 +101,18 @@ class HostChain:
         self._last = len(hosts) - 1
         local, chain = list(hosts[self._host]), [ranks[self._index] for ranks in hosts]
         parts = {"forth": local, "back": local, "chain": chain}
-        made = [_Part(make(ranks, name), ranks, failed) for name, ranks in parts.items()]
+        made = [_PartCalls(make(ranks, name), ranks, failed) for name, ranks in parts.items()]
         self._forth, self._back, self._chain = made
 
     def fits(self, plan: Plan) -> bool:
-        """See ``Route``."""
+        """See ``GroupRoute``."""
         if plan.whole is None or plan.whole[0].nbytes < CHAIN_BYTES_MIN:
             return False
         is_rounded_once = plan.whole[0].dtype in (np.float16, BFLOAT16) and plan.call.op in _ROUNDED_ONCE
         return not is_rounded_once
 
     def moves(self, plan: Plan) -> ChainMoves:
-        """See ``Route``."""
+        """See ``GroupRoute``."""
         return ChainMoves(plan)
 
     def abandon(self, error: PsdistError) -> None:
@@ -186,7 +186,7 @@ class HostChain:
         await self._chain.call(calls.receive(share, host), CallLane(host, self._host))
 
 
-class _Part:
+class _PartCalls:
     """Calls of a part of the group. ranks: its members, by their ranks in the group."""
 
     def __init__(self, made: PartOfGroup, ranks: Sequence[int], failed: Callable[[PsdistError], None]) -> None:

@@ -77,11 +77,11 @@ class HostMemory:
         self._slots = [[memory[start : start + self.piece_bytes] for start in starts] for memory in memories]
 
     def fits(self, plan: Plan) -> bool:
-        """See ``Route``."""
+        """See ``GroupRoute``."""
         return fits(plan)
 
     def moves(self, plan: Plan) -> HostMoves:
-        """See ``Route``."""
+        """See ``GroupRoute``."""
         return HostMoves(plan, self)
 
     def completed(self, rank: int) -> int:

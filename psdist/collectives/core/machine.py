@@ -19,7 +19,7 @@ from typing import Final, TypeAlias
 
 from psdist.collectives.core.header import Header, mismatch
 from psdist.collectives.core.plan import Bytes, Outgoing, Plan
-from psdist.collectives.core.routes import Moves, Route
+from psdist.collectives.core.routes import GroupRoute, Moves
 from psdist.errors import (
     InvalidArgumentError,
     LimitExceededError,
@@ -143,7 +143,7 @@ class GroupMachine:
         #: Error that ended the group.
         self.broken: PsdistError | None = None
         #: Way for large data besides parts, once this rank can go it.
-        self.route: Route | None = None
+        self.route: GroupRoute | None = None
         self._lanes: dict[CallLane, _Calls] = {}
         #: Ranks that are gone or have closed the group, and why.
         self.lost: dict[int, PsdistError] = {}

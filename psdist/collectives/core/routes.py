@@ -17,7 +17,7 @@ class Moves(Protocol):
         """Return the ranks that the movement waits for."""
 
 
-class Route(Protocol):
+class GroupRoute(Protocol):
     """A way that this rank can go."""
 
     def fits(self, plan: Plan) -> bool:

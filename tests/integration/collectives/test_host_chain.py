@@ -50,7 +50,7 @@ def arrays(count: int, dtype: Any) -> list[Any]:
     return [(np.random.default_rng(rank).standard_normal(count) * 9).astype(dtype) for rank in range(SIZE)]
 
 
-class Counted:
+class CountedReductions:
     """Counts the all-reduces along the chain."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ class Counted:
 async def test_bytes_are_those_of_rank_order(run: Run, dtype: Any, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if op == "avg" and dtype == np.int16:
         return
-    counted, given = Counted(monkeypatch), arrays(LARGE, dtype)
+    counted, given = CountedReductions(monkeypatch), arrays(LARGE, dtype)
     function = np.multiply if op == "product" else np.add
     wanted = function(function(function(given[0], given[1]), given[2]), given[3])
     wanted = (np.true_divide(wanted, SIZE) if op == "avg" else wanted).astype(dtype)
@@ -82,7 +82,7 @@ async def test_bytes_are_those_of_rank_order(run: Run, dtype: Any, op: str, monk
 
 
 async def test_sums_of_16_bit_floats_are_rounded_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    counted, given = Counted(monkeypatch), arrays(LARGE, ml_dtypes.bfloat16)
+    counted, given = CountedReductions(monkeypatch), arrays(LARGE, ml_dtypes.bfloat16)
     wanted = sum(one.astype(np.float32) for one in given).astype(ml_dtypes.bfloat16)
     for one in await run.all(lambda g: g.all_reduce(given[g.rank])):
         assert one.tobytes() == wanted.tobytes()

@@ -123,7 +123,7 @@ async def test_all_gathers_and_reductions_follow_one_another(run: Run) -> None:
         assert all((one == np.arange(SIZE)[:, None]).all() for one in ended[SIZE:])
 
 
-class Frozen:
+class FrozenRank:
     """Stops rank 2 in the middle of its movement, until ``go``."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ class Frozen:
 
 async def test_time_limit_names_the_frozen_rank(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     await share(run)
-    frozen = Frozen(monkeypatch)
+    frozen = FrozenRank(monkeypatch)
     threading.Timer(2.0, frozen.go.set).start()  # The others end before; the rank itself stops once it runs again.
     error, *_ = await run.all(lambda g: g.all_reduce(np.ones(LARGE), timeout=0.5 if g.rank == 0 else None))
     assert isinstance(error, WaitTimeoutError) and "for rank 2 to exchange the data" in error.message
@@ -151,11 +151,11 @@ async def test_time_limit_names_the_frozen_rank(run: Run, monkeypatch: pytest.Mo
 
 async def test_memory_of_a_cancelled_call_is_the_callers(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     await share(run)
-    frozen = Frozen(monkeypatch)
+    frozen = FrozenRank(monkeypatch)
     given = [np.ones(4 * LARGE) for _ in range(SIZE)]
     calls = [asyncio.ensure_future(group.all_reduce(given[group.rank], out=given[group.rank])) for group in run.groups]
     await asyncio.to_thread(frozen.reached.wait)
-    mover = run.groups[2]._exchange._mover
+    mover = run.groups[2]._exchange._route._mover
     assert mover is not None
     threading.Timer(0.5, frozen.go.set).start()  # The movement goes on after the call was cancelled.
     calls[2].cancel()

@@ -17,7 +17,7 @@ NOTHING = np.empty(0, np.uint8)
 MIB = 1 << 20
 
 
-class Pair:
+class SharingPair:
     """Two ranks that share memory and make one all-reduce of ``size`` bytes."""
 
     def __init__(self, size: int = 3 * MIB) -> None:
@@ -44,7 +44,7 @@ class Pair:
 
 
 def test_data_moves_in_steps_without_parts() -> None:
-    pair = Pair()
+    pair = SharingPair()
     assert not any(isinstance(effect, SendPart) for effects in pair.effects for effect in effects)
     for step in range(pair.moves[0].first, pair.moves[0].last):
         for move in pair.moves:
@@ -55,7 +55,7 @@ def test_data_moves_in_steps_without_parts() -> None:
 
 
 def test_rank_that_is_lost_before_its_last_step_ends_the_call() -> None:
-    pair = Pair()
+    pair = SharingPair()
     for move in pair.moves:
         move.advance(0)
     assert "rank 1" in pair.machines[0].waiting_for(pair.ids[0])
@@ -65,7 +65,7 @@ def test_rank_that_is_lost_before_its_last_step_ends_the_call() -> None:
 
 
 def test_rank_that_is_lost_after_its_last_step_is_not_missed() -> None:
-    pair = Pair()
+    pair = SharingPair()
     behind, ahead = pair.moves
     for step in range(behind.first, behind.last - 1):
         ahead.advance(step)
