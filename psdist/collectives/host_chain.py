@@ -1,9 +1,9 @@
 """All-reduces of a group whose ranks are on several hosts, in equal numbers and in the order of the hosts.
 
 Rank i of each host has the i-th share of the array. Within a host each rank gives its peers their shares, through
-memory. Between hosts the partial result of a share goes from the first host to the last, each of which adds its ranks'
+memory. Between hosts the partial result of a share goes from the first host to the last, and each host adds its ranks'
 contributions in rank order, and the result goes back the same way. So the bytes are those of a group on one host, and
-a host's link carries the array twice in each direction, whatever the number of its ranks.
+a host's link carries the array twice in each direction, for any number of ranks.
 
 The array is cut into blocks, which follow one another along the chain.
 
@@ -211,7 +211,7 @@ class _PartCalls:
 
 
 class _Messages:
-    """Messages in one direction, of which a few are under way."""
+    """Messages in one direction. A few are under way at a time."""
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
         self.started = 0
