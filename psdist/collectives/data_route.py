@@ -16,8 +16,8 @@ from psdist.collectives.core.host_memory import HostMemory, HostMoves
 from psdist.collectives.core.machine import COLLECTIVES, CallLane, GroupMachine, MoveData
 from psdist.collectives.core.plan import Plan
 from psdist.collectives.host_chain import ChainMoves, HostChain, PartOfGroup, hosts_of
-from psdist.collectives.host_sharing import HostSharing, are_on_one_host
-from psdist.collectives.mover import Mover
+from psdist.collectives.memory.host_sharing import HostSharing, are_on_one_host
+from psdist.collectives.memory.mover import Mover
 from psdist.errors import ClosedError, InternalError, PsdistError
 from psdist.types import WorkerEntry
 from psdist.v1 import worker_pb2 as pb

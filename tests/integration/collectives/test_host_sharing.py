@@ -219,7 +219,7 @@ async def test_without_a_common_directory_calls_use_the_links(
 async def test_memory_of_another_process_is_refused(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("psdist.collectives.host_sharing.take_arena", _other_arena)
+    monkeypatch.setattr("psdist.collectives.memory.host_sharing.take_arena", _other_arena)
     caplog.set_level("INFO", "psdist")
     await calls_work(run)
     assert "its nonce is another one" in caplog.text
