@@ -83,7 +83,7 @@ class AsyncClient(ProcessBound):
         rejoin: bool = True,
     ) -> None:
         default_log.install()
-        malloc_options.keep_buffers()  # Before gRPC starts threads, each with a heap of its own.
+        malloc_options.keep_buffers()  # As ``LoopThread``, for scripts with a loop of their own.
         self._arguments = (scheduler, token, run_id, worker_id, rank)
         self._transport = transport
         self._rejoin = rejoin

@@ -19,6 +19,7 @@ from psdist import loop_monitor
 from psdist.client.process import forks
 from psdist.client.process.sigterm import StoppableClient, sigterm
 from psdist.errors import ClosedError, ConfigurationError
+from psdist.wire import malloc_options
 
 T = TypeVar("T")
 
@@ -140,6 +141,7 @@ class LoopThread:
     """Daemon thread that runs an event loop (uvloop's if it is installed)."""
 
     def __init__(self) -> None:
+        malloc_options.keep_buffers()  # Before this thread starts, which would have a heap of its own.
         self.pid = os.getpid()
         self.loop = _new_loop()
         self._stopped = False
