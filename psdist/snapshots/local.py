@@ -153,7 +153,7 @@ class LocalStorage:
             raise StorageError(f"the storage {self.url} cannot be written: {_reason(error)}", path=self.url) from None
 
     def _probe(self, parts: Sequence[str]) -> None:
-        missing = _missing(self.url)
+        missing = missing_directories(self.url)
         try:
             for path in reversed(missing):
                 with suppress(FileExistsError):  # Another process made it. If it is no directory, the next call fails.
@@ -318,7 +318,7 @@ def _make(directory: int, name: str, *, durable: bool = True) -> bool:
     return True
 
 
-def _missing(path: str) -> list[str]:
+def missing_directories(path: str) -> list[str]:
     """Return ``path`` and its parents as far as they do not exist, the deepest first."""
     found = []
     while not os.path.lexists(path):

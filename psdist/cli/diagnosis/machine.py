@@ -30,6 +30,7 @@ _FILES_LEAST: Final = 128
 _FILES_FEW: Final = 1024
 _LOCKED_FEW: Final = 8 * _MIB
 _CGROUP: Final = Path("/sys/fs/cgroup")
+_MEMBERSHIP: Final = Path("/proc/self/cgroup")
 
 
 def check_machine(ports: Iterable[int], device: str = "") -> Iterator[Finding]:
@@ -52,7 +53,7 @@ def check_machine(ports: Iterable[int], device: str = "") -> Iterator[Finding]:
     yield from check_names()
     yield from (check_port(port) for port in ports)
     if device or Path("/dev/nvidiactl").exists():
-        yield check_device(device or "cuda")
+        yield check_device(device or "cuda", required=device != "")
 
 
 def check_python() -> Finding:
@@ -96,12 +97,10 @@ def numbers(version: str) -> tuple[int, ...]:
 
 def check_cores() -> Finding:
     """Check the cores that this process may use, and the limit of its cgroup."""
-    cores = len(os.sched_getaffinity(0))
-    quota, _, period = _read(_CGROUP / "cpu.max").partition(" ")
+    cores, limit = len(os.sched_getaffinity(0)), _cpu_limit()
     text = f"{cores} of {os.cpu_count()} cores"
-    if not quota.isdigit() or not period.strip().isdigit():
+    if limit is None:
         return ok("cores", text)
-    limit = int(quota) / int(period)
     text = f"{text}, limited to the time of {limit:.1f} (cgroup)"
     if limit < 1:
         remedy = "give it at least one core: --cpus of a container, resources.limits.cpu, CPUQuota= of a systemd unit"
@@ -115,11 +114,11 @@ def check_memory() -> Finding:
     """Check the free memory, within the limit of the cgroup."""
     import psutil
 
-    available, limit = psutil.virtual_memory().available, _read(_CGROUP / "memory.max").strip()
-    if limit.isdigit():
-        used = _read(_CGROUP / "memory.current").strip()
-        available = min(available, int(limit) - int(used or 0))
-    text = f"{available / _GIB:.1f} GiB available{' (cgroup)' if limit.isdigit() else ''}"
+    whole: int = psutil.virtual_memory().available
+    below_limit = _memory_below_limit()
+    is_limited = below_limit is not None and below_limit < whole
+    available = min(whole, whole if below_limit is None else below_limit)
+    text = f"{available / _GIB:.1f} GiB available{' (cgroup)' if is_limited else ''}"
     remedy = "end other programs, or raise the limit: --memory of a container, resources.limits.memory, MemoryMax="
     if available < _MEMORY_LEAST:
         return fail("memory", text, remedy)
@@ -256,14 +255,40 @@ def check_port(port: int) -> Finding:
     return ok(f"port {port}", "free")
 
 
-def check_device(name: str) -> Finding:
-    """Check that a server could use a CUDA device."""
+def check_device(name: str, *, required: bool = True) -> Finding:
+    """Check that a server could use a CUDA device. required: False only warns."""
     from psdist.device.device import open_device
 
     try:
         return ok("device", f"{open_device(name).name}")
     except PsdistError as error:
-        return fail("device", error.message, "see docs/gpu.md, or train without --server-device")
+        level = fail if required else warn
+        return level("device", error.message, "see docs/gpu.md, or train without --server-device")
+
+
+def _cgroups() -> list[Path]:
+    """Return the directories of this process's cgroup (version 2) and of all above it, which limit it, too."""
+    own = next((line[4:] for line in _read(_MEMBERSHIP).splitlines() if line.startswith("0::/")), "")
+    directory = _CGROUP / own
+    return [path for path in (directory, *directory.parents) if path.is_relative_to(_CGROUP)]
+
+
+def _cpu_limit() -> float | None:
+    """Return the processor time per second that the cgroups allow; None if they do not limit it."""
+    pairs = [_read(directory / "cpu.max").split() for directory in _cgroups()]
+    return min((int(pair[0]) / int(pair[1]) for pair in pairs if pair and pair[0].isdigit()), default=None)
+
+
+def _memory_below_limit() -> int | None:
+    """Return the bytes that the cgroups still allow; None if they do not limit memory. The kernel drops cached files
+    first, so these count as free."""
+    found = []
+    for directory in _cgroups():
+        if (limit := _read(directory / "memory.max").strip()).isdigit():
+            cached = re.search(r"^inactive_file (\d+)$", _read(directory / "memory.stat"), re.MULTILINE)
+            used = int(_read(directory / "memory.current").strip() or 0) - int(cached[1] if cached else 0)
+            found.append(int(limit) - used)
+    return min(found, default=None)
 
 
 def _limit(value: int) -> str:

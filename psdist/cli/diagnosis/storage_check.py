@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import time
+from contextlib import suppress
 from typing import Final
 
 from psdist.cli.diagnosis.finding import Finding, fail, ok, warn
 from psdist.errors import PsdistError
-from psdist.snapshots.format import directory_path
+from psdist.snapshots.format import SNAPSHOTS, directory_path
+from psdist.snapshots.local import missing_directories
 from psdist.snapshots.opening import open_storage
 
 _SIZE: Final = 8 << 20
@@ -17,7 +20,7 @@ _SLOW_BYTES_PER_SECOND: Final = 20e6
 
 
 async def check_storage(path_or_url: str, timeout_seconds: float) -> Finding:
-    """Write a file as a snapshot's, read it back, and delete it. Nothing else in the storage changes."""
+    """Write a file as a snapshot's, read it back, and delete it. Nothing remains of it."""
     remedy = "correct the path, its owner or mode, the mount (ro?), free space, or the bucket's credentials"
     try:
         async with asyncio.timeout(timeout_seconds):
@@ -39,6 +42,7 @@ async def _use(path_or_url: str) -> tuple[float, float]:
         directory_path(f"probe-{secrets.token_hex(8)}"),
         secrets.token_bytes(_SIZE),
     )
+    missing = [] if "://" in storage.url else missing_directories(os.path.join(storage.url, SNAPSHOTS))
     await storage.check_writable(directory)
     path = f"{directory}/doctor"
     began = time.perf_counter()
@@ -50,6 +54,9 @@ async def _use(path_or_url: str) -> tuple[float, float]:
         ended = time.perf_counter()
     finally:
         await storage.delete([path])
+        for made in missing:
+            with suppress(OSError):  # A run that started meanwhile uses it.
+                os.rmdir(made)
     if not same:
         raise PsdistError(f"{path_or_url} returns other bytes than were written")
     return _SIZE / (written - began), _SIZE / (ended - written)

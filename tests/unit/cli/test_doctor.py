@@ -13,14 +13,17 @@ import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from psdist.cli.diagnosis import machine
 from psdist.cli.diagnosis.cluster import check_clock, check_connection, check_name, check_version
 from psdist.cli.diagnosis.finding import STATUSES, Finding, ok, warn, worst
 from psdist.cli.diagnosis.storage_check import check_storage
+from psdist.errors import DeviceUnavailableError
 from psdist.version import __version__
 
 #: Time for the checks that ask others.
@@ -55,7 +58,7 @@ def test_limits_of_64_files_and_1_mib_of_locked_memory_are_found(tmp_path: Path)
     assert found["locked memory"]["level"] == "warn" and "ulimit -l" in found["locked memory"]["remedy"]
     assert found["home"]["level"] == "warn" and "XDG_CACHE_HOME" in found["home"]["remedy"]
     assert found["storage"]["level"] in ("ok", "warn") and "read at" in found["storage"]["text"]
-    assert not [path for path in (tmp_path / "kept").rglob("*") if path.is_file()]
+    assert not list(tmp_path.iterdir()), "the check left something behind"
     assert found["packages"]["level"] == found["python"]["level"] == found["shared memory"]["level"] == "ok"
 
 
@@ -90,6 +93,40 @@ def test_cgroups_limits_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     (tmp_path / "memory.max").write_text(f"{100 << 20}\n")
     (tmp_path / "memory.current").write_text(f"{50 << 20}\n")
     assert machine.check_memory().level == "fail" and "--memory" in machine.check_memory().remedy
+
+
+def test_memory_of_cached_files_counts_as_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text(f"{8 << 30}\n")
+    (tmp_path / "memory.current").write_text(f"{8 << 30}\n")
+    (tmp_path / "memory.stat").write_text(f"anon {1 << 30}\ninactive_file {7 << 30}\nactive_file 0\n")
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=16 << 30))
+    assert machine.check_memory() == ok("memory", "7.0 GiB available (cgroup)")
+
+
+def test_limits_of_a_systemd_unit_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Outside of a container the cgroup of a process is below the root, and those between limit it, too."""
+    unit = tmp_path / "system.slice" / "psdist.service"
+    unit.mkdir(parents=True)
+    (tmp_path / "membership").write_text("0::/system.slice/psdist.service\n")
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    monkeypatch.setattr(machine, "_MEMBERSHIP", tmp_path / "membership")
+    (unit / "cpu.max").write_text("max 100000\n")
+    (unit.parent / "cpu.max").write_text("50000 100000\n")
+    (unit / "memory.max").write_text(f"{100 << 20}\n")
+    assert machine.check_cores().level == "warn" and machine.check_memory().level == "fail"
+
+
+@pytest.mark.parametrize(("device", "level"), [("", "warn"), ("cuda:0", "fail")])
+def test_a_gpu_that_no_server_was_told_to_use_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, device: str, level: str
+) -> None:
+    def refuse(name: str) -> object:
+        raise DeviceUnavailableError(f"no CUDA for {name}")
+
+    monkeypatch.setattr("psdist.device.device.open_device", refuse)
+    monkeypatch.setattr(Path, "exists", lambda path: True)
+    assert {finding.check: finding.level for finding in machine.check_machine((), device)}["device"] == level
 
 
 def test_a_port_in_use_is_found() -> None:
