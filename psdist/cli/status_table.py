@@ -40,7 +40,7 @@ def print_status(status: dict[str, Any], file: IO[str] | None = None) -> None:
         Text(f"epoch {status['epoch']}, up {duration(status['uptime_seconds'])}, psdist {status['version']}; {wanted}")
     )
     if status["metrics_address"]:
-        console.print(Text(f"metrics http://{status['metrics_address']}/metrics, of all: /targets (http_sd_configs)"))
+        console.print(Text(f"metrics: http://{status['metrics_address']}/metrics; ports of all processes: /targets"))
     if status["members"]:
         console.print(_members(status["members"]))
     if status["parameters"]:

@@ -12,7 +12,9 @@ from __future__ import annotations
 import hmac
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from socketserver import ThreadingMixIn
@@ -51,6 +53,8 @@ class MetricsServer(ThreadingMixIn, HTTPServer):
         self.pages = pages
         self.expected = f"Bearer {token}".encode() if token else b""
         self._slots = threading.BoundedSemaphore(limits.SCRAPES_MAX)
+        #: Open connections, and the times when they are broken.
+        self._deadlines: dict[Any, float] = {}
         try:
             super().__init__((host.strip("[]"), port), _Handler)
         except OSError as error:
@@ -83,13 +87,23 @@ class MetricsServer(ThreadingMixIn, HTTPServer):
         if not self._slots.acquire(blocking=False):
             self.shutdown_request(request)
             return
+        self._deadlines[request] = time.monotonic() + 2 * _Handler.timeout
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
+            del self._deadlines[request]
             self._slots.release()
+
+    def service_actions(self) -> None:
+        """Break connections that are open for too long: a socket's timeout begins again with each byte."""
+        now = time.monotonic()
+        for request, deadline in self._deadlines.copy().items():
+            if now > deadline:
+                with suppress(OSError):
+                    request.shutdown(socket.SHUT_RDWR)
 
     def server_bind(self) -> None:
         """Bind without the base class's look-up of this host's name, which may take seconds."""

@@ -171,8 +171,8 @@ METRIC_LINE_BYTES_MAX: Final = 4096
 EVENTS_MAX: Final = 10_000
 EVENTS_PER_MESSAGE: Final = 256
 
-#: Connections to a process's metrics port that are open at the same time, and seconds that each may take to send its
-#: request, and to read the answer.
+#: Connections to a process's metrics port that are open at the same time, and seconds that each may take to read the
+#: answer. It may be open for twice as long.
 SCRAPES_MAX: Final = 4
 SCRAPE_SECONDS: Final = 5.0
 

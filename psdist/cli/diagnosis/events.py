@@ -39,7 +39,10 @@ def command_line() -> CommandLine:
                 "--follow", "continue with new events until Ctrl-C, or until no scheduler answers for --timeout",
                 twin=False,
             ),
-            Flag("--after", "print only events after this number", integer(0), 0, "NUMBER", twin=False),
+            Flag(
+                "--after", "print only events after this number; all, if the history has not reached it", integer(0), 0,
+                "NUMBER", twin=False,
+            ),
         ),
     )  # fmt: skip
 

@@ -6,7 +6,7 @@ import http.client
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -107,6 +107,18 @@ def test_a_scraper_that_never_reads_is_given_up(monkeypatch: pytest.MonkeyPatch)
         assert answer == (200, b"hello")
         for one in opened:
             one.close()
+
+
+def test_a_request_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send a header byte by byte, each in less than the timeout of a read. The test's time limit ends this."""
+    monkeypatch.setattr(http_server._Handler, "timeout", 0.5)
+    with serving() as server, socket.create_connection(server.server_address[:2], 0.05) as slow:
+        slow.sendall(b"GET /metrics HTTP/1.0\r\nName: ")
+        with pytest.raises(OSError, match=r"reset|pipe"):
+            while True:
+                slow.sendall(b"x")
+                with suppress(TimeoutError):
+                    slow.recv(1024)
 
 
 def _is_closed(connection: socket.socket) -> bool:
