@@ -27,7 +27,7 @@ from psdist.client.session.membership import WorkerMembership
 from psdist.client.session.registration import Registration
 from psdist.client.session.wait_tracker import WaitTracker
 from psdist.collectives import calls as plans_of_calls
-from psdist.collectives import host_sharing, liveness
+from psdist.collectives import data_route, liveness
 from psdist.collectives import mesh as meshes
 from psdist.collectives.core import plan as plans
 from psdist.collectives.group import AsyncWorkerGroup
@@ -102,7 +102,7 @@ def _install() -> Any:
     stands = [
         (meshes, "PeerLink", SimPeerLink), (meshes, "os", SimpleNamespace(getpid=_pid)),
         (meshes, "process_state", _Processes), (liveness, "process_state", _Processes),
-        (host_sharing, "are_on_one_host", lambda members: False),
+        (data_route, "are_on_one_host", lambda members: False),
         (plans, "PART_BYTES", 64), (plans, "EAGER_BYTES", 32), (plans_of_calls, "EAGER_BYTES", 32),
     ]  # fmt: skip
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in stands]
