@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -79,7 +80,7 @@ async def check_connection(what: str, host: str, port: int, timeout_seconds: flo
         remedy = f"a firewall drops packets to port {port}, or the host is down: open the port (nft, security group)"
         return fail(check, f"no answer from {place} within {timeout_seconds:g} s", remedy)
     except OSError as error:
-        reason = error.strerror or str(error)
+        reason = os.strerror(error.errno) if error.errno else str(error)  # asyncio's own text only repeats the place.
         remedy = (
             "nothing listens there, or only on its loopback address: start it, with --host 0.0.0.0 if it is on another "
             "machine; or a firewall rejects connections"

@@ -159,6 +159,7 @@ async def test_a_wrong_name_a_closed_port_and_a_firewall_are_told_apart(monkeypa
         assert (await check_connection("scheduler", "127.0.0.1", port, LONG)).level == "ok"
     found = await check_connection("scheduler", "127.0.0.1", port, LONG)
     assert found.level == "fail" and "nothing listens there" in found.remedy
+    assert found.text == f"127.0.0.1:{port} cannot be reached: Connection refused"
 
     async def never(*_: Any) -> None:
         await asyncio.Event().wait()
