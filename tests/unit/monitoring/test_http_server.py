@@ -128,6 +128,17 @@ def _is_closed(connection: socket.socket) -> bool:
         return True
 
 
+def test_the_port_of_a_closed_client_is_free_for_the_next_one() -> None:
+    with serving() as server:
+        port = server.server_address[1]
+        for _ in range(5):
+            server.close()
+            server = MetricsServer("127.0.0.1", port, "", {"/metrics": hello})
+            server.start()
+            assert get(server) == (200, b"hello")
+        server.close()
+
+
 def test_a_port_in_use_and_an_open_one_are_refused() -> None:
     with serving() as server, pytest.raises(ConfigurationError, match="Choose another --metrics-port"):
         MetricsServer("127.0.0.1", server.server_address[1], "", {})
