@@ -62,7 +62,7 @@ class Wait:
         self.reason = reason
         if self.seconds >= limits.REPORT_WAIT_SECONDS:
             self._warn()
-        else:
+        elif self._is_first(self._tracker.mentioned):
             logger.info("waiting %s", reason)
 
     def sent(self) -> None:
@@ -75,7 +75,8 @@ class Wait:
         if self._request is not None:
             self._request.answered()
         self._since = self._loop.time()
-        self._tracker.reported.pop(self.reason, None)
+        for logged in (self._tracker.mentioned, self._tracker.reported):
+            logged.pop(self.reason, None)
 
     def _report(self) -> None:
         left = limits.REPORT_WAIT_SECONDS - self.seconds
@@ -86,13 +87,19 @@ class Wait:
         self._timer = self._loop.call_later(_REPEAT_SECONDS, self._report)
 
     def _warn(self) -> None:
-        now, reported = self._loop.time(), self._tracker.reported
-        # The timers of several waits with one reason end a little after each other.
-        if now - reported.get(self.reason, -math.inf) >= _REPEAT_SECONDS / 2:
+        if self._is_first(self._tracker.reported):
             logger.warning("%s", self.sentence)
-            for reason in [old for old, at in reported.items() if now - at > _REPEAT_SECONDS]:
-                del reported[reason]
-            reported[self.reason] = now
+
+    def _is_first(self, logged: dict[str, float]) -> bool:
+        """Return True, and note the time, if no other wait has logged this reason lately."""
+        now = self._loop.time()
+        # The timers of several waits with one reason end a little after each other.
+        if now - logged.get(self.reason, -math.inf) < _REPEAT_SECONDS / 2:
+            return False
+        for reason in [old for old, at in logged.items() if now - at > _REPEAT_SECONDS]:
+            del logged[reason]
+        logged[self.reason] = now
+        return True
 
 
 class WaitTracker:
@@ -101,7 +108,8 @@ class WaitTracker:
     def __init__(self) -> None:
         #: Waits under way, by their object ids.
         self.open_waits: dict[int, Wait] = {}
-        #: When each reason was logged last.
+        #: When each reason was logged last, at INFO and at WARNING.
+        self.mentioned: dict[str, float] = {}
         self.reported: dict[str, float] = {}
         #: Time that the script spends in each phase.
         self.phases = PhaseTimer()

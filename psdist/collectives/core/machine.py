@@ -145,6 +145,8 @@ class GroupMachine:
         #: Way for large data besides parts, once this rank can go it.
         self.route: GroupRoute | None = None
         self._lanes: dict[CallLane, _Calls] = {}
+        #: Lanes of all calls that have not ended, by their ids.
+        self._unended: dict[int, _Calls] = {}
         #: Ranks that are gone or have closed the group, and why.
         self.lost: dict[int, PsdistError] = {}
         self._ids = 0
@@ -152,6 +154,8 @@ class GroupMachine:
 
     def validate(self) -> None:
         """Check the invariants."""
+        queued = [call.call_id for calls in self._lanes.values() for call in calls.queue]
+        assert sorted(queued) == sorted(self._unended), "a call has ended, or its lane is not known"
         for calls in self._lanes.values():
             assert len(calls.early) < self.size, "a peer announced two calls ahead"
             assert not self.broken or not calls.queue, "a failed group has calls"
@@ -176,6 +180,7 @@ class GroupMachine:
         call_id = self._ids
         plan.shares = self.route is not None and lane == COLLECTIVES and self.route.fits(plan)
         calls.queue.append(GroupCall(call_id, plan, shares=plan.shares))
+        self._unended[call_id] = calls
         if len(calls.queue) == 1:
             self._begin(lane, calls)
         return call_id, self._taken()
@@ -240,7 +245,7 @@ class GroupMachine:
         call = calls.queue[0]
         if not call.is_complete:
             return
-        calls.queue.popleft()
+        del self._unended[calls.queue.popleft().call_id]
         calls.number += 1
         self._effects.append(CallDone(call.call_id))
         if calls.queue:
@@ -323,16 +328,12 @@ class GroupMachine:
 
     def expire(self, call_id: int, seconds: float) -> list[Effect]:
         """End a call after its time limit, and with it the group."""
-        for calls in self._lanes.values():
-            for call in calls.queue:
-                if call.call_id == call_id:
-                    absent = ", ".join(str(peer) for peer in call.plan.peers if peer not in call.called)
-                    reason = (
-                        f"rank {self.rank} reached the timeout of {seconds:g} s, waiting {self.waiting_for(call_id)}"
-                    )
-                    self._fail(WaitTimeoutError(reason, absent=absent))
-                    return self._taken()
-        return []
+        if call_id in self._unended:
+            first = self._unended[call_id].queue[0]
+            absent = ", ".join(str(peer) for peer in first.plan.peers if peer not in first.called)
+            reason = f"rank {self.rank} reached the timeout of {seconds:g} s, waiting {self.waiting_for(call_id)}"
+            self._fail(WaitTimeoutError(reason, absent=absent))
+        return self._taken()
 
     def announced(self, tag: int) -> int | None:
         """Return a rank that has announced a message with this tag, for which no call waits here, or None.
@@ -350,12 +351,11 @@ class GroupMachine:
         return None
 
     def waiting_for(self, call_id: int) -> str:
-        """Return for whom a call waits: "for rank 2 to call all_reduce(...)"."""
-        for calls in self._lanes.values():
-            for call in calls.queue:
-                if call.call_id == call_id:
-                    return _reason(call, calls.queue[0])
-        return "for nothing"
+        """Return for whom a call waits: "for rank 2 to call all_reduce(...)".
+
+        Calls of a lane that wait for their turn have the reason of the first one, which is logged once for all of them.
+        """
+        return _reason(self._unended[call_id].queue[0]) if call_id in self._unended else "for nothing"
 
     def close(self, error: PsdistError) -> list[Effect]:
         """End the group, and all of its calls with ``error``."""
@@ -373,6 +373,7 @@ class GroupMachine:
             self._effects += [CallDone(call.call_id, error) for call in calls.queue]
             calls.queue.clear()
             calls.early.clear()
+        self._unended.clear()
 
     def _taken(self) -> list[Effect]:
         effects, self._effects = self._effects, []
@@ -385,9 +386,7 @@ def needed_ranks(machine: GroupMachine) -> list[int]:
     return [peer for peer in machine.peers if any(call.needs(peer) for call in under_way)]
 
 
-def _reason(call: GroupCall, first: GroupCall) -> str:
-    if call is not first:
-        return f"for {first.plan.call} to end, before {call.plan.call}"
+def _reason(call: GroupCall) -> str:
     absent = [peer for peer in call.plan.peers if peer not in call.called]
     if absent:
         return f"for {_ranks(absent)} to call {call.plan.call}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 
 import numpy as np
 import pytest
@@ -99,11 +100,38 @@ def test_a_message_of_any_rank_is_one_for_which_no_call_waits() -> None:
         machine.announced(7)
 
 
-def test_a_call_behind_another_names_it() -> None:
+def test_calls_behind_another_wait_for_its_ranks() -> None:
+    machine = GroupMachine(0, 3)
+    machine.start(COLLECTIVES, summed(0, 3, np.ones(2)))
+    machine.on_call(2, COLLECTIVES, 0, summed(2, 3, np.ones(2)).header(0), NOTHING)
+    waiting = [machine.start(COLLECTIVES, calls.barrier(0, 3))[0] for _ in range(3)]
+    reasons = {machine.waiting_for(call_id) for call_id in waiting}
+    assert reasons == {"for rank 1 to call all_reduce(op=sum, dtype=float64, shape=(2,))"}
+    machine.validate()
+    machine.expire(waiting[-1], 1.0)
+    assert isinstance(machine.broken, WaitTimeoutError) and machine.broken.details == {"absent": "1"}
+    assert machine.waiting_for(waiting[0]) == "for nothing"
+    machine.validate()
+
+
+class _CountedQueue(deque):  # type: ignore[type-arg]
+    """A queue that counts the calls that are read from it by a search."""
+
+    searched = 0
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        for call in super().__iter__():
+            _CountedQueue.searched += 1
+            yield call
+
+
+def test_asking_for_the_reasons_of_many_calls_searches_no_queue() -> None:
     machine = GroupMachine(0, 2)
-    machine.start(COLLECTIVES, summed(0, 2, np.ones(2)))
-    second, _ = machine.start(COLLECTIVES, calls.barrier(0, 2))
-    assert machine.waiting_for(second) == "for all_reduce(op=sum, dtype=float64, shape=(2,)) to end, before barrier()"
+    waiting = [machine.start(COLLECTIVES, calls.barrier(0, 2))[0] for _ in range(1000)]
+    lane = machine._lanes[COLLECTIVES]
+    lane.queue = _CountedQueue(lane.queue)
+    assert {machine.waiting_for(call_id) for call_id in waiting} == {"for rank 1 to call barrier()"}
+    assert not _CountedQueue.searched
 
 
 def test_a_call_that_needs_nothing_more_from_a_lost_rank_has_its_result() -> None:

@@ -36,6 +36,17 @@ async def test_a_reason_is_logged_once_for_all_calls_that_wait_for_it(
         assert "waiting 0 s for server-1 to answer" in caplog.text
 
 
+async def test_a_new_reason_is_mentioned_once_for_all_calls(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "psdist")
+    waits = WaitTracker()
+    with waits.open("for one") as one, waits.open("for another") as other:
+        for wait in (one, other):
+            wait.update_reason("for rank 1 to call barrier()")
+        assert [record.message for record in caplog.records] == ["waiting for rank 1 to call barrier()"]
+        one.update_reason("for rank 2 to call barrier()")
+        assert caplog.records[-1].message == "waiting for rank 2 to call barrier()"
+
+
 async def test_a_wait_that_lasts_is_logged_again_each_minute_however_many_wait(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
