@@ -102,6 +102,8 @@ class Exchange:
 
             timer = loop.call_later(_pause(until), check)
             try:
+                if future.done():  # In a group of one. The worker's heartbeats need a turn of the event loop, too.
+                    await asyncio.sleep(0)
                 await future
             except asyncio.CancelledError:
                 self.end(ClosedError(f"rank {self._machine.rank} gave up {call}, so that the group has ended"))

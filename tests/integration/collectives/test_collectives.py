@@ -126,6 +126,22 @@ async def test_groups_overlap_and_have_calls_of_their_own(run: Run) -> None:
         run.workers[0].new_group([1, 2])
 
 
+async def test_calls_of_a_group_of_one_let_other_tasks_run(run: Run) -> None:
+    group, turns = run.workers[0].new_group([0]), 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    for _ in range(10):
+        await group.barrier()
+    counting.cancel()
+    assert turns >= 10
+
+
 async def test_calls_in_progress_are_carried_out_in_order(run: Run) -> None:
     async def many(group: AsyncWorkerGroup) -> list[float]:
         tasks = [asyncio.ensure_future(group.all_reduce(np.full(count, number))) for number, count in enumerate(COUNTS)]
