@@ -242,7 +242,7 @@ class AsyncWorkerGroup:
         killed or stopped, or that cannot be reached, are left out; slow ones are waited for. This group ends, and late
         messages of it are dropped.
 
-        admit: take in new workers, if all members pass it.
+        admit: take in new workers, if all members pass it. Fewer members than ``size_min`` take them in anyway.
 
         Raises ExcludedError if the others continued without this worker, WaitTimeoutError after ``timeout`` seconds,
         InvalidArgumentError if members of the group have never been in the run, FencedError if this worker was

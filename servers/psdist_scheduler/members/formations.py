@@ -3,7 +3,8 @@
 Workers of a group whose call has failed ask for its successor, and ask again until it is formed. The first group of a
 name forms when ``size`` workers have asked. A successor forms when every live worker of the group has asked, except for
 those that others cannot reach: these have ``GRACE_SECONDS`` to ask, too. Of workers that cannot reach each other, those
-that the fewest others can reach are left out. New workers are added if all others admit them.
+that the fewest others can reach are left out. New workers are added if all others admit them, or if fewer than
+``size_min`` are left.
 
 A slow worker is waited for: it is unreachable only if its host, or its process, does not run.
 
@@ -167,8 +168,8 @@ class GroupFormations:
             if waiting_for := self._missing(formation, expected, former, now):
                 return waiting_for
             chosen = _reachable(former)
-            chosen += joining if all(asking.event.admits for asking in chosen) else []
             needed = max(asking.event.size_min for asking in chosen)
+            chosen += joining if _takes_in(chosen, needed) else []
         if len(chosen) < needed:
             return f"for {needed - len(chosen)} of {needed} workers"
         if chosen:
@@ -234,6 +235,11 @@ class GroupFormations:
 
 def _identity(entry: WorkerEntry) -> _Identity:
     return entry.worker_id, entry.incarnation
+
+
+def _takes_in(former: list[_Asking], needed: int) -> bool:
+    """Return True if these members of the newest group take in new workers."""
+    return len(former) < needed or all(asking.event.admits for asking in former)
 
 
 def _reachable(former: list[_Asking]) -> list[_Asking]:

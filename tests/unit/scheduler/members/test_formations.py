@@ -1,158 +1,102 @@
-"""Members of the next group of a name: survivors, unreachable ones, new workers, and restarts of the scheduler."""
+"""Groups that outlive their members: when new workers are taken in."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from psdist.errors import ExcludedError, InvalidArgumentError, LimitExceededError
+from psdist.errors import ExcludedError
 from psdist.types import WorkerEntry
-from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events import worker_events as we
-from psdist_scheduler.events.cluster_state import Member
-from psdist_scheduler.members import formations
-from tests.support.scheduler_driver import Driver, caller
+from psdist_scheduler.events.cluster_state import ClusterSettings, Member
+from psdist_scheduler.events.worker_events import Caller, FormGroup, GroupStanding
+from psdist_scheduler.members.formations import GRACE_SECONDS, GroupFormations
+from psdist_scheduler.members.membership import Membership
 
 
 class Run:
-    """Workers of a run that ask for groups."""
+    """Workers that ask for groups named "g". size_min: of these groups."""
 
-    def __init__(self, size: int = 3) -> None:
-        self.d = Driver()
-        self.size = size
-        self.workers = [self.d.register(rank=rank) for rank in range(size)]
-        self.tickets: dict[str, int] = {}
+    def __init__(self, workers: int, size_min: int = 1) -> None:
+        self.size_min = size_min
+        self.members = Membership(ClusterSettings("run"), (), 0.0)
+        self.formations = GroupFormations(self.members)
+        self.workers = [self.register(rank) for rank in range(workers)]
+        self._standing = GroupStanding(0, (), False, "", 0)
 
-    def ask(self, worker: Member, before: Any = None, *, ticket: int = 0, **others: Any) -> Any:
-        call = self.d.number()
-        epoch, members = (before.epoch, before.members) if before is not None else (0, ())
-        others.setdefault("size", self.size)
-        event = we.FormGroup(
-            call, caller(worker), "g", ticket or 1 + worker.rank + 100 * epoch, epoch, members, **others
-        )
-        self.d.on(event)
-        return self.d.errors.get(call) or self.d.told[call][0]
-
-    def form(self) -> we.GroupStanding:
-        """Form the first group."""
-        for worker in self.workers:
-            last = self.ask(worker)
-        assert last.formed and last.epoch == 1
-        return last
+    def register(self, rank: int, incarnation: int = 1) -> Member:
+        worker = Member(f"worker-{rank}", "worker", incarnation, rank, 8, f"host:{rank}")
+        self.members.add(worker, 0.0)
+        return worker
 
     def lose(self, worker: Member) -> None:
-        self.d.on(ev.Leave(self.d.number(), caller(worker), "killed"))
+        self.members.lose(worker.member_id, "killed", 0.0)
+
+    def ask(
+        self, worker: Member, now: float = 1.0, *, group: GroupStanding | None = None, admits: bool = False,
+        size: int = 1, unreachable: tuple[int, ...] = (),
+    ) -> GroupStanding:  # fmt: skip
+        """Ask for the group after ``group``, or to join."""
+        epoch, members = (group.epoch, group.members) if group is not None else (0, ())
+        event = FormGroup(
+            1, Caller("run", worker.member_id, worker.incarnation), "g", 7, epoch, members,
+            unreachable=unreachable, admits=admits, size=size, size_min=self.size_min,
+        )  # fmt: skip
+        (answer,) = self.formations.form(event, worker, now)
+        self.formations.validate()
+        standing = answer.value  # type: ignore[union-attr]
+        assert isinstance(standing, GroupStanding)
+        return standing
+
+    def first(self) -> GroupStanding:
+        """Form the first group, of all workers."""
+        for worker in self.workers:
+            standing = self.ask(worker, size=len(self.workers))
+        return standing
 
 
-def ranks(standing: we.GroupStanding) -> list[int]:
-    return [member.rank for member in standing.members]
+def ranks(members: tuple[WorkerEntry, ...]) -> list[int]:
+    return [member.rank for member in members]
 
 
-def test_the_first_group_waits_for_its_size() -> None:
-    run = Run()
-    assert run.ask(run.workers[2]).waiting_for == "for 2 of 3 workers"
-    assert not run.ask(run.workers[0]).formed
-    assert ranks(run.ask(run.workers[1])) == [0, 1, 2]
-    assert run.ask(run.workers[2]).formed, "an answer that was lost is given again"
-
-
-def test_a_successor_waits_for_all_live_members() -> None:
-    run = Run()
-    first = run.form()
+def test_fewer_members_than_the_group_needs_take_in_a_new_worker() -> None:
+    run = Run(2, size_min=2)
+    group = run.first()
     run.lose(run.workers[1])
-    waiting = run.ask(run.workers[0], first)
-    assert not waiting.formed and waiting.waiting_for.startswith("for worker-2 (rank 2) to reconfigure")
-    second = run.ask(run.workers[2], first)
-    assert second.formed and second.epoch == 2 and ranks(second) == [0, 2]
-    assert run.ask(run.workers[0], first) == second
+    alone = run.ask(run.workers[0], group=group)
+    assert not alone.formed and alone.waiting_for == "for 1 of 2 workers"
+    new = run.register(1, incarnation=2)
+    joined = run.ask(new)
+    assert joined.formed and ranks(joined.members) == [0, 1] and joined.epoch == 2
+    assert run.ask(run.workers[0], group=group).formed
 
 
-def test_an_unreachable_member_has_a_moment_to_ask() -> None:
-    run = Run()
-    first = run.form()
-    for worker in run.workers[:2]:
-        assert not run.ask(worker, first, unreachable=(2,)).formed
-    run.d.now += formations.GRACE_SECONDS
-    assert ranks(run.ask(run.workers[0], first, unreachable=(2,))) == [0, 1]
-    error = run.ask(run.workers[2], first)
-    assert isinstance(error, ExcludedError) and "worker-2 (rank 2)" in error.message
-
-
-@pytest.mark.parametrize(
-    ("broken", "left"), [([(0, 1), (0, 2)], [1, 2]), ([(0, 1)], [0, 2]), ([(0, 1), (1, 2), (0, 2)], [0])]
-)
-def test_of_members_that_cannot_reach_each_other_the_fewest_are_left_out(
-    broken: list[tuple[int, int]], left: list[int]
-) -> None:
-    run = Run()
-    first = run.form()
-    for worker in run.workers:
-        rank = worker.rank
-        seen = tuple(b if rank == a else a for a, b in broken if rank in (a, b))
-        run.ask(worker, first, unreachable=seen)
-    standing = run.ask(run.workers[left[0]], first)
-    assert standing.formed and ranks(standing) == left
-
-
-def test_new_workers_wait_until_all_members_admit_them() -> None:
-    run = Run()
-    first = run.form()
-    new = run.d.register(rank=3)
+def test_enough_members_take_in_a_new_worker_if_all_of_them_admit_it() -> None:
+    run = Run(2)
+    group = run.first()
+    new = run.register(2)
     assert not run.ask(new).formed
-    run.ask(run.workers[0], first, admits=True)
-    run.ask(run.workers[1], first)
-    second = run.ask(run.workers[2], first, admits=True)
-    assert ranks(second) == [0, 1, 2] and second.newcomers == 1
+    run.ask(run.workers[0], group=group, admits=True)
+    second = run.ask(run.workers[1], group=group)
+    assert ranks(second.members) == [0, 1], "one member does not admit new workers"
     for worker in run.workers:
-        third = run.ask(worker, second, admits=True)
-    assert ranks(third) == [0, 1, 2, 3] and ranks(run.ask(new)) == [0, 1, 2, 3]
+        third = run.ask(worker, group=second, admits=True)
+    assert ranks(third.members) == [0, 1, 2] and run.ask(new).formed
 
 
-def test_a_group_below_its_minimum_waits_for_new_workers() -> None:
-    run = Run(2)
-    first = run.form()
-    run.lose(run.workers[1])
-    assert run.ask(run.workers[0], first, admits=True, size_min=2).waiting_for == "for 1 of 2 workers"
-    again = run.d.register(rank=1)
-    assert ranks(run.ask(again)) == [0, 1]
+def test_a_member_that_others_cannot_reach_is_left_out_after_its_time_to_ask() -> None:
+    run = Run(3)
+    group = run.first()
+    for worker in run.workers[:2]:
+        waiting = run.ask(worker, group=group, unreachable=(2,))
+    assert not waiting.formed and waiting.waiting_for == "for workers that the others cannot reach"
+    second = run.ask(run.workers[0], 1.0 + 2 * GRACE_SECONDS, group=group, unreachable=(2,))
+    assert ranks(second.members) == [0, 1]
+    with pytest.raises(ExcludedError, match="continued without worker-2"):
+        run.ask(run.workers[2], 2.0, group=group)
 
 
-def test_workers_form_a_first_group_again_once_all_members_are_gone() -> None:
-    run = Run(2)
-    run.form()
-    for worker in run.workers:
-        run.lose(worker)
-    run.workers = [run.d.register(rank=rank) for rank in range(2)]
-    assert not run.ask(run.workers[0]).formed, "it waits for the others, too"
-    assert run.ask(run.workers[1]).epoch == 2
-
-
-def test_another_scheduler_continues_from_the_groups_that_callers_name() -> None:
-    run = Run()
-    members = tuple(WorkerEntry(w.member_id, w.incarnation, w.rank, w.address) for w in run.workers)
-    first = we.GroupStanding(7, members, True)
-    assert not run.ask(run.workers[0], first).formed
-    run.lose(run.workers[2])
-    assert run.ask(run.workers[1], first).epoch == 8
-
-
-def test_a_worker_that_joins_again_is_not_taken_for_its_former_self() -> None:
-    run = Run(2)
-    first = run.form()
-    assert not run.ask(run.workers[1], ticket=99).formed, "it has left the group"
-    second = run.ask(run.workers[0], first, admits=True)
-    assert ranks(second) == [0, 1] and run.ask(run.workers[1], ticket=99) == second
-
-
-def test_bad_requests_and_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(1)
-    first = run.form()
-    assert isinstance(run.ask(run.workers[0], first, unreachable=(1,)), InvalidArgumentError)
-    assert isinstance(run.ask(run.workers[0], size=1 << 30), LimitExceededError)
-    stranger = we.GroupStanding(5, (WorkerEntry("x", 1, 0),), True)
-    assert isinstance(run.ask(run.workers[0], stranger), InvalidArgumentError)
-    monkeypatch.setattr(formations, "GROUP_NAMES_MAX", 1)
-    call = run.d.number()
-    run.d.on(we.FormGroup(call, caller(run.workers[0]), "h", 1))
-    assert "limit" in run.d.errors[call].message
+def test_a_slow_member_is_waited_for() -> None:
+    run = Run(3)
+    group = run.first()
+    for worker in run.workers[:2]:
+        waiting = run.ask(worker, 60.0, group=group)
+    assert not waiting.formed and "worker-2" in waiting.waiting_for
