@@ -88,3 +88,8 @@ def _nobody_is_awaited(put: Put) -> None:
 )  # fmt: skip
 def _adopted_is_known(put: Put) -> None:
     put(formations._Formation, "is_adopted", property(lambda self: False, lambda self, value: None))
+
+
+@_ablation("too few members take in new workers", **_KILLS | {"think_seconds": 0.01}, steps=True, workers=2, size_min=2)
+def _few_stay_alone(put: Put) -> None:
+    put(formations, "_takes_in", lambda former, needed: all(asking.event.admits for asking in former))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 FAULTS: Final = (
     "kill", "kill and start again", "freeze", "freeze briefly", "starve", "cut host off", "cut one path",
     "cut one direction", "restart scheduler", "join", "other call", "time limit", "give up", "cut from scheduler",
 )  # fmt: skip
+
+_SHORTEST_DELAY: Final = (0.0001, 0.0005)
+#: Seconds of faults in runs whose workers make a thousand calls in a second.
+_BUSY_SECONDS: Final = 0.5
 
 
 @dataclass(frozen=True)
@@ -41,16 +45,18 @@ class GroupOptions:
 def draw(seed: int) -> GroupOptions:
     """Return the options of a seed."""
     rng = random.Random(f"{seed}/groups")
-    return GroupOptions(
+    drawn = GroupOptions(
         seed=seed,
         workers=rng.choice((2, 3, 3, 4, 5)),
         faults=tuple(sorted(set(rng.choices(FAULTS, k=rng.choice((1, 2, 3)))))),
         fault_count=rng.choice((0, 1, 2, 3, 5)),
         fault_seconds=rng.choice((0.5, 2.0, 5.0)),
-        delay=rng.choice(((0.0001, 0.0005), (0.0005, 0.005), (0.001, 0.03))),
+        delay=rng.choice((_SHORTEST_DELAY, (0.0005, 0.005), (0.001, 0.03))),
         handle_seconds=rng.choice((0.0, 5e-6, 5e-5)),
         think_seconds=rng.choice((0.0, 0.01, 0.2)),
         size_min=rng.choice((1, 1, 2)),
         pairs=rng.random() < 0.4,
         steps=rng.random() < 0.4,
     )
+    is_busy = not drawn.think_seconds and drawn.delay == _SHORTEST_DELAY
+    return replace(drawn, fault_seconds=_BUSY_SECONDS) if is_busy else drawn

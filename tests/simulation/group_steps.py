@@ -59,8 +59,7 @@ class StepWorld(GroupWorld):
         await steps.start()
         while True:
             life.group = steps.group
-            if self.options.think_seconds:
-                await self.loop.after(self._rng.random() * self.options.think_seconds)
+            await self.think(steps.group)
             await steps.begin_step()
             given, out = np.zeros(_ELEMENTS), np.zeros(_ELEMENTS)
             given[life.member.rank] = 1.0

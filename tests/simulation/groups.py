@@ -50,6 +50,7 @@ from psdist_scheduler.members.membership import Membership
 from tests.simulation.environment import RunLoop, running
 from tests.simulation.group_calls import KINDS, SIZES, data_of, expected_result, make_call
 from tests.simulation.group_options import GroupOptions, draw
+from tests.simulation.group_requests import LossyCalls
 from tests.simulation.loop import Deadlock, Failed, Node, TooLong
 from tests.simulation.peer_links import PeerNetwork, SimListener, SimPeerLink
 from tests.simulation.scenario import Result, tear_down
@@ -64,6 +65,10 @@ _SILENCE_SECONDS: Final = 0.4
 #: Every so many calls the members agree on whether new workers wait.
 _ADMIT_EVERY: Final = 3
 _GARBAGE: Final = -12345
+#: Longest pauses before a call, in seconds, if the script does not think: in a group of one, whose calls take no time,
+#: and once all faults are over, when the workers wait for leases and not for calls.
+_PAUSE_ALONE: Final = 0.005
+_PAUSE_AT_END: Final = 0.02
 
 
 def run(seed: int, options: GroupOptions | None = None, *, trace: bool = False) -> Result:
@@ -287,7 +292,7 @@ class GroupWorld:
         await self.loop.after(self.network.delay())
         self._begin(life)
         waits, listener = WaitTracker(), SimListener(self.network, life.node, life.member.address)
-        registrar, calls = SimpleNamespace(listener=listener), _Calls(self, life)
+        registrar, calls = SimpleNamespace(listener=listener), LossyCalls(self, life)
         session: Any = SimpleNamespace(membership=life.membership, waits=waits, calls=calls, registrar=registrar)
         life.collectives = AsyncCollectives(session)
         self.loop.create_task(self._beat(life), context=life.node.context)
@@ -301,7 +306,7 @@ class GroupWorld:
                 while True:
                     await self._calls_of_group(life)
                     assert life.group is not None
-                    life.group = await life.group.reconfigure(admit=True)
+                    life.group = await life.group.reconfigure(admit=self._rng.random() < 0.8)
                     self._entered(life)
             except (ExcludedError, FencedError) as error:
                 self._judge(life, error)
@@ -358,8 +363,7 @@ class GroupWorld:
         number = 0
         try:
             while True:
-                if self.options.think_seconds:
-                    await self.loop.after(self._rng.random() * self.options.think_seconds)
+                await self.think(group)
                 if number % _ADMIT_EVERY == _ADMIT_EVERY - 1 and await self._agree_to_admit(life, group):
                     self.counts["all members admitted new workers"] += 1
                     return
@@ -371,6 +375,12 @@ class GroupWorld:
             self._judge(life, error)
             if life.membership.view.fenced is not None:
                 raise life.membership.view.fenced from None
+
+    async def think(self, group: AsyncWorkerGroup) -> None:
+        """Pause before a call."""
+        at_least = _PAUSE_AT_END if self.is_healed else _PAUSE_ALONE if group.size == 1 else 0.0
+        if seconds := max(self.options.think_seconds, at_least):
+            await self.loop.after(self._rng.random() * seconds)
 
     async def _agree_to_admit(self, life: _Life, group: AsyncWorkerGroup) -> bool:
         waiting = 0
@@ -563,37 +573,3 @@ class GroupWorld:
         self._formations.validate()
         response: pb.FormGroupResponse = messages.response(pb.FormGroupResponse, answer.value, None)[0]  # type: ignore[union-attr, arg-type]
         return response
-
-
-class _Calls:
-    """Stand-in for ``SchedulerCalls``. Answers may be lost, and requests are then repeated."""
-
-    stub = SimpleNamespace(FormGroup=None)
-
-    def __init__(self, world: GroupWorld, life: _Life) -> None:
-        self._world, self._life = world, life
-        self.rng = world.options.stream(f"calls of {life.number}")
-
-    async def call(self, method: Any, request: Any) -> Any:
-        """See SchedulerCalls."""
-        return await self.call_until_answered(method, lambda: request, "", None)
-
-    async def call_until_answered(self, method: Any, make: Any, reason: str, incarnation: int | None = None) -> Any:
-        """See SchedulerCalls."""
-        world, life = self._world, self._life
-        while True:
-            life.membership.raise_if_expelled(incarnation)
-            request = pb.FormGroupRequest.FromString(make().SerializeToString())
-            await world.loop.after(world.network.delay())
-            if world.is_reachable(life):
-                try:
-                    answer: Any = world.form(request)
-                except PsdistError as error:
-                    answer = error
-                await world.loop.after(world.network.delay())
-                if world.is_reachable(life) and self.rng.random() < 0.95:
-                    if isinstance(answer, PsdistError):
-                        raise answer
-                    return answer
-                world.counts["an answer of the scheduler was lost"] += 1
-            await world.loop.after(0.02)
