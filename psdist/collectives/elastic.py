@@ -58,7 +58,8 @@ class StepArrays:
 
     given: contributions to the means, and own buffers.
     out: memory for the results, apart from ``given``.
-    means: number of arrays that are averaged. The others are buffers: all members get those of rank 0.
+    means: number of arrays that are averaged. The others are buffers: all members get those of the lowest
+        rank whose gradients are not stale.
     """
 
     given: Sequence[Array]
@@ -71,19 +72,17 @@ class ElasticSteps:
 
     join: joins the group.
     state: what new workers receive.
-    timeout: time limit of each call in seconds; None for none.
     """
 
-    def __init__(
-        self, join: Callable[[], Awaitable[AsyncWorkerGroup]], state: ElasticState, timeout: float | None = None
-    ) -> None:
+    def __init__(self, join: Callable[[], Awaitable[AsyncWorkerGroup]], state: ElasticState) -> None:
         self._join = join
         self._state = state
-        self._timeout = timeout
         self._group: AsyncWorkerGroup | None = None
         self._is_new = True
         #: True if the gradients under way belong to a state that was replaced.
         self._is_stale = False
+        #: Rank whose buffers all members get: its gradients are not stale.
+        self._buffer_source = 0
         #: Sum of the weights and number of waiting workers in the last step, and that step's results.
         self._totals: NDArray[np.float64] = np.zeros(2)
         self._results: Sequence[Array] = ()
@@ -124,15 +123,15 @@ class ElasticSteps:
                 return
 
     async def _reduce_once(self, arrays: StepArrays) -> None:
-        group, timeout = self.group, self._timeout
+        group = self.group
         for number, (array, result) in enumerate(zip(arrays.given, arrays.out, strict=True)):
             if number < arrays.means:
                 sent = np.zeros_like(array) if self._is_stale else array
-                await group.all_reduce(sent, out=result, timeout=timeout)
+                await group.all_reduce(sent, out=result)
             else:
-                await group.broadcast(array, 0, out=result, timeout=timeout)
+                await group.broadcast(array, self._buffer_source, out=result)
         waiting = await group.count_newcomers() if group.rank == 0 else 0
-        totals = await group.all_reduce(np.array([not self._is_stale, waiting], np.float64), timeout=timeout)
+        totals = await group.all_reduce(np.array([not self._is_stale, waiting], np.float64))
         for result in arrays.out[: arrays.means]:
             result /= result.dtype.type(max(1.0, totals[0]))
         self._commit(totals, arrays.out)
@@ -140,6 +139,7 @@ class ElasticSteps:
     def _commit(self, totals: NDArray[np.float64], results: Sequence[Array]) -> None:
         self._totals, self._results = totals, results
         self.step += 1
+        self._buffer_source = 0
 
     async def close(self) -> None:
         """Wait until all members have completed their last step, and end the group. Workers that wait learn of it.
@@ -148,7 +148,7 @@ class ElasticSteps:
         """
         while self._group is not None:
             try:
-                await self._group.barrier(timeout=self._timeout)
+                await self._group.barrier()
                 await self._group.finish()
                 self._group = None
             except _LEFT_OUT:
@@ -167,7 +167,7 @@ class ElasticSteps:
         while True:
             try:
                 if joins:
-                    self._is_new = self._is_stale = True
+                    self._is_new = True
                 self._group = await (self._join() if joins else self.group.reconfigure(admit=admit or self._is_new))
             except _LEFT_OUT:
                 joins = True
@@ -182,10 +182,11 @@ class ElasticSteps:
 
     async def _compare(self, group: AsyncWorkerGroup, results: Sequence[Array]) -> bool:
         """Bring all members to one step. Returns True if this one has received the results of its step."""
-        mine = np.array([_NEW if self._is_new else self.step, bool(len(results))])
-        steps, in_step = (await group.all_gather(mine, timeout=self._timeout)).T
+        mine = np.array([_NEW if self._is_new else self.step, self.step, bool(len(results)), self._is_stale])
+        steps, known, in_step, is_stale = (await group.all_gather(mine)).T
         newest, is_new = int(steps.max()), steps == _NEW
-        source = int(steps.argmax())
+        # If nobody is left that others continued with, the workers' own states are all there is.
+        source = int((known if is_new.all() else steps).argmax())
         behind = np.flatnonzero(~is_new & (steps < newest))
         if any(steps[behind] < newest - 1):
             raise CollectiveMismatchError(
@@ -200,6 +201,8 @@ class ElasticSteps:
         elif is_new[group.rank] and group.rank != source:
             await self._receive_state(group, source)
         self._is_new = False
+        received = is_new & (np.arange(group.size) != source)
+        self._buffer_source = int(np.argmin(is_stale.astype(bool) | received))
         if not in_step[~is_new].any():  # All have admitted the workers that waited.
             self._totals = np.zeros(2)
         return has_result
@@ -208,23 +211,23 @@ class ElasticSteps:
         """Give this worker's results to those that lack them, and its state to new ones."""
         for rank in behind:
             for array in (self._totals, *self._results):
-                await group.send(array, int(rank), timeout=self._timeout)
+                await group.send(array, int(rank))
         others = [int(rank) for rank in new if rank != group.rank]
         if others:
             data = await self._state.export()
             for rank in others:
-                await group.send(np.array([self.step, data.nbytes]), rank, timeout=self._timeout)
-                await group.send(data, rank, timeout=self._timeout)
+                await group.send(np.array([self.step, data.nbytes]), rank)
+                await group.send(data, rank)
 
     async def _receive_results(self, group: AsyncWorkerGroup, source: int, results: Sequence[Array]) -> None:
         totals = np.zeros(2)
         for array in (totals, *results):
-            await group.recv(array, source, timeout=self._timeout)
+            await group.recv(array, source)
         self._commit(totals, results)
 
     async def _receive_state(self, group: AsyncWorkerGroup, source: int) -> None:
-        step, size = await group.recv(np.zeros(2, np.int64), source, timeout=self._timeout)
+        step, size = await group.recv(np.zeros(2, np.int64), source)
         data = np.empty(size, np.uint8)
-        await group.recv(data, source, timeout=self._timeout)
+        await group.recv(data, source)
         await self._state.load(data)
-        self.step = int(step)
+        self.step, self._is_stale = int(step), True

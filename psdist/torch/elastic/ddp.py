@@ -40,7 +40,6 @@ class ElasticDDP(nn.Module):
     size_min: with fewer workers than this, training waits for new ones.
     silence: seconds after which a worker that the others wait for is left out if its process is stopped, or its host
         cannot be reached. None leaves that to its lease.
-    timeout: seconds after which a step without a slow worker is repeated; None waits for slow workers.
     context: None uses the context of ``psdist.init()``.
 
     The constructor waits for the others. A worker that joins a training under way receives module, optimizer and
@@ -63,7 +62,6 @@ class ElasticDDP(nn.Module):
         size: int | None = None,
         size_min: int = 1,
         silence: float | None = SILENCE_SECONDS,
-        timeout: float | None = None,
         context: Context | None = None,
     ) -> None:
         super().__init__()
@@ -74,6 +72,8 @@ class ElasticDDP(nn.Module):
         self._broadcasts = broadcast_buffers
         self.require_backward_grad_sync = True
         self._is_waiting_for_end = False
+        if optimizer is not None and "optimizer" in (others or {}):
+            raise InvalidArgumentError("others has a state 'optimizer', as optimizer= is: use another name")
         stateful = {**({} if optimizer is None else {"optimizer": optimizer}), **(others or {})}
         place = init() if context is None else context
 
@@ -83,7 +83,7 @@ class ElasticDDP(nn.Module):
                 name, size=place.world_size if size is None else size, size_min=size_min, silence=silence
             )
 
-        self._steps = ElasticSteps(join, TrainingState(module, stateful), timeout)
+        self._steps = ElasticSteps(join, TrainingState(module, stateful))
         loop.shared().call(self._steps.start())
         for one in self._trained.values():
             one.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]  # torch's
@@ -191,6 +191,7 @@ class _Vectors:
             parts = torch.split(vector, [one.numel() for one in parameters])
             for parameter, part in zip(parameters, parts, strict=True):
                 if not is_used[id(parameter)]:
+                    parameter.grad = None  # This worker may have one of a state that was replaced.
                     continue
                 if parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter)

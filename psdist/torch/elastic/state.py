@@ -97,8 +97,9 @@ def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     """Return a value as JSON, with its tensors added to ``tensors``."""
     match value:
         case Tensor():
-            tensors[path] = _copied(value)
-            return {"tensor": path}
+            name = f"state/{len(tensors)}"
+            tensors[name] = _copied(value)
+            return {"tensor": name}
         case dict():
             return {"dict": [[key, _pack(one, f"{path}/{key}", tensors)] for key, one in value.items()]}
         case list() | tuple():

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 from psdist.errors import InvalidArgumentError, ShapeMismatchError
 from psdist.torch import ElasticDDP
+from psdist.torch.elastic.ddp import _Vectors
 from psdist.torch.elastic.state import TrainingState
 
 #: The loop ends some steps after the killed worker is back.
@@ -62,6 +64,12 @@ def test_a_killed_worker_comes_back_to_the_same_weights(tmp_path: Path) -> None:
     assert len(set(re.findall(r"rate (\S+)", output))) == 1, output
 
 
+def test_two_states_named_optimizer_are_refused() -> None:
+    module, optimizer = trained()
+    with pytest.raises(InvalidArgumentError, match="use another name"):
+        ElasticDDP(module, optimizer, others={"optimizer": optimizer})
+
+
 def test_frozen_modules_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="no parameters to train"):
         ElasticDDP(nn.Linear(2, 2).requires_grad_(False))
@@ -85,6 +93,35 @@ async def test_a_state_is_the_same_at_another_worker() -> None:
         assert torch.equal(tensor, other.state_dict()[name])
     before, after = (str(one.state_dict()) for one in (optimizer, copied))
     assert before == after
+
+
+async def test_tensors_of_a_state_are_told_apart() -> None:
+    class Plain:
+        def __init__(self, state: dict[Any, Any]) -> None:
+            self.state = state
+
+        def state_dict(self) -> dict[Any, Any]:
+            return self.state
+
+        def load_state_dict(self, state: dict[Any, Any]) -> None:
+            self.state = state
+
+    given = {1: torch.ones(1), "1": torch.zeros(1), "a/b": torch.ones(2), "a": {"b": torch.zeros(2)}}
+    (mine, _), (other, _), loaded = trained(), trained(), Plain({})
+    average = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    data = await TrainingState(mine, {"module": average, "plain": Plain(given)}).export()
+    await TrainingState(other, {"module": nn.Sequential(*average), "plain": loaded}).load(data)
+    assert str(loaded.state) == str(given) and all(map(torch.equal, mine.parameters(), other.parameters()))
+
+
+def test_gradients_that_no_worker_counts_are_dropped() -> None:
+    """Check this for a worker whose state was replaced: its own gradients are of the former one."""
+    module, _ = trained()
+    vectors = _Vectors(dict(module.named_parameters()), {})
+    for out in vectors.arrays.out:
+        out[:] = 0
+    vectors.finish()
+    assert all(one.grad is None for one in module.parameters())
 
 
 async def test_states_that_do_not_fit_change_nothing() -> None:

@@ -1,0 +1,98 @@
+"""Steps of workers that were all left out, so that nobody has continued: over groups in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psdist.collectives.elastic import ElasticSteps, StepArrays
+from psdist.errors import ExcludedError
+
+
+class Meeting:
+    """Calls of the two ranks of one group."""
+
+    def __init__(self) -> None:
+        self.ready = asyncio.Barrier(2)
+        self.given: list[Any] = [None, None]
+        self.sent: asyncio.Queue[Any] = asyncio.Queue()
+
+    async def exchange(self, rank: int, array: Any) -> list[Any]:
+        self.given[rank] = np.copy(array)
+        await self.ready.wait()
+        found = list(self.given)
+        await self.ready.wait()
+        return found
+
+
+class Group:
+    """One rank. fails: all calls of steps raise ExcludedError."""
+
+    size = 2
+
+    def __init__(self, meeting: Meeting, rank: int, *, fails: bool = False) -> None:
+        self.meeting, self.rank, self.fails = meeting, rank, fails
+
+    async def all_gather(self, array: Any) -> NDArray[Any]:
+        return np.stack(await self.meeting.exchange(self.rank, array))
+
+    async def all_reduce(self, array: Any, out: Any = None) -> Any:
+        if self.fails:
+            raise ExcludedError("left out")
+        total = sum(await self.meeting.exchange(self.rank, array))
+        if out is not None:
+            out[...] = total
+        return total
+
+    async def broadcast(self, array: Any, src: int, out: Any) -> None:
+        out[...] = (await self.meeting.exchange(self.rank, array))[src]
+
+    async def count_newcomers(self) -> int:
+        return 0
+
+    async def send(self, array: Any, dst: int) -> None:
+        await self.meeting.sent.put(np.copy(array))
+
+    async def recv(self, out: Any, src: int) -> Any:
+        out[...] = await self.meeting.sent.get()
+        return out
+
+
+class Worker:
+    """One rank, whose state is a number."""
+
+    def __init__(self, rank: int, meetings: list[Meeting], step: int) -> None:
+        self.state = np.array([float(rank)])
+        groups = iter([Group(meetings[0], rank, fails=True), Group(meetings[1], rank)])
+
+        async def join() -> Any:
+            return next(groups)
+
+        self.steps = ElasticSteps(join, self)
+        self.rank, self.first = rank, step
+
+    async def export(self) -> NDArray[np.uint8]:
+        return self.state.view(np.uint8)
+
+    async def load(self, data: NDArray[np.uint8]) -> None:
+        self.state = data.copy().view(np.float64)
+
+    async def run(self) -> tuple[float, float, float]:
+        await self.steps.start()
+        self.state, self.steps.step = np.array([float(self.rank)]), self.first
+        given = np.array([10.0 + self.rank])
+        out, buffer = np.empty(1), np.empty(1)
+        await self.steps.reduce(StepArrays([given, given], [out, buffer], 1))
+        return float(self.state[0]), float(out[0]), float(buffer[0])
+
+
+async def test_workers_that_were_all_left_out_continue_from_the_one_that_is_ahead() -> None:
+    meetings = [Meeting(), Meeting()]
+    workers = [Worker(0, meetings, 7), Worker(1, meetings, 8)]
+    results = await asyncio.gather(*(one.run() for one in workers))
+    # State, gradient and buffer are those of rank 1: what rank 0 gives belongs to the state that it has replaced.
+    assert results == [(1.0, 11.0, 11.0)] * 2
+    assert [one.steps.step for one in workers] == [9, 9]
