@@ -79,7 +79,8 @@ def _rendering(as_json: bool) -> list[Processor]:
     if as_json:
         return [
             structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-            structlog.processors.dict_tracebacks,
+            # As text, like the lines of scripts. structlog's other form shows local variables, the token among them.
+            structlog.processors.format_exc_info,
             structlog.processors.JSONRenderer(),
         ]
     return [

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import secrets
 
 import pytest
+import structlog
 
 from psdist import logs
 
@@ -18,6 +20,26 @@ def restored() -> object:
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
+
+
+def test_tracebacks_are_text_without_local_variables(capsys: pytest.CaptureFixture[str]) -> None:
+    """They may hold the token."""
+
+    def call(token: str) -> None:
+        raise ValueError("no such call")
+
+    logs.configure("server", log_format="json")
+    secret = secrets.token_hex(8)
+    try:
+        call(secret)
+    except ValueError as error:
+        structlog.get_logger("psdist.server").error("failed", exc_info=error)
+        logging.getLogger("psdist.server").error("failed", exc_info=error)
+    output = capsys.readouterr().err
+    assert secret not in output
+    for line in output.splitlines():
+        lines = json.loads(line)["exception"].splitlines()
+        assert lines[0].startswith("Traceback") and lines[-1] == "ValueError: no such call"
 
 
 def test_a_call_that_was_cancelled_before_its_handler_began_is_no_traceback(
