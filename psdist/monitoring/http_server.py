@@ -9,6 +9,7 @@ it.
 
 from __future__ import annotations
 
+import errno
 import hmac
 import socket
 import threading
@@ -58,9 +59,11 @@ class MetricsServer(ThreadingMixIn, HTTPServer):
         try:
             super().__init__((host.strip("[]"), port), _Handler)
         except OSError as error:
+            is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+            remedy = "Choose another --metrics-port, or 0 for a free one" if is_port else "Correct --metrics-host"
+            place = addresses.format_address(host, port)
             raise ConfigurationError(
-                f"metrics cannot be served on {addresses.format_address(host, port)}: {error.strerror or error}. "
-                "Choose another --metrics-port, or 0 for a free one"
+                f"metrics cannot be served on {place}: {error.strerror or error}. {remedy}"
             ) from None
         self._host = host
 

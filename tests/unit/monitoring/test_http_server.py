@@ -142,5 +142,7 @@ def test_the_port_of_a_closed_client_is_free_for_the_next_one() -> None:
 def test_a_port_in_use_and_an_open_one_are_refused() -> None:
     with serving() as server, pytest.raises(ConfigurationError, match="Choose another --metrics-port"):
         MetricsServer("127.0.0.1", server.server_address[1], "", {})
+    with pytest.raises(ConfigurationError, match="Correct --metrics-host"):
+        MetricsServer("203.0.113.1", 0, "secret", {})  # an address for documentation
     with pytest.raises(InsecureBindError, match=r"--metrics-host 0.0.0.0 .* PSDIST_TOKEN"):
         MetricsServer("0.0.0.0", 0, "", {})
