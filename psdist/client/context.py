@@ -126,6 +126,11 @@ class Context:
         """
         return self._groups.new_group(ranks, ordered)
 
+    @property
+    def is_subset(self) -> bool:
+        """True for a context of ``subset``."""
+        return False
+
     def subset(self, ranks: Iterable[int]) -> Context:
         """Return the context of the workers with these ranks in the run, this one among them.
 
@@ -269,6 +274,10 @@ class _Subset(Context):
         assert self._whole is not None and isinstance(self.client, _SubsetClient)
         object.__setattr__(self, "_reporter", self._whole._reporter)
         object.__setattr__(self, "_groups", _SubsetCollectives(self._whole._groups, self.client.workers))
+
+    @property
+    def is_subset(self) -> bool:
+        return True
 
     def __exit__(self, *_: object) -> None:
         """Leave the run open, since it is that of the whole context."""

@@ -24,6 +24,8 @@ def obstacle(context: Context, trained: Mapping[str, Tensor], codec: Codec, *, c
 
     copies_buffers: buffers are copied to all workers in each step.
     """
+    if context.is_subset:
+        return "the context is that of some workers of the run"
     if context.world_size < 2 or context.world_size > RANKS:
         return f"the run has {context.world_size} workers"
     if {(one.device.type, one.dtype) for one in trained.values()} != {("cpu", torch.float32)}:
@@ -51,7 +53,7 @@ def over_links(
 
     Raises SettingsMismatchError if the workers disagree.
     """
-    if context.world_size < 2:
+    if context.world_size < 2 or context.is_subset:
         return None
     steps = LinkSteps.of(context)
     is_over_links = steps.vote(context, "servers" if why_not else path)

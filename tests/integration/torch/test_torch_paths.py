@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -21,21 +22,30 @@ Work = Callable[[Context], Any]
 STEPS = 4
 
 
-@pytest.fixture
-def both() -> Iterator[Callable[[Work], list[Any]]]:
-    """Do the same in two workers of a run. Returns their results."""
-    cluster = EmbeddedCluster(servers=1)
-    clients = [psdist.Client(cluster.address, cluster.token, rank=rank) for rank in range(2)]
-    contexts = [Context(rank, 2, rank, client) for rank, client in enumerate(clients)]
+@contextmanager
+def workers(count: int) -> Iterator[Callable[[Work], list[Any]]]:
+    """Do the same in all workers of a run. Returns their results."""
+    cluster = EmbeddedCluster(servers=1, workers=count)
+    clients = [psdist.Client(cluster.address, cluster.token, rank=rank) for rank in range(count)]
+    contexts = [Context(rank, count, rank, client) for rank, client in enumerate(clients)]
 
     def run(work: Work) -> list[Any]:
-        with ThreadPoolExecutor(2) as threads:
+        with ThreadPoolExecutor(count) as threads:
             return list(threads.map(work, contexts))
 
-    yield run
-    for client in clients:
-        client.close()
-    cluster.close()
+    try:
+        yield run
+    finally:
+        for client in clients:
+            client.close()
+        cluster.close()
+
+
+@pytest.fixture
+def both() -> Iterator[Callable[[Work], list[Any]]]:
+    """Do the same in two workers of a run."""
+    with workers(2) as run:
+        yield run
 
 
 class Forked(nn.Module):
@@ -129,6 +139,22 @@ def test_steps_that_links_cannot_make_go_through_the_servers(both: Callable[[Wor
             torch.testing.assert_close(model.weight.grad, expected)
 
     both(worker)
+
+
+def test_subsets_of_a_run_use_the_servers() -> None:
+    at_first = nn.Linear(2, 1)
+
+    def worker(context: Context) -> tuple[str, float]:
+        ranks = [0, 3] if context.rank in (0, 3) else [1, 2]
+        part, name = context.subset(ranks), f"part-{ranks[0]}"
+        with pytest.raises(InvalidArgumentError, match="the context is that of some workers"):
+            DistributedDataParallel(copy.deepcopy(at_first), context=part, name=name, path="collectives")
+        wrapped = DistributedDataParallel(copy.deepcopy(at_first), context=part, name=name)
+        wrapped(torch.full((1, 2), 4.0**context.rank)).sum().backward()
+        return wrapped.path, wrapped.module.weight.grad[0, 0].item()  # type: ignore[index]  # has a gradient
+
+    with workers(4) as all_do:
+        assert all_do(worker) == [("servers", mean) for mean in (32.5, 10.0, 10.0, 32.5)]
 
 
 def test_unusable_arguments_are_refused(both: Callable[[Work], list[Any]]) -> None:
