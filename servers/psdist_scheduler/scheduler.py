@@ -15,7 +15,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -69,6 +69,8 @@ class Scheduler:
         self._store = store
         # sqlite3 blocks until the disk has answered.
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
+        #: Newest write of events.
+        self._storing: Future[None] | None = None
         #: Effects to carry out, and registrations of workers to pass to the machine.
         self._queue: deque[Effect | Register] = deque()
         self._pending = asyncio.Event()
@@ -100,8 +102,8 @@ class Scheduler:
                 await self._loop.run_in_executor(self._writer, self._store.write, merge(changes))
             news = [record for effect in batch if (record := self._carry_out(effect)) is not None]
             if news and self._store.keeps_events:
-                # Nothing waits for the history, and a run does not depend on it.
-                self._writer.submit(self._store.write_events, news)
+                # The run does not depend on the history.
+                self._storing = self._writer.submit(self._store.write_events, news)
 
     def _take(self) -> list[Effect]:
         """Return the effects to carry out, in order. Waiting registrations are passed to the machine first."""
@@ -154,6 +156,14 @@ class Scheduler:
         status.uptime_seconds = now - self.started
         status.events.extend(map(messages.event, self.history.newest(EVENTS_SHOWN)))
         return status
+
+    async def events_after(self, number: int, count: int) -> list[EventRecord]:
+        """Return events of the history as ``EventHistory.after``, once they are stored: the next scheduler would give
+        the numbers of others to its own."""
+        records = self.history.after(number, count)
+        if records and self._storing is not None:
+            await asyncio.shield(asyncio.wrap_future(self._storing))
+        return records
 
     def keep_report(self, call: int, member_id: str, heartbeat: pb.SessionRequest.Heartbeat) -> None:
         """Keep the report in a member's heartbeat on its session ``call``."""

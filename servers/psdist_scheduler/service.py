@@ -151,7 +151,7 @@ class Service:
         """Send the run's history after an event, and with ``follow`` all later events."""
         history, number = self._scheduler.history, request.after
         while True:
-            if records := history.after(number, EVENTS_PER_MESSAGE):
+            if records := await self._scheduler.events_after(number, EVENTS_PER_MESSAGE):
                 number = records[-1].number
                 await context.write(pb.WatchEventsResponse(events=map(messages.event, records)))
             elif request.follow:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from psdist.errors import DuplicateMemberError, PsdistError
 from psdist.wire.limits import PROTOCOL_VERSION
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events.cluster_state import ClusterSettings
+from psdist_scheduler.events.cluster_state import ClusterSettings, EventRecord
 from psdist_scheduler.scheduler import Scheduler
 from psdist_scheduler.sqlite_store import Store
 
@@ -38,10 +38,25 @@ class HeldStore(Store):
         self.may_write.release(writes)
 
 
+class HeldEvents(HeldStore):
+    """A store that writes events when it may."""
+
+    keeps_events = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stored: list[EventRecord] = []
+        self.may_store = threading.Event()
+
+    def write_events(self, records: Sequence[EventRecord]) -> None:
+        assert self.may_store.wait(60)
+        self.stored += records
+
+
 @asynccontextmanager
-async def running() -> AsyncIterator[tuple[Scheduler, HeldStore]]:
+async def running(store: HeldStore | None = None) -> AsyncIterator[tuple[Scheduler, HeldStore]]:
     """A scheduler whose first epoch is durable."""
-    store = HeldStore()
+    store = store or HeldStore()
     scheduler = Scheduler(Cluster(ClusterSettings("run"), None, asyncio.get_running_loop().time()), store)
     task = asyncio.create_task(scheduler.run())
     await store.begin()
@@ -66,6 +81,23 @@ async def register(scheduler: Scheduler, rank: int) -> ev.Registered | PsdistErr
             return error
     assert isinstance(value, ev.Registered)
     return value
+
+
+async def test_events_are_shown_once_they_are_stored() -> None:
+    """A scheduler that restarts would give the numbers of others to its own events, and followers would miss these."""
+    store = HeldEvents()
+    async with running(store) as (scheduler, _):
+        joining = asyncio.create_task(register(scheduler, 0))
+        await store.begin()
+        store.go_on()
+        await joining
+        gone, shown = (asyncio.create_task(scheduler.events_after(0, 10)) for _ in range(2))
+        await asyncio.sleep(0)
+        gone.cancel()  # A follower that leaves does not cancel the write.
+        await asyncio.gather(gone, return_exceptions=True)
+        assert not shown.done() and not store.stored
+        store.may_store.set()
+        assert await shown == store.stored == scheduler.history.newest(10) != []
 
 
 async def test_registrations_that_come_while_one_is_written_share_the_next_epoch() -> None:
