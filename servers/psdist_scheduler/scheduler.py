@@ -15,7 +15,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -69,8 +69,6 @@ class Scheduler:
         self._store = store
         # sqlite3 blocks until the disk has answered.
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
-        #: Newest write of events.
-        self._storing: Future[None] | None = None
         #: Effects to carry out, and registrations of workers to pass to the machine.
         self._queue: deque[Effect | Register] = deque()
         self._pending = asyncio.Event()
@@ -103,7 +101,7 @@ class Scheduler:
             news = [record for effect in batch if (record := self._carry_out(effect)) is not None]
             if news and self._store.keeps_events:
                 # The run does not depend on the history.
-                self._storing = self._writer.submit(self._store.write_events, news)
+                self._writer.submit(self._store.write_events, news)
 
     def _take(self) -> list[Effect]:
         """Return the effects to carry out, in order. Waiting registrations are passed to the machine first."""
@@ -161,8 +159,8 @@ class Scheduler:
         """Return events of the history as ``EventHistory.after``, once they are stored: the next scheduler would give
         the numbers of others to its own."""
         records = self.history.after(number, count)
-        if records and self._storing is not None:
-            await asyncio.shield(asyncio.wrap_future(self._storing))
+        if records and self._store.keeps_events:
+            await self._loop.run_in_executor(self._writer, lambda: None)  # It makes writes in order.
         return records
 
     def keep_report(self, call: int, member_id: str, heartbeat: pb.SessionRequest.Heartbeat) -> None:
