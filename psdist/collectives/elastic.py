@@ -5,12 +5,13 @@ others reconfigure the group and compare how far they are. A member that has com
 those that have not; if there is none, all repeat the step with the gradients of the members that are left. So all of
 them apply the same mean.
 
-New workers wait. When a step has shown to all members that some do, all members admit them before the next step. They
-receive the state from a member.
+New workers wait. When a step has shown to all members that some do, all members admit them before the next step. If
+too few members are left after a loss, they take in new ones before they repeat the step. New workers receive the state
+from a member.
 
 Invariants: Two members are at most one step apart, and then the one ahead still holds the result of the other's step. A
-state is sent only between two steps of all members. A worker that was left out contributes to no step until it has the
-others' state.
+state contains the newest step that a member has completed, and nothing of the next one. A worker that was left out
+contributes to no step until it has the others' state.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def work() -> None:
     while True:
         try:
             total = group.all_reduce(given)
-            assert total[0] == total[-1] == sum(1 + rank for rank in group.ranks), "a wrong sum"
+            assert (total == sum(1 + rank for rank in group.ranks)).all(), "a wrong sum"
             calls += 1
             if group.epoch != reported or not calls % 100:
                 reported = group.epoch
@@ -141,7 +141,7 @@ class Rounds:
         return len({last["epoch"] for last in lasts}) == 1 and all(len(last["ranks"]) == WORKERS for last in lasts)
 
     def _check(self) -> None:
-        ended = [worker.rank for worker in self.workers if worker.process.returncode]
+        ended = [worker.rank for worker in self.workers if worker.process.poll() is not None]
         assert not ended, f"workers {ended} have ended"
 
     def strike(self, fault: str, rng: random.Random) -> float:

@@ -1,7 +1,7 @@
 """Workers of a group that are killed, stopped, or cut off in the middle of all-reduces: the others continue within a
 second, and no sum is wrong. Needs root, for network namespaces.
 
-``ROUNDS`` in the environment is the number of rounds of each fault.
+``GROUP_ROUNDS`` in the environment is the number of rounds of each fault.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 
 import pytest
-from group_rounds import run
 
 from psdist.chaos.faults import namespaces_missing
+from tests.chaos.group_rounds import run
 
 ROUNDS = int(os.environ.get("GROUP_ROUNDS", "10"))
-#: Promised time, and the share of rounds that may take longer on a machine whose cores are busy.
+#: Promised time. Single rounds may take longer on a machine whose cores are busy.
 SECONDS = 1.0
 
 

@@ -31,7 +31,8 @@ def cluster() -> Iterator[EmbeddedCluster]:
 class Worker:
     """One worker, whose weights are the sum of all means."""
 
-    def __init__(self, cluster: EmbeddedCluster, name: str, rank: int) -> None:
+    def __init__(self, cluster: EmbeddedCluster, name: str, rank: int, size_min: int = 1) -> None:
+        self.size_min = size_min
         self.client = AsyncClient(cluster.address, cluster.token, rank=rank)
         self.name, self.rank = name, rank
         self.weights = np.zeros(COUNT)
@@ -41,7 +42,7 @@ class Worker:
     async def start(self) -> None:
         await self.client.connect()
         collectives = AsyncCollectives(self.client._opened())
-        self.steps = ElasticSteps(lambda: collectives.join_group(self.name, size=SIZE), self)
+        self.steps = ElasticSteps(lambda: collectives.join_group(self.name, size=SIZE, size_min=self.size_min), self)
         await self.steps.start()
 
     async def export(self) -> NDArray[np.uint8]:
@@ -61,8 +62,8 @@ class Worker:
             self.buffer = buffer
 
 
-async def started(cluster: EmbeddedCluster, name: str) -> list[Worker]:
-    workers = [Worker(cluster, name, rank) for rank in range(SIZE)]
+async def started(cluster: EmbeddedCluster, name: str, size_min: int = 1) -> list[Worker]:
+    workers = [Worker(cluster, name, rank, size_min) for rank in range(SIZE)]
     await asyncio.gather(*(one.start() for one in workers))
     return workers
 
@@ -105,6 +106,21 @@ async def test_a_new_worker_receives_the_state_and_the_step(cluster: EmbeddedClu
     with pytest.raises(LateWorkerError, match="members have completed their work"):
         await late.start()
     for one in (*everyone, late):
+        await one.client.close()
+
+
+async def test_too_few_members_wait_for_a_new_worker_and_take_it_in(cluster: EmbeddedCluster) -> None:
+    workers = await started(cluster, "few", size_min=SIZE)
+    left, victim = workers[:2], workers[2]
+    training = [asyncio.ensure_future(one.train(12)) for one in left]
+    await victim.train(3)
+    await victim.client.close()
+    new = Worker(cluster, "few", 2, size_min=SIZE)
+    await new.start()
+    assert new.steps.step == 3
+    await asyncio.gather(*training, new.train(12))
+    assert {one.weights.tobytes() for one in (*left, new)} == {np.full(COUNT, 12 * 37.0).tobytes()}
+    for one in (*left, new):
         await one.client.close()
 
 
