@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psdist.collectives.elastic import ElasticSteps, StepArrays
-from tests.simulation.groups import _SILENCE_SECONDS, GroupWorld, _Life
+from tests.simulation.groups import GroupWorld, _Life
 
 #: Elements of a vector: more than there are ranks.
 _ELEMENTS = 40
@@ -48,14 +48,8 @@ class StepWorld(GroupWorld):
 
     async def work(self, life: _Life) -> None:
         """Make steps, forever."""
-        state, collectives, size = _State(life.number), life.collectives, self.options.workers
-        assert collectives is not None
-        steps = ElasticSteps(
-            lambda: collectives.join_group(
-                "g", size=size, size_min=min(self.options.size_min, size), silence=_SILENCE_SECONDS
-            ),
-            state,
-        )
+        state = _State(life.number)
+        steps = ElasticSteps(lambda: self.join(life), state)
         await steps.start()
         while True:
             life.group = steps.group

@@ -302,7 +302,8 @@ class GroupWorld:
         """Make calls, forever."""
         while True:
             try:
-                await self._join(life)
+                life.group = await self.join(life)
+                self._entered(life)
                 while True:
                     await self._calls_of_group(life)
                     assert life.group is not None
@@ -313,13 +314,13 @@ class GroupWorld:
             except ClosedError:  # The mesh of an incarnation that has ended.
                 await self.loop.after(0.01)
 
-    async def _join(self, life: _Life) -> None:
+    async def join(self, life: _Life) -> AsyncWorkerGroup:
+        """Join the group, or form it with others."""
         assert life.collectives is not None
-        options = self.options
-        life.group = await life.collectives.join_group(
-            "g", size=options.workers, size_min=min(options.size_min, options.workers), silence=_SILENCE_SECONDS
+        life.group, size = None, self.options.workers
+        return await life.collectives.join_group(
+            "g", size=size, size_min=min(self.options.size_min, size), silence=_SILENCE_SECONDS
         )
-        self._entered(life)
 
     async def _beat(self, life: _Life) -> None:
         """Heartbeats to the scheduler."""
@@ -537,7 +538,7 @@ class GroupWorld:
         if len(live) < self.options.size_min:
             return True
         if len(live) < self.options.workers and all(life.group is None for life in live):
-            return True  # A first group waits for as many workers as the run has.
+            return True  # A first group, also after the loss of all members, needs as many workers as the run had.
         epochs = {life.group.epoch if life.group is not None else -1 for life in live}
         sizes = {life.group.size for life in live if life.group is not None}
         return len(epochs) == 1 and sizes == {len(live)} and all(life.calls_at_end >= _CALLS_AT_END for life in live)
