@@ -79,7 +79,7 @@ def _failure_is_kept(put: Put) -> None:
 
 @_ablation("a successor waits for all live members", **_KILLS)
 def _nobody_is_awaited(put: Put) -> None:
-    put(GroupFormations, "_missing", lambda *_: "")
+    put(GroupFormations, "_missing", lambda _1, _2, _3, former, _5: "" if former else "for somebody")
 
 
 @_ablation(
