@@ -106,6 +106,7 @@ class ElasticDDP(nn.Module):
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """Run the module and return its result. Takes in new workers first, if some wait."""
         if self.training and torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self._is_waiting_for_end = False  # A backward pass that failed had no end.
             loop.shared().call(self._steps.begin_step())
         return self.module(*arguments, **keywords)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ import pytest
 import torch
 from torch import nn
 
+import psdist
+from psdist.client.context import Context
 from psdist.errors import InvalidArgumentError, ShapeMismatchError
+from psdist.launcher.embedded import EmbeddedCluster
 from psdist.torch import ElasticDDP
 from psdist.torch.elastic.ddp import _Vectors
 from psdist.torch.elastic.state import TrainingState
@@ -62,6 +66,29 @@ def test_a_killed_worker_comes_back_to_the_same_weights(tmp_path: Path) -> None:
     assert sorted(rank for rank, _ in weights) == ["0", "1", "2"], output
     assert len({digest for _, digest in weights}) == 1, output
     assert len(set(re.findall(r"rate (\S+)", output))) == 1, output
+
+
+def test_a_step_after_a_backward_pass_that_failed() -> None:
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            raise ArithmeticError("no gradient")
+
+    with (
+        closing(EmbeddedCluster(servers=1)) as cluster,
+        psdist.Client(cluster.address, cluster.token, rank=0) as client,
+    ):
+        first, last = nn.Linear(2, 2), nn.Linear(2, 1)
+        with ElasticDDP(nn.Sequential(first, last), context=Context(0, 1, 0, client)) as ddp:
+            failing = Failing.apply(first(torch.ones(1, 2)))  # type: ignore[no-untyped-call]  # torch's
+            with pytest.raises(ArithmeticError):
+                last(failing).sum().backward()
+            ddp(torch.ones(1, 2)).sum().backward()
+            assert ddp.step == 1
 
 
 def test_two_states_named_optimizer_are_refused() -> None:
