@@ -75,7 +75,7 @@ def test_a_process_that_does_not_answer_is_unavailable() -> None:
 def stuck(server: MetricsServer, count: int) -> list[socket.socket]:
     """Open connections that ask for a large page and never read it."""
     server.pages = {"/metrics": lambda: ("text/plain", bytes(64 << 20))}
-    found = [socket.create_connection(server.server_address[:2], 60) for _ in range(count)]
+    found = [socket.create_connection(("127.0.0.1", server.server_address[1]), 60) for _ in range(count)]
     for one in found:
         one.sendall(b"GET /metrics HTTP/1.0\r\nHost: localhost\r\n\r\n")
     return found
@@ -112,7 +112,7 @@ def test_a_scraper_that_never_reads_is_given_up(monkeypatch: pytest.MonkeyPatch)
 def test_a_request_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Send a header byte by byte, each in less than the timeout of a read. The test's time limit ends this."""
     monkeypatch.setattr(http_server._Handler, "timeout", 0.5)
-    with serving() as server, socket.create_connection(server.server_address[:2], 0.05) as slow:
+    with serving() as server, socket.create_connection(("127.0.0.1", server.server_address[1]), 0.05) as slow:
         slow.sendall(b"GET /metrics HTTP/1.0\r\nName: ")
         with pytest.raises(OSError, match=r"reset|pipe"):
             while True:
