@@ -204,7 +204,8 @@ class ElasticSteps:
         self._is_new = False
         received = is_new & (np.arange(group.size) != source)
         self._buffer_source = int(np.argmin(is_stale.astype(bool) | received))
-        if not in_step[~is_new].any():  # All have admitted the workers that waited.
+        # All have admitted the workers that waited, or some have begun the next step without them.
+        if not len(behind) or in_step[steps == newest].any():
             self._totals = np.zeros(2)
         return has_result
 
