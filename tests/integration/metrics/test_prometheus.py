@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,10 +69,18 @@ def status() -> dict[str, Any]:
     return shown
 
 
+def targets_once_complete(scheduler: str) -> list[dict[str, Any]]:
+    """Return the targets once all five processes have named their address, which comes with a heartbeat."""
+    late, pause = time.monotonic() + 60, threading.Event()
+    while len(targets := json.loads(page(scheduler, "/targets"))) < 5 and time.monotonic() < late:
+        pause.wait(0.1)  # No call waits for a heartbeat.
+    return list(targets)
+
+
 def test_every_process_shows_the_metrics_of_the_catalog(run: Run, tmp_path: Path) -> None:
     run.until("trained", 2)
     scheduler = status()["metrics_address"]
-    targets = json.loads(page(scheduler, "/targets"))
+    targets = targets_once_complete(scheduler)
     roles = sorted(target["labels"]["member_role"] for target in targets)
     assert roles == ["scheduler", "server", "server", "worker", "worker"]
     for target in targets:
