@@ -6,12 +6,13 @@ import math
 from collections.abc import Iterable
 from typing import Final
 
+from psdist.client.session.registration import Registration
 from psdist.client.session.scheduler_session import WorkerSession
 from psdist.collectives.exchange import Exchange
 from psdist.collectives.forming import GroupFormer, GroupSettings
 from psdist.collectives.group import AsyncWorkerGroup
 from psdist.collectives.mesh import Mesh
-from psdist.errors import ExcludedError, FencedError, InvalidArgumentError, check_integer
+from psdist.errors import ExcludedError, InvalidArgumentError, check_integer
 from psdist.types import check_name
 from psdist.wire.limits import WORLD_MAX
 
@@ -90,17 +91,18 @@ class AsyncCollectives:
         check_integer("size_min", size_min, 1, WORLD_MAX)
         check_integer("size", world if size is None else size, size_min, WORLD_MAX)
         settings = GroupSettings(name, world if size is None else size, size_min, silence)
-        while True:
-            incarnation = membership.registration.incarnation
-            try:
+
+        async def attempt(_: Registration) -> AsyncWorkerGroup:
+            while True:
                 former = self._current_former()
                 former.mesh.remove_ended()
-                formed = await former.form(settings, None, admits=True, timeout=timeout)
+                try:
+                    formed = await former.form(settings, None, admits=True, timeout=timeout)
+                except ExcludedError:  # Members could not reach it while it joined.
+                    continue
                 return AsyncWorkerGroup(former, formed, settings)
-            except ExcludedError:  # Members could not reach it while it joined.
-                continue
-            except FencedError as error:
-                await membership.wait_until_rejoined(error, incarnation)
+
+        return await membership.retry_across_incarnations(attempt)
 
 
 def _check_seconds(**given: float | None) -> None:

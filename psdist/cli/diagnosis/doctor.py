@@ -37,7 +37,7 @@ def command_line() -> CommandLine:
                  "NAME", twin=False),
             TOKEN_FILE_FLAG,
             FORMAT_FLAG,
-            Flag("--timeout", "longest wait of each check, but for a disk that hangs", seconds(0.01), 10.0, "SECONDS", twin=False),
+            Flag("--timeout", "longest wait, but for a disk that hangs", seconds(0.01), 10.0, "SECONDS", twin=False),
         ),
         epilog="Exit status: 0 all is well; 1 the worst is a warning; 69 something fails; 2 wrong use.",
     )  # fmt: skip
