@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable
 from typing import Final
 
@@ -51,11 +52,16 @@ class AsyncCollectives:
         mine = self._session.membership.registration
         world = max(1, mine.world_size)
         given = list(range(world) if ranks is None else dict.fromkeys(ranks))
-        members = given if ordered else sorted(given)
+        try:
+            members = [operator.index(rank) for rank in given]
+        except TypeError:
+            raise InvalidArgumentError(f"{given!r:.60} are no ranks: use whole numbers from 0") from None
+        if not ordered:
+            members.sort()
         if not all(0 <= rank < WORLD_MAX for rank in members):
-            raise InvalidArgumentError(f"ranks {list(members)} are out of range: ranks count from 0")
+            raise InvalidArgumentError(f"ranks {members} are out of range: ranks count from 0")
         if mine.rank not in members:
-            raise InvalidArgumentError(f"rank {mine.rank} is not among {list(members)}: only members make a group")
+            raise InvalidArgumentError(f"rank {mine.rank} is not among {members}: only members make a group")
         former = self._current_former()
         former.mesh.remove_ended()
         exchange = Exchange(former.mesh, self._session.waits, members, members.index(mine.rank))

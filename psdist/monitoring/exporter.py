@@ -90,7 +90,7 @@ class Exporter:
             if answer.set_running_or_notify_cancel():
                 try:
                     answer.set_result(function())
-                except Exception as error:
+                except Exception as error:  # The thread that waits for the answer raises it.
                     answer.set_exception(error)
 
         try:

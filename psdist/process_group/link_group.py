@@ -129,7 +129,7 @@ class _GroupBase(dist.ProcessGroup):
 
         try:
             return self._record(CollectiveWork(together(), tensors, f"{NAME}:{name}", inputs))
-        except BaseException:
+        except BaseException:  # Also for SystemExit: unawaited coroutines would cause warnings.
             for call in calls:
                 call.close()
             raise

@@ -86,7 +86,7 @@ def _follow(target: SchedulerChoice, timeout_seconds: float, printer: _Printer) 
                 lost_at = now
             if now - lost_at >= timeout_seconds:
                 raise
-        time.sleep(_RETRY_SECONDS)
+        time.sleep(_RETRY_SECONDS)  # The scheduler is away, and may be back at any time.
 
 
 def _ask(target: SchedulerChoice, timeout_seconds: float, printer: _Printer, *, follow: bool) -> None:

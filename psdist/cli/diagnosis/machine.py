@@ -92,7 +92,7 @@ def check_packages() -> Iterator[Finding]:
 
 def numbers(version: str) -> tuple[int, ...]:
     """Return the numbers of a version, without suffixes such as ``rc1``."""
-    return tuple(int(part) for part in re.match(r"[0-9.]*", version).group().split(".") if part)  # type: ignore[union-attr]
+    return tuple(int(part) for part in re.split(r"[^0-9.]", version)[0].split(".") if part)
 
 
 def check_cores() -> Finding:

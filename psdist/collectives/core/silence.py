@@ -28,7 +28,7 @@ class PeerSilence:
         if not is_silent:
             self._since = None
         elif self._since is None:
-            self._since = now - self._interval  # It has not answered what was sent at the look before.
+            self._since = now - self._interval  # It has been silent since the previous look.
         elif gap > _OWN_STALL * self._interval:
             self._since += gap
         return 0.0 if self._since is None else now - self._since

@@ -157,7 +157,7 @@ async def test_memory_of_a_cancelled_call_is_the_callers(run: Run, monkeypatch: 
     await asyncio.to_thread(frozen.reached.wait)
     mover = run.groups[2]._exchange._route._mover
     assert mover is not None
-    threading.Timer(0.5, frozen.go.set).start()  # The movement goes on after the call was cancelled.
+    threading.Timer(0.5, frozen.go.set).start()  # The movement continues after the call was cancelled.
     calls[2].cancel()
     with pytest.raises(asyncio.CancelledError):
         await calls[2]
