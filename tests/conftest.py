@@ -7,6 +7,7 @@ There are two profiles: make test takes a part of the examples, and ``--hypothes
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -66,6 +67,18 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):
         _take_shared_memory_apart()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
+    """Exempt the modules of tests and libraries from garbage collection: they stay, and each full collection would
+    traverse millions of their objects."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _take_shared_memory_apart() -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
-
 from tests.support.framework_runs import Runs, difference, programs_of
 from tests.support.nursery import ROOT, Nursery
+
+# Imported by the nursery alone: every process of the tests would take seconds for it.
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 
 
 @pytest.fixture(scope="module")

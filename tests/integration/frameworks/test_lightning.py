@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("lightning")
-
 from tests.support.framework_runs import Runs, difference, programs_of
 from tests.support.nursery import Nursery
+
+# Imported by the nursery alone: every process of the tests would take seconds for it.
+pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning")
 
 
 @pytest.fixture(scope="module")
