@@ -67,6 +67,29 @@ def _steps_differ(put: Put) -> None:
     put(ElasticSteps, "_compare", compare)
 
 
+@_ablation("a member that has completed a step gives its mean to the others", **_KILLS, steps=True)
+def _mean_is_own(put: Put) -> None:
+    async def receive(self: Any, group: Any, source: int, results: Any) -> None:
+        given = results[0].copy()
+        await known(self, group, source, results)
+        results[0][...] = np.eye(1, len(given), group.rank)[0]  # The mean of this worker alone.
+
+    known = ElasticSteps._receive_results
+    put(ElasticSteps, "_receive_results", receive)
+
+
+@_ablation("a worker that was left out takes the others' state", faults=("freeze",), fault_count=3, steps=True)
+def _state_is_kept(put: Put) -> None:
+    async def receive(self: Any, group: Any, source: int) -> None:
+        has_begun, before = self.step > 0, await self._state.export()
+        await known(self, group, source)
+        if has_begun:
+            await self._state.load(before)
+
+    known = ElasticSteps._receive_state
+    put(ElasticSteps, "_receive_state", receive)
+
+
 @_ablation("calls are compared", faults=("other call",), fault_count=5, think_seconds=0.0, steps=False)
 def _not_compared(put: Put) -> None:
     put(machines, "mismatch", lambda *_: None)
