@@ -157,10 +157,10 @@ SOURCES: Final = {
             return self._phases
 
         @property
-        def metrics(self) -> Tracker | None:
-            """Receiver of the script's reports, if metrics are served for Prometheus."""
+        def reported(self) -> Tracker | None:
+            """Receiver of the script's reports, which heartbeats and metrics carry; None once the client is closed."""
             handles = self._async.handles
-            return handles.metrics.reported if handles is not None and handles.metrics is not None else None
+            return handles.reported if handles is not None else None
 
         def measure(self) -> Measurements:
             """Return the counters of ``Context.report``, by reading a few numbers."""

@@ -100,8 +100,3 @@ def show(form: str, result: T, table: Callable[[T], None]) -> None:
         print(json.dumps(result, indent=2))
     else:
         table(result)
-
-
-def values(source: object, *names: str) -> dict[str, Any]:
-    """Return attributes by name, for a JSON form whose keys are the attribute names."""
-    return {name: getattr(source, name) for name in names}

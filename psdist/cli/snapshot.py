@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from psdist.cli import snapshot_table
 from psdist.cli.commands import Command, Group, Leaf, show
-from psdist.cli.status import snapshot_info
 from psdist.cli.target import ask, find_target, target_flags
 from psdist.errors import ConfigurationError, InternalError, PsdistError, SnapshotCorruptError, UnknownSnapshotError
 from psdist.launcher import final_snapshot
+from psdist.monitoring.run_json import snapshot_info
 from psdist.settings.config import storage_text
 from psdist.settings.exit_codes import FAILURE, OK
 from psdist.settings.flags import CommandLine, Flag, integer, one_of, text

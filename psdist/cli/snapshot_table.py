@@ -8,11 +8,11 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from psdist.cli.commands import values
 from psdist.cli.status_table import SNAPSHOT_COLUMNS, make_console, make_table, moment, snapshot_row, steps
 from psdist.consistency import kind_of
 from psdist.launcher.final_snapshot import size
 from psdist.launcher.local import plural
+from psdist.monitoring.json_form import values
 from psdist.snapshots.format import CommitRecord, ParametersState
 from psdist.snapshots.reader import CommittedSnapshot, Unreadable
 

@@ -365,8 +365,8 @@ def _make_reporter(client: Client, rank: int, settings: MetricsSettings) -> Repo
     )
     if settings.progress == "plain" and (pipe is None or not pipe.is_open):
         reporter.add_tracker(ProgressTracker(_print_line, PLAIN_SECONDS))
-    if client.metrics is not None:
-        reporter.add_tracker(client.metrics)
+    if client.reported is not None:
+        reporter.add_tracker(client.reported)
     return reporter
 
 

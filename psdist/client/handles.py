@@ -14,6 +14,7 @@ from psdist.client.automatic_compression import choose_codec
 from psdist.client.core import flat_vector
 from psdist.client.parameters import AsyncParameters
 from psdist.client.participation import Participation
+from psdist.client.reporting.worker_totals import ReportedNumbers, worker_totals
 from psdist.client.server_access import Options, ServerAccess
 from psdist.client.session.drops import OnDrop
 from psdist.client.session.registration import Registration
@@ -73,6 +74,9 @@ class Handles:
         self._opening: dict[str, asyncio.Lock] = {}
         #: Rejoins of handles that must finish before another set is created.
         self._following: set[asyncio.Future[None]] = set()
+        #: The numbers that the script reports.
+        self.reported = ReportedNumbers()
+        session.activities.totals = self._totals
         #: Metrics of this client for Prometheus, if they are served.
         self.metrics: WorkerMetrics | None = None
 
@@ -206,8 +210,9 @@ class Handles:
             return mine.run_id, mine.worker_id, mine.incarnation
 
         client = MeasuredClient(
-            identity, session.waits.sentences, lambda: self._opened, session.waits.phases, session.activities.throughput
-        )
+            identity, session.waits.sentences, lambda: self._opened, session.waits.phases,
+            session.activities.throughput, self.reported,
+        )  # fmt: skip
         self.metrics = WorkerMetrics(endpoint, client)
         session.registrar.metrics_address = self.metrics.address
 
@@ -223,6 +228,10 @@ class Handles:
                     reason=reason,
                     compression=handle.servers.options.reason,
                 )
+
+    def _totals(self) -> scheduler_pb2.WorkerTotals:
+        session = self._session
+        return worker_totals(session.waits.phases, session.activities.throughput, self.reported, self._opened)
 
     async def close(self) -> None:
         """Cancel calls under way, and close all connections to servers."""

@@ -27,6 +27,7 @@ from numpy.typing import ArrayLike, NDArray
 from psdist.client.core.flat_vector import Arrays
 from psdist.client.encoding import Encoding
 from psdist.client.process.process_bound import ProcessBound
+from psdist.client.reporting.worker_totals import transport_of
 from psdist.client.results import Wanted
 from psdist.client.server_access import ServerAccess
 from psdist.client.session.drops import DropCounter, OnDrop
@@ -150,14 +151,14 @@ class AsyncParameters(ProcessBound):
     def measure(self) -> Measurements:
         """Return the counters of ``Context.report``. Reads only a few numbers."""
         sequence, traffic = self.servers.participation.sequence, self.servers.traffic
-        counters = self._steps.counters
+        counters, dropped = self._steps.counters, self._steps.drops.count
         step = sequence.step if sequence.synchronous else sequence.version
-        return Measurements(step, counters.staleness_mean, counters.staleness_max, traffic.sent, traffic.received)
+        staleness = counters.staleness_mean, counters.staleness_max
+        return Measurements(step, *staleness, traffic.sent, traffic.received, dropped)
 
     def statistics(self) -> Statistics:
         """Return the counters of this handle."""
         servers, transports = self.servers, self.servers.transports()
-        kinds = {how.partition(":")[0] for how in transports.values()} or {"grpc"}
         return Statistics(
             **asdict(self._steps.counters),
             resent=servers.delivery.resent,
@@ -167,7 +168,7 @@ class AsyncParameters(ProcessBound):
             push_bytes=servers.traffic.sent,
             pull_bytes=servers.traffic.received,
             compression=_compression(servers, self._steps.encoding),
-            transport=kinds.pop() if len(kinds) == 1 else "mixed",
+            transport=transport_of(transports),
             transports=transports,
         )
 

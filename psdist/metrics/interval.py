@@ -32,6 +32,7 @@ class Measurements(NamedTuple):
         the worker has seen. None without a parameter set.
     staleness_mean, staleness_max: staleness of the last push, in versions.
     push_bytes, pull_bytes: bytes of payloads since the start.
+    dropped: pushes that were dropped.
     """
 
     step: int | None = None
@@ -39,6 +40,7 @@ class Measurements(NamedTuple):
     staleness_max: int = 0
     push_bytes: int = 0
     pull_bytes: int = 0
+    dropped: int = 0
 
 
 @dataclass(frozen=True, slots=True)

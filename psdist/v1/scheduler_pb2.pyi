@@ -271,7 +271,7 @@ class SessionRequest(_message.Message):
         scheduler_id: str
         def __init__(self, member_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., takes_differences: _Optional[bool] = ..., epoch: _Optional[int] = ..., scheduler_id: _Optional[str] = ...) -> None: ...
     class Heartbeat(_message.Message):
-        __slots__ = ("epoch", "statistics", "waiting_for", "connections", "snapshot", "heard", "activity", "rates", "unreachable", "metrics_address")
+        __slots__ = ("epoch", "statistics", "waiting_for", "connections", "snapshot", "heard", "activity", "rates", "totals", "unreachable", "metrics_address")
         EPOCH_FIELD_NUMBER: _ClassVar[int]
         STATISTICS_FIELD_NUMBER: _ClassVar[int]
         WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
@@ -280,6 +280,7 @@ class SessionRequest(_message.Message):
         HEARD_FIELD_NUMBER: _ClassVar[int]
         ACTIVITY_FIELD_NUMBER: _ClassVar[int]
         RATES_FIELD_NUMBER: _ClassVar[int]
+        TOTALS_FIELD_NUMBER: _ClassVar[int]
         UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
         METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
         epoch: int
@@ -290,9 +291,10 @@ class SessionRequest(_message.Message):
         heard: _containers.RepeatedCompositeFieldContainer[_common_pb2.WorkerIncarnation]
         activity: Activity
         rates: WorkerRates
+        totals: WorkerTotals
         unreachable: _containers.RepeatedCompositeFieldContainer[UnreachableServer]
         metrics_address: str
-        def __init__(self, epoch: _Optional[int] = ..., statistics: _Optional[_Union[_server_pb2.GetStatisticsResponse, _Mapping]] = ..., waiting_for: _Optional[_Iterable[str]] = ..., connections: _Optional[_Union[Connections, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotProgress, _Mapping]] = ..., heard: _Optional[_Iterable[_Union[_common_pb2.WorkerIncarnation, _Mapping]]] = ..., activity: _Optional[_Union[Activity, _Mapping]] = ..., rates: _Optional[_Union[WorkerRates, _Mapping]] = ..., unreachable: _Optional[_Iterable[_Union[UnreachableServer, _Mapping]]] = ..., metrics_address: _Optional[str] = ...) -> None: ...
+        def __init__(self, epoch: _Optional[int] = ..., statistics: _Optional[_Union[_server_pb2.GetStatisticsResponse, _Mapping]] = ..., waiting_for: _Optional[_Iterable[str]] = ..., connections: _Optional[_Union[Connections, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotProgress, _Mapping]] = ..., heard: _Optional[_Iterable[_Union[_common_pb2.WorkerIncarnation, _Mapping]]] = ..., activity: _Optional[_Union[Activity, _Mapping]] = ..., rates: _Optional[_Union[WorkerRates, _Mapping]] = ..., totals: _Optional[_Union[WorkerTotals, _Mapping]] = ..., unreachable: _Optional[_Iterable[_Union[UnreachableServer, _Mapping]]] = ..., metrics_address: _Optional[str] = ...) -> None: ...
     class JoinAnswer(_message.Message):
         __slots__ = ("proposal_id", "accepted", "version_max")
         PROPOSAL_ID_FIELD_NUMBER: _ClassVar[int]
@@ -376,6 +378,59 @@ class WorkerRates(_message.Message):
     waiting_seconds: float
     pushes: _containers.ScalarMap[str, int]
     def __init__(self, seconds: _Optional[float] = ..., waiting_seconds: _Optional[float] = ..., pushes: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class WorkerTotals(_message.Message):
+    __slots__ = ("compute_seconds", "push_seconds", "wait_seconds", "pull_seconds", "pushes", "traffic", "dropped", "staleness", "reported", "reported_step", "samples_per_second")
+    class Traffic(_message.Message):
+        __slots__ = ("transport", "push_codec", "pull_codec", "push_bytes", "pull_bytes")
+        TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+        PUSH_CODEC_FIELD_NUMBER: _ClassVar[int]
+        PULL_CODEC_FIELD_NUMBER: _ClassVar[int]
+        PUSH_BYTES_FIELD_NUMBER: _ClassVar[int]
+        PULL_BYTES_FIELD_NUMBER: _ClassVar[int]
+        transport: str
+        push_codec: str
+        pull_codec: str
+        push_bytes: int
+        pull_bytes: int
+        def __init__(self, transport: _Optional[str] = ..., push_codec: _Optional[str] = ..., pull_codec: _Optional[str] = ..., push_bytes: _Optional[int] = ..., pull_bytes: _Optional[int] = ...) -> None: ...
+    class PushesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class ReportedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    COMPUTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PUSH_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PULL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PUSHES_FIELD_NUMBER: _ClassVar[int]
+    TRAFFIC_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
+    REPORTED_FIELD_NUMBER: _ClassVar[int]
+    REPORTED_STEP_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    compute_seconds: float
+    push_seconds: float
+    wait_seconds: float
+    pull_seconds: float
+    pushes: _containers.ScalarMap[str, int]
+    traffic: _containers.RepeatedCompositeFieldContainer[WorkerTotals.Traffic]
+    dropped: int
+    staleness: int
+    reported: _containers.ScalarMap[str, float]
+    reported_step: int
+    samples_per_second: float
+    def __init__(self, compute_seconds: _Optional[float] = ..., push_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., pull_seconds: _Optional[float] = ..., pushes: _Optional[_Mapping[str, int]] = ..., traffic: _Optional[_Iterable[_Union[WorkerTotals.Traffic, _Mapping]]] = ..., dropped: _Optional[int] = ..., staleness: _Optional[int] = ..., reported: _Optional[_Mapping[str, float]] = ..., reported_step: _Optional[int] = ..., samples_per_second: _Optional[float] = ...) -> None: ...
 
 class Activity(_message.Message):
     __slots__ = ("sequence", "next", "partial", "step", "clock", "call")
@@ -1360,6 +1415,92 @@ class WatchEventsResponse(_message.Message):
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     events: _containers.RepeatedCompositeFieldContainer[EventStatus]
     def __init__(self, events: _Optional[_Iterable[_Union[EventStatus, _Mapping]]] = ...) -> None: ...
+
+class GetSamplesRequest(_message.Message):
+    __slots__ = ("after",)
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    after: int
+    def __init__(self, after: _Optional[int] = ...) -> None: ...
+
+class WorkerSample(_message.Message):
+    __slots__ = ("worker_id", "seconds", "compute_seconds", "push_seconds", "wait_seconds", "pull_seconds", "pushes", "traffic", "dropped", "staleness", "reported", "reported_step", "samples_per_second")
+    class PushesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class ReportedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PUSH_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PULL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PUSHES_FIELD_NUMBER: _ClassVar[int]
+    TRAFFIC_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
+    REPORTED_FIELD_NUMBER: _ClassVar[int]
+    REPORTED_STEP_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    seconds: float
+    compute_seconds: float
+    push_seconds: float
+    wait_seconds: float
+    pull_seconds: float
+    pushes: _containers.ScalarMap[str, int]
+    traffic: _containers.RepeatedCompositeFieldContainer[WorkerTotals.Traffic]
+    dropped: int
+    staleness: int
+    reported: _containers.ScalarMap[str, float]
+    reported_step: int
+    samples_per_second: float
+    def __init__(self, worker_id: _Optional[str] = ..., seconds: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., push_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., pull_seconds: _Optional[float] = ..., pushes: _Optional[_Mapping[str, int]] = ..., traffic: _Optional[_Iterable[_Union[WorkerTotals.Traffic, _Mapping]]] = ..., dropped: _Optional[int] = ..., staleness: _Optional[int] = ..., reported: _Optional[_Mapping[str, float]] = ..., reported_step: _Optional[int] = ..., samples_per_second: _Optional[float] = ...) -> None: ...
+
+class ServerSample(_message.Message):
+    __slots__ = ("server_id", "seconds", "slices_applied", "apply_seconds", "waiting_bytes", "resident_bytes", "lag_updates")
+    SERVER_ID_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SLICES_APPLIED_FIELD_NUMBER: _ClassVar[int]
+    APPLY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LAG_UPDATES_FIELD_NUMBER: _ClassVar[int]
+    server_id: str
+    seconds: float
+    slices_applied: int
+    apply_seconds: float
+    waiting_bytes: int
+    resident_bytes: int
+    lag_updates: int
+    def __init__(self, server_id: _Optional[str] = ..., seconds: _Optional[float] = ..., slices_applied: _Optional[int] = ..., apply_seconds: _Optional[float] = ..., waiting_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., lag_updates: _Optional[int] = ...) -> None: ...
+
+class RunSample(_message.Message):
+    __slots__ = ("number", "time", "workers", "servers")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    SERVERS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    time: float
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerSample]
+    servers: _containers.RepeatedCompositeFieldContainer[ServerSample]
+    def __init__(self, number: _Optional[int] = ..., time: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[WorkerSample, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[ServerSample, _Mapping]]] = ...) -> None: ...
+
+class GetSamplesResponse(_message.Message):
+    __slots__ = ("samples",)
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    samples: _containers.RepeatedCompositeFieldContainer[RunSample]
+    def __init__(self, samples: _Optional[_Iterable[_Union[RunSample, _Mapping]]] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
     __slots__ = ("run_id", "psdist_version", "epoch", "phase", "uptime_seconds", "workers_min", "servers_min", "members", "parameters", "waiting_for", "events", "replicas", "servers_wanted", "datasets", "snapshots", "metrics_address", "time")

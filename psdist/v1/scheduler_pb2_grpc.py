@@ -149,6 +149,11 @@ class SchedulerServiceStub:
                 request_serializer=psdist_dot_v1_dot_scheduler__pb2.WatchEventsRequest.SerializeToString,
                 response_deserializer=psdist_dot_v1_dot_scheduler__pb2.WatchEventsResponse.FromString,
                 _registered_method=True)
+        self.GetSamples = channel.unary_unary(
+                '/psdist.v1.SchedulerService/GetSamples',
+                request_serializer=psdist_dot_v1_dot_scheduler__pb2.GetSamplesRequest.SerializeToString,
+                response_deserializer=psdist_dot_v1_dot_scheduler__pb2.GetSamplesResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulerServiceServicer:
@@ -316,6 +321,13 @@ class SchedulerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetSamples(self, request, context):
+        """Activity of the members, second by second, over the last minutes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -433,6 +445,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.WatchEvents,
                     request_deserializer=psdist_dot_v1_dot_scheduler__pb2.WatchEventsRequest.FromString,
                     response_serializer=psdist_dot_v1_dot_scheduler__pb2.WatchEventsResponse.SerializeToString,
+            ),
+            'GetSamples': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSamples,
+                    request_deserializer=psdist_dot_v1_dot_scheduler__pb2.GetSamplesRequest.FromString,
+                    response_serializer=psdist_dot_v1_dot_scheduler__pb2.GetSamplesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1056,6 +1073,33 @@ class SchedulerService:
             '/psdist.v1.SchedulerService/WatchEvents',
             psdist_dot_v1_dot_scheduler__pb2.WatchEventsRequest.SerializeToString,
             psdist_dot_v1_dot_scheduler__pb2.WatchEventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetSamples(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/psdist.v1.SchedulerService/GetSamples',
+            psdist_dot_v1_dot_scheduler__pb2.GetSamplesRequest.SerializeToString,
+            psdist_dot_v1_dot_scheduler__pb2.GetSamplesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -9,6 +9,7 @@ from psdist.wire import convert
 from psdist_scheduler import messages
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.events.cluster_state import Member
+from psdist_scheduler.samples import SampleHistory
 from psdist_scheduler.snapshots.attempt import Attempt, AttemptPhase
 
 
@@ -19,8 +20,9 @@ class Reports:
         self.by_member: dict[str, pb.MemberStatus] = {}
         #: ``host:port`` of the scheduler's metrics; empty without.
         self.metrics_address = ""
+        self.samples = SampleHistory()
 
-    def keep(self, member_id: str, heartbeat: pb.SessionRequest.Heartbeat) -> None:
+    def keep(self, member_id: str, heartbeat: pb.SessionRequest.Heartbeat, now: float) -> None:
         """Keep the parts of a member's heartbeat that the status report shows."""
         kept = self.by_member.setdefault(member_id, pb.MemberStatus())
         if heartbeat.HasField("statistics"):
@@ -30,7 +32,13 @@ class Reports:
             kept.connections.extend(messages.connections(heartbeat.connections))
         if heartbeat.HasField("rates"):
             kept.rates.CopyFrom(messages.rates(heartbeat.rates))
+        self.samples.on_heartbeat(member_id, heartbeat, now)
         kept.metrics_address = messages.metrics_address(heartbeat.metrics_address)
+
+    def forget(self, member_id: str) -> None:
+        """Forget the reports of a member that was lost."""
+        self.by_member.pop(member_id, None)
+        self.samples.forget(member_id)
 
 
 def status(cluster: Cluster, reports: Reports, now: float) -> pb.GetStatusResponse:

@@ -115,6 +115,7 @@ class Scheduler:
         while True:
             await asyncio.sleep(self.cluster.settings.tick_seconds)
             self.post(Tick())
+            self.reports.samples.on_tick(self._loop.time(), time.time())
             if self.cluster.machines.exit_requests.is_over(self._loop.time()):
                 self.is_over.set()
 
@@ -166,7 +167,7 @@ class Scheduler:
     def keep_report(self, call: int, member_id: str, heartbeat: pb.SessionRequest.Heartbeat) -> None:
         """Keep the report in a member's heartbeat on its session ``call``."""
         if self.cluster.members.sessions.member_of(call) == member_id:
-            self.reports.keep(member_id, heartbeat)
+            self.reports.keep(member_id, heartbeat, self.time())
 
     def _enqueue(self, items: Iterable[Effect | Register]) -> None:
         self._queue.extend(items)
@@ -187,7 +188,7 @@ class Scheduler:
                 self._probes.start(effect)
             case _:
                 if isinstance(effect, Broadcast) and isinstance(effect.news, MemberLost):
-                    self.reports.by_member.pop(effect.news.member_id, None)
+                    self.reports.forget(effect.news.member_id)
                 self.calls.carry_out(effect)
         return None
 

@@ -147,6 +147,9 @@ class Service:
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         return self._scheduler.status()
 
+    async def GetSamples(self, request: pb.GetSamplesRequest, context: Context) -> pb.GetSamplesResponse:
+        return pb.GetSamplesResponse(samples=self._scheduler.reports.samples.after(request.after))
+
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Context) -> None:
         """Send the run's history after an event, and with ``follow`` all later events."""
         history, number = self._scheduler.history, request.after

@@ -14,9 +14,9 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from psdist.cli.commands import values
 from psdist.cli.target import SchedulerChoice, ask, find_target, target_flags
 from psdist.errors import SchedulerUnreachableError
+from psdist.monitoring.json_form import values
 from psdist.settings.exit_codes import OK
 from psdist.settings.flags import CommandLine, Flag, integer
 

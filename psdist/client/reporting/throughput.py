@@ -33,6 +33,8 @@ class Throughput:
         self._clock = clock
         #: Answered pushes by parameter set.
         self.pushes: Counter[str] = Counter()
+        #: Of the last push: the largest over its slices, in versions.
+        self.staleness = 0
         #: Called with the staleness of each push that ended.
         self.on_push: Callable[[int], None] | None = None
         #: Seconds of finished waits, number of waits under way, and start of the first of these.
@@ -44,6 +46,7 @@ class Throughput:
     def push_ended(self, parameters: str, staleness: int = 0) -> None:
         """Count an answered push. staleness: the largest over its slices, in versions."""
         self.pushes[parameters] += 1
+        self.staleness = staleness
         if self.on_push is not None:
             self.on_push(staleness)
 

@@ -7,14 +7,14 @@ its staleness go into histograms.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from psdist.client.reporting.phase_timer import PhaseTimer
 from psdist.client.reporting.throughput import Throughput
+from psdist.client.reporting.worker_totals import ReportedNumbers, codecs_of
 from psdist.metrics.phases import Phase
-from psdist.metrics.report import MEASURED
 from psdist.monitoring.catalog import SECONDS_BOUNDS, VERSIONS_BOUNDS
 from psdist.monitoring.exporter import Exporter
 from psdist.monitoring.readings import Histogram, Readings
@@ -55,20 +55,7 @@ class MeasuredClient:
     handles: Callable[[], Iterable[MeasuredHandle]]
     phases: PhaseTimer
     throughput: Throughput
-
-
-class ReportedNumbers:
-    """Tracker that keeps the script's numbers of the last interval; psdist's own have metrics of their own."""
-
-    def __init__(self) -> None:
-        self.newest: dict[str, float] = {}
-
-    def start(self, run_id: str) -> None: ...
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        self.newest = {name: value for name, value in values.items() if name not in MEASURED}
-
-    def close(self) -> None: ...
+    reported: ReportedNumbers
 
 
 class WorkerMetrics:
@@ -86,7 +73,6 @@ class WorkerMetrics:
         #: Bytes by labels, and the counters of each parameter set at the last scrape.
         self._bytes: Counter[tuple[str, str, str, str]] = Counter()
         self._counted: Counter[tuple[str, str]] = Counter()
-        self.reported = ReportedNumbers()
         self._exporter = Exporter(endpoint, "worker", lambda: client.identity()[:2], self._read)
         client.throughput.on_push = self._push_ended
 
@@ -117,7 +103,7 @@ class WorkerMetrics:
         readings.add_histogram("psdist_staleness_versions", self._staleness)
         for name, count in sorted(self._client.throughput.pushes.items()):
             readings.add("psdist_steps_total", count, parameters=name)
-        for name, value in self.reported.newest.items():
+        for name, value in self._client.reported.newest.items():
             readings.add("psdist_reported", value, metric=name)
         for handle in {handle.name: handle for handle in self._client.handles()}.values():
             self._read_handle(handle, readings)
@@ -134,16 +120,12 @@ class WorkerMetrics:
         readings.add("psdist_slices_resent_total", counted.resent, parameters=name)
         directions = ("push", "pull")
         for direction, codec, size in zip(
-            directions, _codecs(handle), (counted.push_bytes, counted.pull_bytes), strict=True
+            directions,
+            codecs_of(handle.spec, handle.servers.options),
+            (counted.push_bytes, counted.pull_bytes),
+            strict=True,
         ):
             before = self._counted[name, direction]
             # A handle that was opened again starts from 0.
             self._bytes[name, counted.transport, codec, direction] += size - before if size >= before else size
             self._counted[name, direction] = size
-
-
-def _codecs(handle: MeasuredHandle) -> tuple[str, str]:
-    """Return the names of the codecs of pushes and pulls."""
-    options = handle.servers.options
-    pull = handle.spec.pull_compression.partition("(")[0] or options.pull_dtype
-    return type(options.codec).__name__.lower(), pull.lower()

@@ -71,6 +71,8 @@ class Activities:
         self._marks = marks
         self.reachability = Reachability(view)
         self.throughput = Throughput()
+        #: Returns what this client has done so far.
+        self.totals: Callable[[], pb.WorkerTotals | None] = lambda: None
         self.is_alone: Callable[[], bool] = lambda: False
         self._sequence = 0
         self._wait: ReportedWait | None = None

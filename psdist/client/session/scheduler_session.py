@@ -231,6 +231,7 @@ class WorkerSession:
                 connections=connections if changed else None,
                 activity=self.activities.report(),
                 rates=self.activities.throughput.rates(),
+                totals=self.activities.totals(),
                 unreachable=self.activities.reachability.reports(),
                 metrics_address=self.registrar.metrics_address,
             )

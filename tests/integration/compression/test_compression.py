@@ -15,7 +15,6 @@ import pytest_asyncio
 
 from psdist import AsyncClient, AsyncParameters, off_loop, optim
 from psdist.cli import status_table
-from psdist.cli.status import as_json
 from psdist.client import automatic_compression, encoding
 from psdist.client.core import flat_vector
 from psdist.client.core.difference_encoder import EncodedDifferences, encoder_of
@@ -41,6 +40,7 @@ from psdist.compression import (
 from psdist.compression.background_compiler import LARGE_ELEMENTS
 from psdist.consistency import ASP, BSP, SSP, Consistency
 from psdist.launcher.embedded import EmbeddedCluster
+from psdist.monitoring.run_json import status_json
 from psdist.settings.config import TransportName
 from psdist.types import Slicing
 from psdist.v1 import scheduler_pb2
@@ -382,7 +382,7 @@ async def psdist_close(client: AsyncClient) -> None:
 async def choices(client: AsyncClient) -> set[str]:
     """Return the workers' codecs, with the reasons, as ``psdist status`` shows them."""
     calls = client.session.calls
-    form = as_json(await calls.stub.GetStatus(scheduler_pb2.GetStatusRequest(), metadata=calls.metadata))
+    form = status_json(await calls.stub.GetStatus(scheduler_pb2.GetStatusRequest(), metadata=calls.metadata))
     table = io.StringIO()
     status_table.print_status(form, table)
     found = {one["compression"] for member in form["members"] for one in member["connections"]}

@@ -24,7 +24,7 @@ import psutil
 import pytest
 from launched import Run
 
-from psdist.cli.status import as_json
+from psdist.monitoring.run_json import status_json
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
 from psdist.wire import auth
 
@@ -108,7 +108,7 @@ class Stage:
                 answer = stub.GetStatus(scheduler_pb2.GetStatusRequest(), metadata=auth.metadata(token), timeout=60)
             except grpc.RpcError:
                 return {}
-        return as_json(answer)
+        return status_json(answer)
 
     def agent(self, *arguments: str, **environ: str) -> subprocess.Popen[str]:
         """Start ``psdist-worker``, which joins the run."""

@@ -18,11 +18,11 @@ import pytest
 import psdist
 from psdist import AsyncClient, AsyncParameters
 from psdist.cli import status_table
-from psdist.cli.status import as_json
 from psdist.client.transport.shm import stream
 from psdist.consistency import ASP, BSP, SSP, Consistency
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.link import fd_passing
+from psdist.monitoring.run_json import status_json
 from psdist.settings.config import TransportName
 from psdist.v1 import scheduler_pb2
 from tests.integration.client.test_exact import (
@@ -276,7 +276,7 @@ async def test_status_shows_each_connection_and_why(cluster: EmbeddedCluster) ->
             scheduler_pb2.GetStatusRequest(),
             metadata=clients[0].session.calls.metadata,
         )
-        form = as_json(answer)
+        form = status_json(answer)
         (mine,) = [member for member in form["members"] if member["id"] == "worker-0"]
         shared = {"server": servers[0], "parameters": "shown", "transport": "shm", "reason": "", "compression": ""}
         assert shared in mine["connections"]

@@ -12,6 +12,7 @@ import pytest
 from psdist.cli import status
 from psdist.cli.status_table import print_status
 from psdist.cli.target import SchedulerChoice
+from psdist.monitoring.run_json import status_json
 from psdist.v1 import scheduler_pb2 as pb
 from psdist_scheduler import messages
 
@@ -33,7 +34,7 @@ def answer(consistency: str = "bsp") -> pb.GetStatusResponse:
 
 def table(report: pb.GetStatusResponse) -> list[list[str]]:
     file = io.StringIO()
-    print_status(status.as_json(report), file)
+    print_status(status_json(report), file)
     return [line.split() for line in file.getvalue().splitlines()]
 
 
@@ -44,12 +45,12 @@ def test_each_member_has_how_much_smaller_its_encoded_pushes_are() -> None:
     counted = report.members[2].statistics.parameters.add(parameters="model")
     counted.workers.add(worker_id="worker-0", push_bytes=1000, saved_bytes=3010)
     counted.workers.add(worker_id="worker-1", push_bytes=1000)
-    (parameters,) = status.as_json(report)["parameters"]
+    (parameters,) = status_json(report)["parameters"]
     assert [member["compression"] for member in parameters["members"]] == [4.01, None, None]
 
 
 def test_each_worker_has_its_speed_and_its_share_of_waiting() -> None:
-    members = status.as_json(answer())["members"]
+    members = status_json(answer())["members"]
     assert [member["steps_per_second"] for member in members] == [{"model": 2.0}, {"model": 2.0}, {}]
     assert [member["waiting_share"] for member in members] == [0.9, 0.05, None]
     rows = table(answer())
@@ -59,24 +60,24 @@ def test_each_worker_has_its_speed_and_its_share_of_waiting() -> None:
 
 @pytest.mark.parametrize(("consistency", "speed"), [("bsp", 2.0), ("ssp", 4.0), ("asp", 4.0)])
 def test_the_version_grows_with_common_steps_or_with_all_pushes(consistency: str, speed: float) -> None:
-    assert status.as_json(answer(consistency))["parameters"][0]["steps_per_second"] == speed
+    assert status_json(answer(consistency))["parameters"][0]["steps_per_second"] == speed
 
 
 def test_a_version_that_no_server_has_reported_is_not_shown_as_0() -> None:
     """Check the first second after a restart of the scheduler."""
     report = answer()
-    (parameters,) = status.as_json(report)["parameters"]
+    (parameters,) = status_json(report)["parameters"]
     assert parameters["version_min"] is None and parameters["version_max"] is None
     assert any(row[:1] == ["model"] and "?" in row for row in table(report)), table(report)
     report.parameters[0].state = "uploading"
-    assert status.as_json(report)["parameters"][0]["version_max"] == 0
+    assert status_json(report)["parameters"][0]["version_max"] == 0
 
 
 def test_before_the_first_report_nothing_is_known() -> None:
     report = answer()
     for member in report.members:
         member.ClearField("rates")
-    shown = status.as_json(report)
+    shown = status_json(report)
     assert [member["waiting_share"] for member in shown["members"]] == [None] * 3
     assert shown["parameters"][0]["steps_per_second"] == 0.0 and table(report)
 
@@ -121,11 +122,11 @@ def test_watch_shows_blocks_until_it_is_interrupted(
 
 def test_a_server_has_its_device_and_how_much_of_it_is_taken() -> None:
     report = answer()
-    plain = status.as_json(report)["members"]
+    plain = status_json(report)["members"]
     assert [(one["device"], one["device_bytes"]) for one in plain] == [(None, None), (None, None), ("cpu", 0)]
     report.members[2].statistics.device = "cuda:0 (NVIDIA H200)"
     report.members[2].statistics.device_bytes = 1_310_000_000
-    (server,) = (one for one in status.as_json(report)["members"] if one["role"] == "server")
+    (server,) = (one for one in status_json(report)["members"] if one["role"] == "server")
     assert (server["device"], server["device_bytes"]) == ("cuda:0 (NVIDIA H200)", 1_310_000_000)
     text = " ".join(word for row in table(report) for word in row)
     assert "cuda:0" in text and "H200" in text

@@ -17,10 +17,10 @@ import pytest
 from rich.console import Console
 
 from psdist.cli import status
-from psdist.cli.status import as_json
 from psdist.cli.status_screen import Screen, screen_lines
 from psdist.cli.target import SchedulerChoice
 from psdist.errors import SchedulerUnreachableError
+from psdist.monitoring.run_json import status_json
 from psdist.v1 import scheduler_pb2 as pb
 
 WIDTH, HEIGHT = 80, 24
@@ -78,7 +78,7 @@ class Terminal:
 def test_a_run_of_four_servers_and_eight_workers_fits() -> None:
     terminal = Terminal()
     with Screen(terminal.console) as screen:
-        screen.show(as_json(answer()))
+        screen.show(status_json(answer()))
         written, shown = terminal.read()
         assert "\x1b[?1049h" in written, "not on the alternate screen"
         assert shown[0] == "digits: training 'model' at version 1234"
@@ -92,7 +92,7 @@ def test_a_run_of_four_servers_and_eight_workers_fits() -> None:
         assert "waiting: for worker-0 to register again" in shown
         assert shown[-1][10:].startswith("event 39 ") and shown[-1].endswith("…")
         for _ in range(3):
-            screen.show(as_json(answer()))
+            screen.show(status_json(answer()))
         written, again = terminal.read()
         assert again == shown and "\x1b[2J" not in written, "the screen is cleared, and flickers"
         assert terminal.scrolled == 0
@@ -101,19 +101,19 @@ def test_a_run_of_four_servers_and_eight_workers_fits() -> None:
 def test_a_scheduler_that_does_not_answer_leaves_the_last_status() -> None:
     terminal = Terminal()
     with Screen(terminal.console) as screen:
-        screen.show(as_json(answer()))
+        screen.show(status_json(answer()))
         _, before = terminal.read()
         screen.show_trouble("no answer for 3 s: no scheduler answers at 10.0.0.1:29600")
         _, shown = terminal.read()
         assert shown[0].startswith("no answer for 3 s") and shown[1:15] == before[0:14]
-        screen.show(as_json(answer()))
+        screen.show(status_json(answer()))
         assert terminal.read()[1] == before
 
 
 @pytest.mark.parametrize("height", [4, 6, 10, 24])
 @pytest.mark.parametrize("width", [20, 80])
 def test_nothing_is_larger_than_the_terminal(width: int, height: int) -> None:
-    shown = screen_lines(as_json(answer(12, 40)), width, height)
+    shown = screen_lines(status_json(answer(12, 40)), width, height)
     assert len(shown) <= height and all(line.cell_len <= width for line in shown)
     assert shown[0].plain.startswith("digits: ")
     if height >= 10 and width >= 80:
@@ -123,7 +123,7 @@ def test_nothing_is_larger_than_the_terminal(width: int, height: int) -> None:
 
 
 def test_members_are_in_the_order_of_their_numbers() -> None:
-    report: dict[str, Any] = as_json(answer(12, 0))
+    report: dict[str, Any] = status_json(answer(12, 0))
     names = [line.plain.split()[0] for line in screen_lines(report, WIDTH, 40)[3:15]]
     assert names == [f"server-{number}" for number in range(12)]
 

@@ -1,0 +1,91 @@
+"""Totals of one client for its heartbeats: time by phase, pushes, bytes, and the numbers that the script reports."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+from psdist.client.reporting.phase_timer import PhaseTimer
+from psdist.client.reporting.throughput import Throughput
+from psdist.metrics.interval import Measurements
+from psdist.metrics.report import MEASURED
+from psdist.types import ParametersSpec
+from psdist.v1 import scheduler_pb2 as pb
+
+
+class CountedHandle(Protocol):
+    """The part of a handle that the totals need."""
+
+    @property
+    def spec(self) -> ParametersSpec:
+        """Settings of the parameter set."""
+
+    @property
+    def servers(self) -> Any:
+        """Its ``ServerAccess``. Only transports and options are read."""
+
+    def measure(self) -> Measurements:
+        """Return its counters."""
+
+
+class ReportedNumbers:
+    """Tracker that keeps the script's numbers of the last interval; psdist's own are counted elsewhere."""
+
+    def __init__(self) -> None:
+        self.newest: dict[str, float] = {}
+        self.step = 0
+        #: 0 if the script reports no samples.
+        self.samples_per_second = 0.0
+
+    def start(self, run_id: str) -> None: ...
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self.newest = {name: value for name, value in values.items() if name not in MEASURED}
+        self.step, self.samples_per_second = step, values.get("samples_per_second", 0.0)
+
+    def close(self) -> None: ...
+
+
+def worker_totals(
+    phases: PhaseTimer, throughput: Throughput, reported: ReportedNumbers, handles: Iterable[CountedHandle]
+) -> pb.WorkerTotals:
+    """Return the totals of a client so far. Bytes of a handle count for the transport and codecs that it has now."""
+    compute, push, wait, pull = phases.seconds()
+    pushed, pulled, dropped = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]](), 0
+    for handle in handles:
+        key = (transport_of(handle.servers.transports()), *codecs_of(handle.spec, handle.servers.options))
+        counted = handle.measure()
+        pushed[key] += counted.push_bytes
+        pulled[key] += counted.pull_bytes
+        dropped += counted.dropped
+    return pb.WorkerTotals(
+        compute_seconds=compute,
+        push_seconds=push,
+        wait_seconds=wait,
+        pull_seconds=pull,
+        pushes=throughput.pushes,
+        traffic=[
+            pb.WorkerTotals.Traffic(
+                transport=key[0], push_codec=key[1], pull_codec=key[2], push_bytes=count, pull_bytes=pulled[key]
+            )
+            for key, count in sorted(pushed.items())
+        ],
+        dropped=dropped,
+        staleness=throughput.staleness,
+        reported=reported.newest,
+        reported_step=reported.step,
+        samples_per_second=reported.samples_per_second,
+    )
+
+
+def transport_of(transports: Mapping[str, str]) -> str:
+    """Return the one transport to all servers, of ``ServerAccess.transports``, or "mixed"."""
+    kinds = {how.partition(":")[0] for how in transports.values()} or {"grpc"}
+    return kinds.pop() if len(kinds) == 1 else "mixed"
+
+
+def codecs_of(spec: ParametersSpec, options: Any) -> tuple[str, str]:
+    """Return the names of the codecs of pushes and pulls. options: of a ``ServerAccess``."""
+    pull = spec.pull_compression.partition("(")[0] or options.pull_dtype
+    return type(options.codec).__name__.lower(), pull.lower()

@@ -1,0 +1,169 @@
+"""Activity of the members, second by second: differences between the totals of their heartbeats.
+
+A sample has each member that has sent a heartbeat since the sample before it. A member that sends them less often is in
+fewer samples, and each of its periods lasts from heartbeat to heartbeat.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Final, NamedTuple
+
+from psdist.v1 import scheduler_pb2 as pb
+from psdist.v1 import server_pb2
+from psdist_scheduler import messages
+
+#: Time between two samples.
+SAMPLE_SECONDS: Final = 1.0
+#: Samples that are kept: five minutes.
+SAMPLES_KEPT: Final = 300
+#: Limit on the periods of members in all kept samples, some 300 bytes each. In a large run fewer samples are kept.
+PERIODS_KEPT: Final = 60_000
+
+
+class _ServerTotals(NamedTuple):
+    """A server's counters at one heartbeat."""
+
+    time: float
+    slices_applied: int
+    apply_seconds: float
+
+
+class SampleHistory:
+    """The newest samples of a run."""
+
+    def __init__(self) -> None:
+        self._samples: deque[pb.RunSample] = deque()
+        self._periods = 0
+        self._number = 0
+        self._due = 0.0
+        #: By member: totals in its last heartbeat before the sample that is being made, and its newest ones.
+        self._workers: dict[str, pb.WorkerTotals] = {}
+        self._servers: dict[str, _ServerTotals] = {}
+        self._newest_workers: dict[str, pb.WorkerTotals] = {}
+        self._newest_servers: dict[str, tuple[float, server_pb2.GetStatisticsResponse]] = {}
+
+    def on_heartbeat(self, member_id: str, heartbeat: pb.SessionRequest.Heartbeat, now: float) -> None:
+        """Keep the totals of a member's heartbeat for the next sample."""
+        if heartbeat.HasField("totals") and (totals := messages.totals(heartbeat.totals)) is not None:
+            self._newest_workers[member_id] = totals
+        if heartbeat.HasField("statistics"):
+            self._newest_servers[member_id] = now, heartbeat.statistics
+
+    def on_tick(self, now: float, time: float) -> None:
+        """Make a sample if one is due. time: seconds since 1970."""
+        if now < self._due:
+            return
+        self._due = now + SAMPLE_SECONDS
+        workers = [self._worker(member_id, totals) for member_id, totals in sorted(self._newest_workers.items())]
+        servers = [
+            self._server(member_id, at, counted) for member_id, (at, counted) in sorted(self._newest_servers.items())
+        ]
+        self._newest_workers.clear()
+        self._newest_servers.clear()
+        self._number += 1
+        self._keep(
+            pb.RunSample(
+                number=self._number,
+                time=time,
+                workers=[one for one in workers if one is not None],
+                servers=[one for one in servers if one is not None],
+            )
+        )
+
+    def forget(self, member_id: str) -> None:
+        """Forget the totals of a member that is gone: its successor starts from 0."""
+        for table in (self._workers, self._servers, self._newest_workers, self._newest_servers):
+            table.pop(member_id, None)
+
+    def after(self, number: int) -> list[pb.RunSample]:
+        """Return the kept samples after this one, oldest first. A number that was not reached is of an earlier
+        scheduler: then all are new."""
+        return [sample for sample in self._samples if sample.number > number or number > self._number]
+
+    def _keep(self, sample: pb.RunSample) -> None:
+        self._samples.append(sample)
+        self._periods += _periods(sample)
+        while len(self._samples) > SAMPLES_KEPT or (self._periods > PERIODS_KEPT and len(self._samples) > 1):
+            self._periods -= _periods(self._samples.popleft())
+
+    def _worker(self, member_id: str, totals: pb.WorkerTotals) -> pb.WorkerSample | None:
+        """Return a worker's period that ends with ``totals``; None for its first ones."""
+        before = self._workers.get(member_id)
+        self._workers[member_id] = totals
+        if before is None:
+            return None
+        if _seconds(totals) < _seconds(before):  # A new client.
+            before = pb.WorkerTotals()
+        sample = pb.WorkerSample(
+            worker_id=member_id,
+            seconds=_seconds(totals) - _seconds(before),
+            pushes=_grown(totals.pushes, before.pushes),
+            traffic=_traffic(totals.traffic, before.traffic),
+            dropped=max(0, totals.dropped - before.dropped),
+            staleness=totals.staleness,
+            reported=totals.reported,
+            reported_step=totals.reported_step,
+            samples_per_second=totals.samples_per_second,
+        )
+        for phase in ("compute_seconds", "push_seconds", "wait_seconds", "pull_seconds"):
+            setattr(sample, phase, max(0.0, getattr(totals, phase) - getattr(before, phase)))
+        return sample
+
+    def _server(self, member_id: str, now: float, counted: server_pb2.GetStatisticsResponse) -> pb.ServerSample | None:
+        """Return a server's period that ends with these counters; None for its first ones."""
+        totals = _ServerTotals(
+            now,
+            sum(one.applied_slices for one in counted.parameters),
+            sum(one.apply_seconds for one in counted.parameters),
+        )
+        before = self._servers.get(member_id)
+        self._servers[member_id] = totals
+        if before is None:
+            return None
+        if totals.slices_applied < before.slices_applied:  # A parameter set was made again.
+            before = _ServerTotals(before.time, 0, 0.0)
+        return pb.ServerSample(
+            server_id=member_id,
+            seconds=totals.time - before.time,
+            slices_applied=totals.slices_applied - before.slices_applied,
+            apply_seconds=max(0.0, totals.apply_seconds - before.apply_seconds),
+            waiting_bytes=sum(one.bytes_held for one in counted.parameters),
+            resident_bytes=counted.resident_bytes,
+            lag_updates=sum(copy.lag_updates for one in counted.parameters for copy in one.replicas),
+        )
+
+
+def _periods(sample: pb.RunSample) -> int:
+    return len(sample.workers) + len(sample.servers)
+
+
+def _seconds(totals: pb.WorkerTotals) -> float:
+    return totals.compute_seconds + totals.push_seconds + totals.wait_seconds + totals.pull_seconds
+
+
+def _grown(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+    """Return by how much each count has grown."""
+    return {name: count - (old if (old := before.get(name, 0)) <= count else 0) for name, count in now.items()}
+
+
+def _traffic(
+    now: Iterable[pb.WorkerTotals.Traffic], before: Iterable[pb.WorkerTotals.Traffic]
+) -> list[pb.WorkerTotals.Traffic]:
+    """Return the traffic of a period. A handle that changed its transport counts its bytes again under the new one, so
+    a transport that was not there before starts with the next period."""
+    known = {(one.transport, one.push_codec, one.pull_codec): one for one in before}
+    found = []
+    for one in now:
+        old = known.get((one.transport, one.push_codec, one.pull_codec), one)
+        found.append(
+            pb.WorkerTotals.Traffic(
+                transport=one.transport,
+                push_codec=one.push_codec,
+                pull_codec=one.pull_codec,
+                push_bytes=max(0, one.push_bytes - old.push_bytes),
+                pull_bytes=max(0, one.pull_bytes - old.pull_bytes),
+            )
+        )
+    return found

@@ -1,0 +1,107 @@
+"""Samples of a run: differences between heartbeats, restarts of members, and what is kept."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from psdist.monitoring.run_json import sample_json
+from psdist.v1 import scheduler_pb2 as pb
+from psdist_scheduler import samples
+from psdist_scheduler.samples import SampleHistory
+
+
+def worker(compute: float, wait: float, pushes: int, **others: object) -> pb.SessionRequest.Heartbeat:
+    traffic = [
+        pb.WorkerTotals.Traffic(transport="shm", push_codec="int8", pull_codec="float32", push_bytes=pushes * 10)
+    ]
+    totals = pb.WorkerTotals(
+        compute_seconds=compute, wait_seconds=wait, pushes={"model": pushes}, traffic=traffic, **others  # type: ignore[arg-type]
+    )  # fmt: skip
+    return pb.SessionRequest.Heartbeat(totals=totals)
+
+
+def server(applied: int, seconds: float) -> pb.SessionRequest.Heartbeat:
+    heartbeat = pb.SessionRequest.Heartbeat()
+    heartbeat.statistics.resident_bytes = 7
+    heartbeat.statistics.parameters.add(parameters="model", applied_slices=applied, apply_seconds=seconds, bytes_held=3)
+    return heartbeat
+
+
+def test_a_sample_has_the_rates_between_two_heartbeats() -> None:
+    history = SampleHistory()
+    history.on_heartbeat("worker-0", worker(1.0, 1.0, 10), 0.0)
+    history.on_heartbeat("server-0", server(100, 0.5), 0.0)
+    history.on_tick(0.0, 1000.0)
+    history.on_heartbeat("worker-0", worker(2.5, 1.5, 30, reported={"loss": math.nan}, reported_step=9), 1.9)
+    history.on_heartbeat("server-0", server(300, 1.5), 2.0)
+    history.on_tick(0.9, 1001.0)  # Not due yet.
+    history.on_tick(2.0, 1002.0)
+    first, second = (sample_json(sample) for sample in history.after(0))
+    assert first == {"number": 1, "time": 1000.0, "workers": {}, "servers": {}}
+    assert second["workers"]["worker-0"] == {
+        "seconds": 2.0,
+        "phases": {"compute": 0.75, "push": 0.0, "wait": 0.25, "pull": 0.0},
+        "steps_per_second": {"model": 10.0},
+        "traffic": [
+            {
+                "transport": "shm", "push_codec": "int8", "pull_codec": "float32",
+                "push_bytes_per_second": 100, "pull_bytes_per_second": 0,
+            }
+        ],
+        "dropped": 0,
+        "staleness": 0,
+        "reported_step": 9,
+        "reported": {"loss": "nan"},
+        "samples_per_second": 0.0,
+    }  # fmt: skip
+    assert second["servers"]["server-0"] == {
+        "seconds": 2.0, "slices_per_second": 100.0, "apply_share": 0.5,
+        "waiting_bytes": 3, "resident_bytes": 7, "lag_updates": 0,
+    }  # fmt: skip
+    json.dumps(second, allow_nan=False)
+    assert [sample.number for sample in history.after(1)] == [2]
+    assert [sample.number for sample in history.after(99)] == [1, 2]  # Of an earlier scheduler.
+
+
+def test_a_member_that_starts_again_counts_from_zero() -> None:
+    history = SampleHistory()
+    for time, heartbeat in enumerate([worker(50.0, 0.0, 100), worker(2.0, 0.0, 4)]):
+        history.on_heartbeat("worker-0", heartbeat, time)
+        history.on_tick(time, time)
+    (period,) = history.after(1)[0].workers
+    assert (period.seconds, period.pushes["model"]) == (2.0, 4)
+    history.forget("worker-0")
+    history.on_heartbeat("worker-0", worker(9.0, 0.0, 9), 2.0)
+    history.on_tick(2.0, 2.0)
+    assert not history.after(2)[0].workers
+
+
+@pytest.mark.parametrize(
+    "heartbeat",
+    [worker(math.inf, 0.0, 1), worker(-1.0, 0.0, 1), worker(math.nan, 0.0, 1),
+     worker(1.0, 0.0, 1, reported={"n" * 2000: 1.0}), worker(1.0, 0.0, 1, samples_per_second=math.nan)],
+)  # fmt: skip
+def test_implausible_totals_are_not_kept(heartbeat: pb.SessionRequest.Heartbeat) -> None:
+    history = SampleHistory()
+    history.on_heartbeat("worker-0", worker(0.0, 0.0, 0), 0.0)
+    history.on_tick(0.0, 0.0)
+    history.on_heartbeat("worker-0", heartbeat, 1.0)
+    history.on_tick(1.0, 1.0)
+    assert not history.after(1)[0].workers
+
+
+def test_kept_samples_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "SAMPLES_KEPT", 5)
+    monkeypatch.setattr(samples, "PERIODS_KEPT", 6)
+    history = SampleHistory()
+    for time in range(10):
+        history.on_tick(time, time)
+    assert [sample.number for sample in history.after(0)] == [6, 7, 8, 9, 10]
+    for time in range(10, 14):
+        for rank in range(3):
+            history.on_heartbeat(f"worker-{rank}", worker(time, 0.0, time), time)
+        history.on_tick(time, time)
+    assert [sample.number for sample in history.after(0)] == [13, 14]  # Three periods each.
