@@ -194,11 +194,16 @@ class GroupFormer:
             return False
         return True
 
-    async def count_newcomers(self, settings: GroupSettings, exchange: Exchange) -> int:
-        """Return the number of workers that wait to be added; 0 if the scheduler does not answer."""
-        if len(self._session.membership.view.cluster.workers) <= sum(map(self.mesh.knows, exchange.members)):
+    async def count_newcomers(self, settings: GroupSettings, formed: FormedGroup) -> int:
+        """Return the number of workers that wait to be added; 0 if the scheduler does not answer.
+
+        A scheduler that has restarted learns of the group. It can then tell workers that were left out.
+        """
+        if len(self._session.membership.view.cluster.workers) <= sum(map(self.mesh.knows, formed.exchange.members)):
             return 0
-        reply = await self._ask_once(pb.FormGroupRequest(**self._mine.caller(), name=settings.name))
+        request = self._request(settings, formed, admits=False)
+        request.ticket = 0
+        reply = await self._ask_once(request)
         return reply.newcomers if reply is not None else 0
 
     async def finish(self, settings: GroupSettings, formed: FormedGroup) -> None:

@@ -259,7 +259,7 @@ class AsyncWorkerGroup:
 
     async def count_newcomers(self) -> int:
         """Return the number of workers that wait in ``join_group`` to be taken in; 0 if the scheduler cannot tell."""
-        return await self._former.count_newcomers(self._settings, self._exchange) if self._settings is not None else 0
+        return await self._former.count_newcomers(self._settings, self._formed) if self._settings is not None else 0
 
     async def finish(self) -> None:
         """Close the group because the members have completed their work: workers that join it get LateWorkerError."""

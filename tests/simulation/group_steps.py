@@ -1,8 +1,8 @@
 """Runs of groups whose workers make steps by ``ElasticSteps``, with the faults of ``groups``.
 
-Each worker gives a vector with its own element, so a mean shows which workers it contains. Checked: When a worker has
-completed a step, all members of its group that have completed it have the same mean, and the same weights after it. A
-mean is that of the workers that contributed. No worker goes back by more than the step that it completed last.
+Each worker gives a vector with its own element, so a mean shows which workers it contains. Checked: Two workers that
+have completed a step, each in a group with the other, have the same mean, and the same weights after it. A mean is that
+of the workers that contributed. No worker goes back by more than the step that it completed last.
 
 A worker that was killed or left out may have completed a step that the others repeat without it, with another mean. It
 is in none of their groups then, and has no say again before it has received their state.
@@ -10,6 +10,7 @@ is in none of their groups then, and has no say again before it has received the
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -42,13 +43,26 @@ class _State:
         return float(self.weights[0])
 
 
+@dataclass(frozen=True)
+class _Step:
+    """A step that a worker has completed.
+
+    members: of its group then.
+    weights: those after the step.
+    """
+
+    members: frozenset[tuple[str, int]]
+    mean: bytes
+    weights: bytes
+
+
 class StepWorld(GroupWorld):
     """See the module."""
 
     def __init__(self, loop: Any, options: Any) -> None:
         super().__init__(loop, options)
-        #: Mean of each step that a process has completed, and the weights after it, since it last joined the group.
-        self._made: dict[_Life, dict[int, tuple[bytes, bytes]]] = {}
+        #: Steps that each process has completed since it last joined the group.
+        self._made: dict[_Life, dict[int, _Step]] = {}
 
     async def work(self, life: _Life) -> None:
         """Make steps, forever."""
@@ -66,7 +80,7 @@ class StepWorld(GroupWorld):
             self._check_mean(life, steps.step, out)
             state.weights[1:] = state.weights[1:] / 2 + out
             life.group = steps.group
-            self._compare(life, steps.group, steps.step, (out.tobytes(), state.weights.tobytes()))
+            self._compare(life, steps.step, _Step(_members(steps.group), out.tobytes(), state.weights.tobytes()))
             if state.origin == origin and steps.step < step:
                 self.violations.append(f"{life.member}: made step {steps.step} after step {step}")
             origin, step = state.origin, steps.step
@@ -83,13 +97,22 @@ class StepWorld(GroupWorld):
         if count and not np.allclose(mean[mean > 0], 1 / count):
             self.violations.append(f"{life.member}: step {step} has the mean {mean[mean > 0].tolist()}")
 
-    def _compare(self, life: _Life, group: AsyncWorkerGroup, step: int, made: tuple[bytes, bytes]) -> None:
-        """Compare a step with the same step of the members of the group in which a worker has completed it."""
-        self._made[life][step] = made
-        members = {(member.worker_id, member.incarnation) for member in group._exchange.members}
+    def _compare(self, life: _Life, number: int, made: _Step) -> None:
+        """Compare a step with the same step of other workers."""
+        self._made[life][number] = made
         for other, steps in self._made.items():
-            if (other.member.member_id, other.member.incarnation) not in members or step not in steps:
+            other_made = steps.get(number)
+            if other_made is None or _identity(other) not in made.members or _identity(life) not in other_made.members:
                 continue
-            for what, mine, theirs in zip(("mean", "weights"), made, steps[step], strict=True):
-                if mine != theirs:
-                    self.violations.append(f"{life.member}: another {what} of step {step} than {other.member}")
+            if made.mean != other_made.mean:
+                self.violations.append(f"{life.member}: another mean of step {number} than {other.member}")
+            if made.weights != other_made.weights:
+                self.violations.append(f"{life.member}: other weights after step {number} than {other.member}")
+
+
+def _identity(life: _Life) -> tuple[str, int]:
+    return life.member.member_id, life.member.incarnation
+
+
+def _members(group: AsyncWorkerGroup) -> frozenset[tuple[str, int]]:
+    return frozenset((member.worker_id, member.incarnation) for member in group._exchange.members)

@@ -8,9 +8,9 @@ that the fewest others can reach are left out. New workers are added if all othe
 
 A slow worker is waited for: it is unreachable only if its host, or its process, does not run.
 
-Nothing is durable. After a restart of the scheduler, requests name the group that they follow. A group that an earlier
-scheduler formed may have a successor already, unknown to this one. So live members are then waited for even
-if others cannot reach them, and a first group needs all live workers.
+Nothing is durable. After a restart of the scheduler, requests name the group of the caller, also those that only ask
+about waiting workers. A group that an earlier scheduler formed may have a successor already, unknown to this one. So
+live members are then waited for even if others cannot reach them, and a first group needs all live workers.
 
 Invariants: Each epoch of a name has one list of members. Its members were live, and had asked for it. A worker that was
 left out learns of it when it asks, and may join again.
@@ -89,11 +89,11 @@ class GroupFormations:
         """
         formation = self._formation_of(event)
         identity = worker.identity
+        self._adopt(formation, event, identity)
         if event.finishes and formation.includes(identity):
             formation.is_over = True
             formation.tickets[identity] = _LEFT
         elif event.ticket and not formation.is_answer(event, identity):
-            self._adopt(formation, event, identity)
             self._note(formation, _Asking(worker, event, now), identity)
         waiting_for = self._advance(formation, now)
         formed = bool(event.ticket) and formation.is_answer(event, identity)

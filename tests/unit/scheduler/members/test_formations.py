@@ -1,10 +1,10 @@
-"""Groups that outlive their members: when new workers are taken in."""
+"""Groups that outlive their members: who is left out, when new workers are taken in, and restarts of the scheduler."""
 
 from __future__ import annotations
 
 import pytest
 
-from psdist.errors import ExcludedError
+from psdist.errors import ExcludedError, LateWorkerError
 from psdist.types import WorkerEntry
 from psdist_scheduler.events.cluster_state import ClusterSettings, Member
 from psdist_scheduler.events.worker_events import Caller, FormGroup, GroupStanding
@@ -32,19 +32,22 @@ class Run:
 
     def ask(
         self, worker: Member, now: float = 1.0, *, group: GroupStanding | None = None, admits: bool = False,
-        size: int = 1, unreachable: tuple[int, ...] = (),
+        size: int = 1, unreachable: tuple[int, ...] = (), ticket: int = 7, finishes: bool = False,
     ) -> GroupStanding:  # fmt: skip
         """Ask for the group after ``group``, or to join."""
         epoch, members = (group.epoch, group.members) if group is not None else (0, ())
         event = FormGroup(
-            1, Caller("run", worker.member_id, worker.incarnation), "g", 7, epoch, members,
-            unreachable=unreachable, admits=admits, size=size, size_min=self.size_min,
+            1, Caller("run", worker.member_id, worker.incarnation), "g", ticket, epoch, members,
+            unreachable=unreachable, admits=admits, size=size, size_min=self.size_min, finishes=finishes,
         )  # fmt: skip
         (answer,) = self.formations.form(event, worker, now)
         self.formations.validate()
         standing = answer.value  # type: ignore[union-attr]
         assert isinstance(standing, GroupStanding)
         return standing
+
+    def restart_scheduler(self) -> None:
+        self.formations = GroupFormations(self.members, is_restored=True)
 
     def first(self) -> GroupStanding:
         """Form the first group, of all workers."""
@@ -100,3 +103,29 @@ def test_a_slow_member_is_waited_for() -> None:
     for worker in run.workers[:2]:
         waiting = run.ask(worker, 60.0, group=group)
     assert not waiting.formed and "worker-2" in waiting.waiting_for
+
+
+def test_a_restarted_scheduler_learns_of_a_group_whose_members_ask_about_newcomers() -> None:
+    run = Run(3)
+    first = run.first()
+    for now in (1.0, 1.0 + 2 * GRACE_SECONDS):
+        for worker in run.workers[:2]:
+            second = run.ask(worker, now, group=first, unreachable=(2,))
+    run.restart_scheduler()
+    left_out = run.workers[2]
+    assert "to reconfigure the group" in run.ask(left_out, 2.0, group=first, unreachable=(0, 1)).waiting_for
+    assert run.ask(run.workers[0], 2.1, group=second, ticket=0).newcomers == 0
+    with pytest.raises(ExcludedError, match="continued without worker-2"):
+        run.ask(left_out, 2.2, group=first)
+    run.ask(left_out, 2.3)
+    assert run.ask(run.workers[0], 2.4, group=second, ticket=0).newcomers == 1
+
+
+def test_a_restarted_scheduler_learns_that_the_work_of_a_group_is_complete() -> None:
+    run = Run(2)
+    group = run.first()
+    run.restart_scheduler()
+    for worker in run.workers:
+        assert not run.ask(worker, group=group, finishes=True).formed
+    with pytest.raises(LateWorkerError):
+        run.ask(run.register(2))
