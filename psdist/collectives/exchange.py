@@ -71,6 +71,11 @@ class Exchange:
         """True if the group can make no more calls."""
         return self._machine.broken is not None
 
+    @property
+    def error(self) -> PsdistError | None:
+        """The error that ended the group, or None."""
+        return None if self._machine.broken is None else copy_error(self._machine.broken)
+
     # --- calls --------------------------------------------------------------------------------------------------------
 
     def start(self, lane: CallLane, plan: Plan) -> int:
@@ -172,7 +177,7 @@ class Exchange:
                 if isinstance(effect, CallDone):
                     self._finish(effect)
                 elif isinstance(effect, MoveData):
-                    self._route.move(effect, self._moved)
+                    self._route.move(effect, lambda call_id: self._carry_out(self._machine.on_moved(call_id)))
                 elif self.key:
                     self._send(effect)
                 else:
@@ -240,9 +245,6 @@ class Exchange:
         part = Exchange(self._mesh, self._waits, named, ranks.index(self._machine.rank), self._silence)
         self._mesh.enter(part, f"{name} of {self.key.hex()}", 1, [self.members[rank] for rank in ranks])
         return part
-
-    def _moved(self, call_id: int) -> None:
-        self._carry_out(self._machine.on_moved(call_id))
 
     # --- frames -------------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
@@ -17,6 +18,7 @@ from psdist.client.session.wait_tracker import Wait
 from psdist.collectives import calls
 from psdist.collectives.core.machine import COLLECTIVES
 from psdist.collectives.exchange import Exchange
+from psdist.collectives.incoming import Sender
 from psdist.collectives.mesh import Mesh
 from psdist.errors import (
     ClosedError,
@@ -24,6 +26,7 @@ from psdist.errors import (
     PsdistError,
     SchedulerUnreachableError,
     WaitTimeoutError,
+    WorkerLostError,
 )
 from psdist.types import WorkerEntry
 from psdist.v1 import scheduler_pb2 as pb
@@ -112,6 +115,50 @@ class GroupFormer:
                     f"group {settings.name!r} was not formed within {timeout:g} s: waiting {wait.reason}"
                 ) from None
         return self._enter(settings, reply.epoch, list(map(convert.worker_from_proto, reply.members)))
+
+    async def enter(
+        self, settings: GroupSettings, epoch: int, members: Sequence[Sender], timeout: float | None
+    ) -> FormedGroup:
+        """Form a group without the scheduler's choice: all ``members`` call this with the same arguments.
+
+        members: ids and incarnations of workers of the run, by rank, this one among them.
+
+        Raises WorkerLostError if another incarnation of a member is in the run, WaitTimeoutError after ``timeout``
+        seconds, and what ends the group's first call.
+        """
+        until = math.inf if timeout is None else asyncio.get_running_loop().time() + timeout
+        workers = [await self._find(member, settings.name, until, timeout) for member in members]
+        formed = self._enter(settings, epoch, workers)
+        try:
+            call_id = formed.exchange.start(COLLECTIVES, calls.barrier(formed.rank, len(workers)))
+            left = None if timeout is None else max(_PAUSE, round(until - asyncio.get_running_loop().time(), 3))
+            await formed.exchange.result(call_id, f"the first call of group {settings.name!r}", left)
+        except BaseException:  # Also if the caller gives up: frames of the group are dropped from now on.
+            self.mesh.remove(formed.exchange)
+            raise
+        return formed
+
+    async def _find(self, member: Sender, group: str, until: float, timeout: float | None) -> WorkerEntry:
+        """Wait until a member is in the map, and return it."""
+        (name, incarnation), view = member, self._session.membership.view
+        with self._session.waits.open(f"for {name} to join the run"):
+            while True:
+                self._session.membership.raise_if_expelled(self._mine.incarnation)
+                found = next((worker for worker in view.cluster.workers if worker.worker_id == name), None)
+                if found is not None and found.incarnation == incarnation:
+                    return found
+                if found is not None and found.incarnation > incarnation:
+                    raise WorkerLostError(
+                        f"{name} started again as incarnation {found.incarnation}: group {group!r} has its "
+                        f"incarnation {incarnation}, which is gone"
+                    )
+                left = until - asyncio.get_running_loop().time()
+                if left <= 0:
+                    raise WaitTimeoutError(
+                        f"group {group!r} was not formed within {timeout:g} s: {name} (incarnation {incarnation}) is "
+                        "not in the run"
+                    )
+                await view.changed(None if left == math.inf else left)
 
     def start(self, exchange: Exchange, rank: int) -> FormedGroup:
         """Return a group that was made without the scheduler, as the first of its name."""

@@ -19,7 +19,13 @@ from psdist.collectives.core.plan import Array, Plan
 from psdist.collectives.core.reductions import check_dtype, check_op
 from psdist.collectives.forming import FormedGroup, GroupFormer, GroupSettings
 from psdist.compression import Codec
-from psdist.errors import ClosedError, DTypeMismatchError, InvalidArgumentError, ShapeMismatchError
+from psdist.errors import (
+    ClosedError,
+    DTypeMismatchError,
+    InvalidArgumentError,
+    PsdistError,
+    ShapeMismatchError,
+)
 from psdist.off_loop import off_loop
 
 
@@ -234,6 +240,11 @@ class AsyncWorkerGroup:
     def has_ended(self) -> bool:
         """True if an error has ended the group, or ``close``."""
         return self._exchange.has_ended
+
+    @property
+    def error(self) -> PsdistError | None:
+        """The error that ended the group, or None."""
+        return self._exchange.error
 
     async def reconfigure(self, *, admit: bool = False, timeout: float | None = None) -> AsyncWorkerGroup:
         """Return the next group, of the members that are left, once each of them has called this.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from psdist.client.session.registration import Registration
@@ -12,6 +12,7 @@ from psdist.client.session.scheduler_session import WorkerSession
 from psdist.collectives.exchange import Exchange
 from psdist.collectives.forming import GroupFormer, GroupSettings
 from psdist.collectives.group import AsyncWorkerGroup
+from psdist.collectives.incoming import Sender
 from psdist.collectives.mesh import Mesh
 from psdist.errors import ExcludedError, InvalidArgumentError, check_integer
 from psdist.types import check_name
@@ -109,6 +110,44 @@ class AsyncCollectives:
                 return AsyncWorkerGroup(former, formed, settings)
 
         return await membership.retry_across_incarnations(attempt)
+
+    @property
+    def identity(self) -> Sender:
+        """This worker's id and incarnation, by which ``enter_group`` names it. Raises ClosedError."""
+        mine = self._session.membership.registration
+        return mine.worker_id, mine.incarnation
+
+    async def enter_group(
+        self,
+        name: str,
+        epoch: int,
+        members: Sequence[Sender],
+        *,
+        silence: float | None = SILENCE_SECONDS,
+        timeout: float | None = None,
+    ) -> AsyncWorkerGroup:
+        """Return the group of ``members``, which the scheduler has not chosen, once all of them have called this.
+
+        name, epoch: number ``epoch`` of the groups ``name``, higher than those that a member was in before.
+        members: the ``identity`` of each member, by rank, the same at all of them.
+        silence: as for ``join_group``.
+
+        Raises InvalidNameError, InvalidArgumentError unless this worker is among them once, WorkerLostError if one of
+        them is gone, WaitTimeoutError after ``timeout`` seconds, LimitExceededError, FencedError and ClosedError.
+        """
+        check_name(name, "group name")
+        _check_seconds(timeout=timeout, silence=silence)
+        check_integer("epoch", epoch, 1, 2**63 - 1)
+        check_integer("number of members", len(members), 1, WORLD_MAX)
+        if self.identity not in members or len(set(members)) < len(members):
+            raise InvalidArgumentError(
+                f"group {name!r} cannot have these members: name each worker once, this one ({self.identity[0]}, "
+                f"incarnation {self.identity[1]}) among them"
+            )
+        former = self._current_former()
+        former.mesh.remove_ended()
+        formed = await former.enter(GroupSettings(name, silence=silence), epoch, members, timeout)
+        return AsyncWorkerGroup(former, formed)
 
 
 def _check_seconds(**given: float | None) -> None:

@@ -22,8 +22,7 @@ from torch import Tensor
 from psdist.client.context import Context, init, is_placed
 from psdist.client.process import loop
 from psdist.collectives.group import AsyncWorkerGroup
-from psdist.collectives.sync_group import WorkerGroup
-from psdist.errors import InvalidArgumentError, WaitTimeoutError
+from psdist.errors import InvalidArgumentError, PsdistError, WaitTimeoutError
 from psdist.process_group import own_run
 from psdist.process_group.monitored import monitored_error
 from psdist.process_group.sparse import all_reduce_sparse
@@ -39,10 +38,9 @@ class _GroupBase(dist.ProcessGroup):
     timeout: time limit of calls without one of their own.
     """
 
-    def __init__(self, group: WorkerGroup, timeout: timedelta) -> None:
+    def __init__(self, group: AsyncWorkerGroup, timeout: timedelta) -> None:
         super().__init__(group.rank, group.size)  # type: ignore[call-arg]  # missing in torch's stubs
-        self._sync = group
-        self._group: AsyncWorkerGroup = group.wrapped
+        self._group = group
         self._limit = timeout
         #: Set once the last work of several calls has ended.
         self._several_calls: asyncio.Event | None = None
@@ -64,13 +62,18 @@ class _GroupBase(dist.ProcessGroup):
         """Number of ranks."""
         return self._group.size
 
+    @property
+    def error(self) -> PsdistError | None:
+        """The error that ended the group, or None."""
+        return self._group.error
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the time limit of calls without one of their own."""
         self._limit = timeout
 
     def shutdown(self) -> None:
         """End the group."""
-        self._sync.close()
+        loop.shared().call(self._group.close(), ending=True)
 
     abort = shutdown
 
@@ -373,4 +376,4 @@ def make_group(options: Any, _: Any, context: Callable[[], Context] = init) -> L
             f"rank {options.group_rank} of {ranks} is rank {place.rank} of the run: start torch.distributed with RANK "
             "and WORLD_SIZE as the launcher sets them"
         )
-    return LinkGroup(place.new_group(ranks, ordered=True), options.timeout)
+    return LinkGroup(place.new_group(ranks, ordered=True).wrapped, options.timeout)

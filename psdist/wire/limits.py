@@ -197,6 +197,8 @@ HOST_GROUPS_MAX: Final = 16
 HOST_RANKS_MAX: Final = 64
 #: Calls of collectives that one peer may make before this worker has made them, over all groups and tags.
 EARLY_CALLS_MAX: Final = 1024
+#: Handle of a worker in a process group that torchft configures, in characters.
+HANDLE_CHARACTERS_MAX: Final = 512
 #: Open groups of one worker, names of its groups, and lanes (tags and directions) of one group.
 GROUPS_MAX: Final = 4096
 LANES_MAX: Final = 4096

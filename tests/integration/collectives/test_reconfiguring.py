@@ -119,3 +119,39 @@ async def test_wrong_arguments(workers: Workers) -> None:
     ):
         with pytest.raises(error, match=text):
             await call
+
+
+async def test_a_group_of_members_that_the_scheduler_has_not_chosen(workers: Workers) -> None:
+    first, second, third = workers.all
+    members = [second.identity, third.identity, first.identity]
+    groups = await asyncio.gather(*(one.enter_group("chosen", 7, members) for one in workers.all))
+    assert [group.rank for group in groups] == [2, 0, 1] and groups[0].ranks == (1, 2, 0)
+    sums = await asyncio.gather(*(group.all_gather([group.rank]) for group in groups))
+    assert [one.reshape(-1).tolist() for one in sums] == [[0, 1, 2]] * SIZE
+    assert groups[0].error is None
+    # The next one, without a member, and with one that joins the run later.
+    joining = ("worker-9", 1)
+    members = [first.identity, second.identity, joining]
+    waiting = [asyncio.ensure_future(one.enter_group("chosen", 8, members)) for one in (first, second)]
+    groups = [*await asyncio.gather((await workers.add(9)).enter_group("chosen", 8, members), *waiting)]
+    await workers.clients[SIZE].close()
+    with pytest.raises(WorkerLostError, match="rank 2 is gone"):
+        await groups[1].barrier()
+    assert isinstance(groups[1].error, WorkerLostError)
+
+
+async def test_members_that_make_no_group(workers: Workers) -> None:
+    one = workers.all[0]
+    for members in ([workers.all[1].identity], [one.identity, one.identity]):
+        with pytest.raises(InvalidArgumentError, match=r"cannot have these members: .* \(worker-0, inc"):
+            await one.enter_group("chosen", 1, members)
+    with pytest.raises(InvalidArgumentError, match="epoch=0 is out of range: use a whole number from 1"):
+        await one.enter_group("chosen", 0, [one.identity])
+    with pytest.raises(WorkerLostError, match=r"worker-1 started again as incarnation \d+: group 'chosen' has its"):
+        await one.enter_group("chosen", 2, [one.identity, ("worker-1", 0)])
+    with pytest.raises(WaitTimeoutError, match=r"not formed within 0.05 s: gone \(incarnation 1\) is not in the run"):
+        await one.enter_group("chosen", 3, [one.identity, ("gone", 1)], timeout=0.05)
+    with pytest.raises(WaitTimeoutError, match=r"waiting for rank 1 to call barrier\(\)"):
+        await one.enter_group("chosen", 4, [one.identity, workers.all[1].identity], timeout=0.05)
+    (alone,) = await asyncio.gather(one.enter_group("chosen", 5, [one.identity]))
+    assert (await alone.all_reduce([2.0])).tolist() == [2.0]
