@@ -287,6 +287,10 @@ class PushDroppedError(PsdistError, code="push_dropped", status="ABORTED"):
     """Pushes of this worker were dropped because the others had continued without it. It is a member again."""
 
 
+class TraceInProgressError(PsdistError, code="trace_in_progress", status="FAILED_PRECONDITION"):
+    """Another ``psdist trace`` is recording this run. The message says for how long."""
+
+
 class ClosedError(PsdistError, code="closed", status="CANCELLED"):
     """The client, or the peer, was closed."""
 

@@ -22,7 +22,15 @@ START, END = "<!-- codemap: python -m tests.codemap -->\n", "<!-- end of codemap
 #: are not named come last.
 ORDER: Final = (
     *("psdist/client", "psdist/link", "psdist/wire", "servers/psdist_server", "servers/psdist_scheduler"),
-    *("psdist/snapshots", "psdist/compression", "psdist/device", "psdist/torch", "psdist/metrics", "psdist/trackers"),
+    *(
+        "psdist/snapshots",
+        "psdist/compression",
+        "psdist/device",
+        "psdist/torch",
+        "psdist/metrics",
+        "psdist/tracing",
+        "psdist/trackers",
+    ),
     *("psdist/launcher", "psdist/settings", "psdist/cli", "psdist", "psdist/chaos", "tests/simulation"),
 )
 _ROOTS: Final = ("psdist", "servers", "tests/simulation")

@@ -74,6 +74,7 @@ REMEDIES: Final = {
     "scheduler_unreachable": "Check that the scheduler runs, its address, and the firewall.",
     "server_unreachable": "Call again with the same gradients: slices that were taken count once.",
     "sharing_unavailable": "Use `transport=\"auto\"`, or remove the reason that the message names.",
+    "trace_in_progress": "Wait for the end of the other recording, or end that `psdist trace` by Ctrl-C.",
     "tcp_unavailable": "Use `transport=\"auto\"`, or open the server's `--data-port`.",
     "device_unavailable": "Install the part that the message names ([gpu.md](gpu.md#requirements)).",
     "device_lost": "Check the device (`nvidia-smi`, the kernel's log) and restart the process.",

@@ -37,6 +37,7 @@ PURE_MODULES = (
     *("psdist.launcher.events", "psdist.launcher.shutdown", "psdist.settings", "psdist.settings.exit_codes"),
     *("psdist.snapshots.checks", "psdist.snapshots.format", "psdist.snapshots.policy", "psdist.snapshots.settings"),
     *("psdist.metrics", "psdist.metrics.interval", "psdist.metrics.interval_lines", "psdist.metrics.phases"),
+    *("psdist.tracing", "psdist.tracing.spans", "psdist.tracing.summary", "psdist.tracing.trace_events"),
     *("psdist.metrics.progress_line", "psdist.metrics.report", "psdist.data.batch_machine", "psdist.data.padding"),
 )
 IMPURE_IMPORTS = frozenset(

@@ -18,6 +18,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, cached_property, partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Final
@@ -33,6 +34,7 @@ from psdist.compression import Cast, Codec, Compressor, PerTensor
 from psdist.compression.regions import regions, send_differences
 from psdist.errors import FencedError, InternalError, InvalidArgumentError, NonFiniteGradientError
 from psdist.off_loop import LARGE_ELEMENTS, in_thread, off_loop, until_done
+from psdist.tracing.spans import SpanKind
 from psdist.types import ITEM_BYTES, GradientDifference, Layout, Slicing
 from psdist.wire.limits import STATE_BYTES_MAX
 
@@ -58,6 +60,7 @@ class EncodedPush:
 
     flat: the gradient; None if the push abstains, or is already encoded.
     lock: lock of the encoder.
+    work: returns a ``with`` block for the encoding of slices, for traces.
 
     ``encode`` encodes slices and returns. ``start`` encodes them while they are sent; ``encoded`` and ``end`` follow
     it.
@@ -67,8 +70,14 @@ class EncodedPush:
     is_raw = False
 
     def __init__(
-        self, encoder: AnyEncoder, flat: Flat | DeviceVector | None, slices: EncodedSlices, lock: Lock
+        self,
+        encoder: AnyEncoder,
+        flat: Flat | DeviceVector | None,
+        slices: EncodedSlices,
+        lock: Lock,
+        work: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        self._work = work
         self._encoder = encoder
         self._flat = flat
         self._slices = slices
@@ -114,7 +123,9 @@ class EncodedPush:
 
         overflows = self._encoder.totals.overflows
         waits = self._encoder.device is not None or not isinstance(flat, np.ndarray)
-        if not await off_loop(elements, encode, waits=waits):
+        with self._work():
+            is_encoded = await off_loop(elements, encode, waits=waits)
+        if not is_encoded:
             raise FencedError("the push was dropped while it was encoded")
         if self._encoder.totals.overflows > overflows == 0:
             logger.warning(
@@ -307,7 +318,8 @@ class Encoding:
                 self._encoder.discard_push()
                 self._encoder.rank = part.current.origin.rank  # A worker that registers again may be given another one.
             self._begun = part.current.origin, part.sequence.step
-            return EncodedPush(self._encoder, flat, self._encoder.begin_push(), self._lock)
+            work = partial(part.phases.work, SpanKind.ENCODE, part.name, part.sequence.step)
+            return EncodedPush(self._encoder, flat, self._encoder.begin_push(), self._lock, work)
 
     async def _load(self, flat: Flat | DeviceVector | None) -> AnyEncoder:
         """Return the encoder for the memory of ``flat``, with the restored state."""

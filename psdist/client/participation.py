@@ -19,6 +19,7 @@ from psdist.client.core import routing
 from psdist.client.core.push_sequence import NO_OPTIONS, PendingRequest, PushSequence
 from psdist.client.core.routing import RoutingPlan, ServerNews
 from psdist.client.core.written_weights import WrittenWeights
+from psdist.client.reporting.phase_timer import PhaseTimer
 from psdist.client.session.activity import ReportedWait
 from psdist.client.session.membership import WorkerMembership
 from psdist.client.session.registration import Registration
@@ -177,6 +178,11 @@ class Participation:
     def incarnation(self) -> int:
         """Number of the incarnation that takes part."""
         return self.current.sender.incarnation
+
+    @property
+    def phases(self) -> PhaseTimer:
+        """Clock of the script's calls."""
+        return self._session.waits.phases
 
     @property
     def sequence(self) -> PushSequence:

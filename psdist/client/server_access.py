@@ -35,6 +35,7 @@ from psdist.client.transport.transport import Transport, Transports
 from psdist.compression import Cast, Codec, Float32
 from psdist.errors import FencedError, WaitTimeoutError, WrittenWeightsError
 from psdist.settings.config import TransportName
+from psdist.tracing.spans import SpanKind
 from psdist.types import DType
 
 
@@ -137,7 +138,11 @@ class ServerAccess:
     @property
     def phases(self) -> PhaseTimer:
         """Clock of the script's calls."""
-        return self._session.waits.phases
+        return self.participation.phases
+
+    def work(self, kind: SpanKind) -> AbstractContextManager[None]:
+        """Return a ``with`` block for work on the gradient of the next push, for traces."""
+        return self.phases.work(kind, self.participation.name, self.participation.sequence.step)
 
     def counted_wait(self) -> AbstractContextManager[None]:
         """Return a context manager that counts its block as waiting. For waits that no other worker can end by

@@ -41,6 +41,7 @@ from psdist.errors import FencedError, InvalidArgumentError, NotMemberError, Wri
 from psdist.metrics.phases import Phase
 from psdist.off_loop import in_thread, off_loop
 from psdist.settings import script_errors
+from psdist.tracing.spans import SpanKind
 from psdist.types import WORDS, Layout, ParametersSpec
 
 if TYPE_CHECKING:
@@ -253,12 +254,13 @@ class Steps:
                 "in the bucket, too"
             )
         is_given = weight > 0
-        if self.gradients.waits_for_device(gradients):
-            is_given = await in_thread(lambda: self.gradients.gather_there(numbers, gradients, missing)) and is_given
-        elements = self.gradients.elements_gathered(numbers)
-        is_given = (
-            await off_loop(elements, lambda: self.gradients.gather_here(numbers, gradients, missing)) and is_given
-        )
+        with self._servers.work(SpanKind.GATHER):
+            if self.gradients.waits_for_device(gradients):
+                there = await in_thread(lambda: self.gradients.gather_there(numbers, gradients, missing))
+                is_given = there and is_given
+            elements = self.gradients.elements_gathered(numbers)
+            here = await off_loop(elements, lambda: self.gradients.gather_here(numbers, gradients, missing))
+            is_given = here and is_given
         if step.state is StepState.LOST:  # Meanwhile, as another of its buckets has found out.
             await self._drop_step()
             raise step.dropped()
@@ -348,7 +350,8 @@ class Steps:
         target = self._results.target(push.wanted) if push.wanted is not None else None
         if push.gathered is None:
             waits = self.gradients.waits_for_device(push.gradients)
-            push.gathered = await off_loop(self._layout.total, lambda: self._gather(push), waits=waits)
+            with self._servers.work(SpanKind.GATHER):
+                push.gathered = await off_loop(self._layout.total, lambda: self._gather(push), waits=waits)
         await self._reach_first_step()
         try:
             step = await self._make_step(push, target)
@@ -387,6 +390,7 @@ class Steps:
     def _on_pushed(self, progress: PendingRequest, abstained: bool, *, seen: bool = True) -> None:
         if self.encoding is not None:
             self.encoding.end_push()
+        self._servers.phases.end_step(self._participation.name, progress.number)
         self._participation.end_push(progress, seen=seen)
         self._servers.shared_memory.on_push_completed()
         self.drops.not_dropped()

@@ -79,6 +79,16 @@ class PhaseClock:
         self._unsent = 0
         self._answering = 0
 
+    @property
+    def phase(self) -> Phase:
+        """The current phase."""
+        return self._phase
+
+    @property
+    def is_in_call(self) -> bool:
+        """True while the script is in a call."""
+        return self._calls > 0
+
     # --- events ---
 
     def begin_call(self, phase: Phase) -> bool:

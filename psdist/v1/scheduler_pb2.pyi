@@ -14,9 +14,40 @@ class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROLE_UNSPECIFIED: _ClassVar[Role]
     ROLE_SERVER: _ClassVar[Role]
     ROLE_WORKER: _ClassVar[Role]
+
+class SpanKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SPAN_KIND_UNSPECIFIED: _ClassVar[SpanKind]
+    SPAN_KIND_COMPUTE: _ClassVar[SpanKind]
+    SPAN_KIND_PUSH: _ClassVar[SpanKind]
+    SPAN_KIND_WAIT: _ClassVar[SpanKind]
+    SPAN_KIND_PULL: _ClassVar[SpanKind]
+    SPAN_KIND_STEP: _ClassVar[SpanKind]
+    SPAN_KIND_GATHER: _ClassVar[SpanKind]
+    SPAN_KIND_ENCODE: _ClassVar[SpanKind]
+    SPAN_KIND_REQUEST: _ClassVar[SpanKind]
+    SPAN_KIND_QUEUE: _ClassVar[SpanKind]
+    SPAN_KIND_THREAD: _ClassVar[SpanKind]
+    SPAN_KIND_COMBINE: _ClassVar[SpanKind]
+    SPAN_KIND_APPLY: _ClassVar[SpanKind]
+    SPAN_KIND_REPLICATE: _ClassVar[SpanKind]
 ROLE_UNSPECIFIED: Role
 ROLE_SERVER: Role
 ROLE_WORKER: Role
+SPAN_KIND_UNSPECIFIED: SpanKind
+SPAN_KIND_COMPUTE: SpanKind
+SPAN_KIND_PUSH: SpanKind
+SPAN_KIND_WAIT: SpanKind
+SPAN_KIND_PULL: SpanKind
+SPAN_KIND_STEP: SpanKind
+SPAN_KIND_GATHER: SpanKind
+SPAN_KIND_ENCODE: SpanKind
+SPAN_KIND_REQUEST: SpanKind
+SPAN_KIND_QUEUE: SpanKind
+SPAN_KIND_THREAD: SpanKind
+SPAN_KIND_COMBINE: SpanKind
+SPAN_KIND_APPLY: SpanKind
+SPAN_KIND_REPLICATE: SpanKind
 
 class RegisterRequest(_message.Message):
     __slots__ = ("protocol_version", "psdist_version", "run_id", "role", "member_id", "rank", "world_size", "address", "host", "pid")
@@ -256,7 +287,7 @@ class SnapshotProgress(_message.Message):
     def __init__(self, attempt: _Optional[int] = ..., bytes_done: _Optional[int] = ..., bytes: _Optional[int] = ..., bytes_aside: _Optional[int] = ..., waiting_for: _Optional[str] = ..., loading: _Optional[bool] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
-    __slots__ = ("hello", "heartbeat", "join_answer", "replica_filled", "replica_unreachable", "snapshot", "stop", "values_answer", "server_checked", "align", "equal_contributions")
+    __slots__ = ("hello", "heartbeat", "join_answer", "replica_filled", "replica_unreachable", "snapshot", "stop", "values_answer", "server_checked", "align", "equal_contributions", "trace")
     class Hello(_message.Message):
         __slots__ = ("member_id", "incarnation", "takes_differences", "epoch", "scheduler_id")
         MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -331,6 +362,7 @@ class SessionRequest(_message.Message):
     SERVER_CHECKED_FIELD_NUMBER: _ClassVar[int]
     ALIGN_FIELD_NUMBER: _ClassVar[int]
     EQUAL_CONTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
     hello: SessionRequest.Hello
     heartbeat: SessionRequest.Heartbeat
     join_answer: SessionRequest.JoinAnswer
@@ -342,7 +374,8 @@ class SessionRequest(_message.Message):
     server_checked: ServerChecked
     align: AlignReport
     equal_contributions: SessionRequest.EqualContributions
-    def __init__(self, hello: _Optional[_Union[SessionRequest.Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[SessionRequest.Heartbeat, _Mapping]] = ..., join_answer: _Optional[_Union[SessionRequest.JoinAnswer, _Mapping]] = ..., replica_filled: _Optional[_Union[ReplicaFilled, _Mapping]] = ..., replica_unreachable: _Optional[_Union[ReplicaUnreachable, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotReport, _Mapping]] = ..., stop: _Optional[_Union[StopReport, _Mapping]] = ..., values_answer: _Optional[_Union[SessionRequest.ValuesAnswer, _Mapping]] = ..., server_checked: _Optional[_Union[ServerChecked, _Mapping]] = ..., align: _Optional[_Union[AlignReport, _Mapping]] = ..., equal_contributions: _Optional[_Union[SessionRequest.EqualContributions, _Mapping]] = ...) -> None: ...
+    trace: TraceReport
+    def __init__(self, hello: _Optional[_Union[SessionRequest.Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[SessionRequest.Heartbeat, _Mapping]] = ..., join_answer: _Optional[_Union[SessionRequest.JoinAnswer, _Mapping]] = ..., replica_filled: _Optional[_Union[ReplicaFilled, _Mapping]] = ..., replica_unreachable: _Optional[_Union[ReplicaUnreachable, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotReport, _Mapping]] = ..., stop: _Optional[_Union[StopReport, _Mapping]] = ..., values_answer: _Optional[_Union[SessionRequest.ValuesAnswer, _Mapping]] = ..., server_checked: _Optional[_Union[ServerChecked, _Mapping]] = ..., align: _Optional[_Union[AlignReport, _Mapping]] = ..., equal_contributions: _Optional[_Union[SessionRequest.EqualContributions, _Mapping]] = ..., trace: _Optional[_Union[TraceReport, _Mapping]] = ...) -> None: ...
 
 class UnreachableServer(_message.Message):
     __slots__ = ("server", "seconds", "reason")
@@ -571,7 +604,7 @@ class ReplicaUnreachable(_message.Message):
     def __init__(self, parameters: _Optional[str] = ..., shard: _Optional[int] = ..., term: _Optional[int] = ..., replica: _Optional[_Union[_common_pb2.Replica, _Mapping]] = ..., reason: _Optional[str] = ..., fill: _Optional[int] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("map", "join_proposal", "join_withdrawn", "member_lost", "shards_lost", "snapshot", "rolled_back", "stop", "mutual_wait", "check_values", "run_ended", "map_difference", "check_server", "align", "notice")
+    __slots__ = ("map", "join_proposal", "join_withdrawn", "member_lost", "shards_lost", "snapshot", "rolled_back", "stop", "mutual_wait", "check_values", "run_ended", "map_difference", "check_server", "align", "notice", "trace")
     class JoinProposal(_message.Message):
         __slots__ = ("proposal_id", "parameters", "member")
         PROPOSAL_ID_FIELD_NUMBER: _ClassVar[int]
@@ -659,6 +692,7 @@ class SessionResponse(_message.Message):
     CHECK_SERVER_FIELD_NUMBER: _ClassVar[int]
     ALIGN_FIELD_NUMBER: _ClassVar[int]
     NOTICE_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
     map: _common_pb2.ClusterMap
     join_proposal: SessionResponse.JoinProposal
     join_withdrawn: SessionResponse.JoinWithdrawn
@@ -674,7 +708,8 @@ class SessionResponse(_message.Message):
     check_server: _common_pb2.Replica
     align: AlignCommand
     notice: SessionResponse.Notice
-    def __init__(self, map: _Optional[_Union[_common_pb2.ClusterMap, _Mapping]] = ..., join_proposal: _Optional[_Union[SessionResponse.JoinProposal, _Mapping]] = ..., join_withdrawn: _Optional[_Union[SessionResponse.JoinWithdrawn, _Mapping]] = ..., member_lost: _Optional[_Union[SessionResponse.MemberLost, _Mapping]] = ..., shards_lost: _Optional[_Union[SessionResponse.ShardsLost, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotCommand, _Mapping]] = ..., rolled_back: _Optional[_Union[SessionResponse.RolledBack, _Mapping]] = ..., stop: _Optional[_Union[StopCommand, _Mapping]] = ..., mutual_wait: _Optional[_Union[MutualWait, _Mapping]] = ..., check_values: _Optional[_Union[SessionResponse.CheckValues, _Mapping]] = ..., run_ended: _Optional[_Union[SessionResponse.RunEnded, _Mapping]] = ..., map_difference: _Optional[_Union[_common_pb2.ClusterMapDifference, _Mapping]] = ..., check_server: _Optional[_Union[_common_pb2.Replica, _Mapping]] = ..., align: _Optional[_Union[AlignCommand, _Mapping]] = ..., notice: _Optional[_Union[SessionResponse.Notice, _Mapping]] = ...) -> None: ...
+    trace: TraceCommand
+    def __init__(self, map: _Optional[_Union[_common_pb2.ClusterMap, _Mapping]] = ..., join_proposal: _Optional[_Union[SessionResponse.JoinProposal, _Mapping]] = ..., join_withdrawn: _Optional[_Union[SessionResponse.JoinWithdrawn, _Mapping]] = ..., member_lost: _Optional[_Union[SessionResponse.MemberLost, _Mapping]] = ..., shards_lost: _Optional[_Union[SessionResponse.ShardsLost, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotCommand, _Mapping]] = ..., rolled_back: _Optional[_Union[SessionResponse.RolledBack, _Mapping]] = ..., stop: _Optional[_Union[StopCommand, _Mapping]] = ..., mutual_wait: _Optional[_Union[MutualWait, _Mapping]] = ..., check_values: _Optional[_Union[SessionResponse.CheckValues, _Mapping]] = ..., run_ended: _Optional[_Union[SessionResponse.RunEnded, _Mapping]] = ..., map_difference: _Optional[_Union[_common_pb2.ClusterMapDifference, _Mapping]] = ..., check_server: _Optional[_Union[_common_pb2.Replica, _Mapping]] = ..., align: _Optional[_Union[AlignCommand, _Mapping]] = ..., notice: _Optional[_Union[SessionResponse.Notice, _Mapping]] = ..., trace: _Optional[_Union[TraceCommand, _Mapping]] = ...) -> None: ...
 
 class MutualWait(_message.Message):
     __slots__ = ("sequence", "error")
@@ -1539,3 +1574,116 @@ class GetStatusResponse(_message.Message):
     metrics_address: str
     time: float
     def __init__(self, run_id: _Optional[str] = ..., psdist_version: _Optional[str] = ..., epoch: _Optional[int] = ..., phase: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., workers_min: _Optional[int] = ..., servers_min: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., parameters: _Optional[_Iterable[_Union[ParametersStatus, _Mapping]]] = ..., waiting_for: _Optional[_Iterable[str]] = ..., events: _Optional[_Iterable[_Union[EventStatus, _Mapping]]] = ..., replicas: _Optional[int] = ..., servers_wanted: _Optional[int] = ..., datasets: _Optional[_Iterable[_Union[DatasetStatus, _Mapping]]] = ..., snapshots: _Optional[_Union[SnapshotsStatus, _Mapping]] = ..., metrics_address: _Optional[str] = ..., time: _Optional[float] = ...) -> None: ...
+
+class TraceRequest(_message.Message):
+    __slots__ = ("run_id", "steps")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    steps: int
+    def __init__(self, run_id: _Optional[str] = ..., steps: _Optional[int] = ...) -> None: ...
+
+class TraceResponse(_message.Message):
+    __slots__ = ("member_id", "spans", "member", "waiting_for", "reason", "ended")
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    member_id: str
+    spans: TraceSpans
+    member: TraceMember
+    waiting_for: str
+    reason: str
+    ended: bool
+    def __init__(self, member_id: _Optional[str] = ..., spans: _Optional[_Union[TraceSpans, _Mapping]] = ..., member: _Optional[_Union[TraceMember, _Mapping]] = ..., waiting_for: _Optional[str] = ..., reason: _Optional[str] = ..., ended: _Optional[bool] = ...) -> None: ...
+
+class TraceMember(_message.Message):
+    __slots__ = ("member_id", "role", "incarnation", "host", "rank", "pid", "offset_ns", "uncertainty_ns", "clock_id", "recorded", "steps", "done", "missing")
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_NS_FIELD_NUMBER: _ClassVar[int]
+    UNCERTAINTY_NS_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_ID_FIELD_NUMBER: _ClassVar[int]
+    RECORDED_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    member_id: str
+    role: Role
+    incarnation: int
+    host: str
+    rank: int
+    pid: int
+    offset_ns: int
+    uncertainty_ns: int
+    clock_id: str
+    recorded: int
+    steps: int
+    done: bool
+    missing: str
+    def __init__(self, member_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[int] = ..., host: _Optional[str] = ..., rank: _Optional[int] = ..., pid: _Optional[int] = ..., offset_ns: _Optional[int] = ..., uncertainty_ns: _Optional[int] = ..., clock_id: _Optional[str] = ..., recorded: _Optional[int] = ..., steps: _Optional[int] = ..., done: _Optional[bool] = ..., missing: _Optional[str] = ...) -> None: ...
+
+class TraceCommand(_message.Message):
+    __slots__ = ("number", "start_steps", "end", "clock_ns")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    START_STEPS_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_NS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    start_steps: int
+    end: bool
+    clock_ns: int
+    def __init__(self, number: _Optional[int] = ..., start_steps: _Optional[int] = ..., end: _Optional[bool] = ..., clock_ns: _Optional[int] = ...) -> None: ...
+
+class TraceReport(_message.Message):
+    __slots__ = ("number", "clock", "spans")
+    class Clock(_message.Message):
+        __slots__ = ("clock_ns", "member_ns", "clock_id")
+        CLOCK_NS_FIELD_NUMBER: _ClassVar[int]
+        MEMBER_NS_FIELD_NUMBER: _ClassVar[int]
+        CLOCK_ID_FIELD_NUMBER: _ClassVar[int]
+        clock_ns: int
+        member_ns: int
+        clock_id: str
+        def __init__(self, clock_ns: _Optional[int] = ..., member_ns: _Optional[int] = ..., clock_id: _Optional[str] = ...) -> None: ...
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    clock: TraceReport.Clock
+    spans: TraceSpans
+    def __init__(self, number: _Optional[int] = ..., clock: _Optional[_Union[TraceReport.Clock, _Mapping]] = ..., spans: _Optional[_Union[TraceSpans, _Mapping]] = ...) -> None: ...
+
+class TraceSpans(_message.Message):
+    __slots__ = ("origin_ns", "kinds", "starts", "durations", "steps", "slices", "parameters", "peers", "names", "recorded", "steps_done", "done")
+    ORIGIN_NS_FIELD_NUMBER: _ClassVar[int]
+    KINDS_FIELD_NUMBER: _ClassVar[int]
+    STARTS_FIELD_NUMBER: _ClassVar[int]
+    DURATIONS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    SLICES_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    RECORDED_FIELD_NUMBER: _ClassVar[int]
+    STEPS_DONE_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    origin_ns: int
+    kinds: _containers.RepeatedScalarFieldContainer[SpanKind]
+    starts: _containers.RepeatedScalarFieldContainer[int]
+    durations: _containers.RepeatedScalarFieldContainer[int]
+    steps: _containers.RepeatedScalarFieldContainer[int]
+    slices: _containers.RepeatedScalarFieldContainer[int]
+    parameters: _containers.RepeatedScalarFieldContainer[int]
+    peers: _containers.RepeatedScalarFieldContainer[int]
+    names: _containers.RepeatedScalarFieldContainer[str]
+    recorded: int
+    steps_done: int
+    done: bool
+    def __init__(self, origin_ns: _Optional[int] = ..., kinds: _Optional[_Iterable[_Union[SpanKind, str]]] = ..., starts: _Optional[_Iterable[int]] = ..., durations: _Optional[_Iterable[int]] = ..., steps: _Optional[_Iterable[int]] = ..., slices: _Optional[_Iterable[int]] = ..., parameters: _Optional[_Iterable[int]] = ..., peers: _Optional[_Iterable[int]] = ..., names: _Optional[_Iterable[str]] = ..., recorded: _Optional[int] = ..., steps_done: _Optional[int] = ..., done: _Optional[bool] = ...) -> None: ...

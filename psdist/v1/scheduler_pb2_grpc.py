@@ -154,6 +154,11 @@ class SchedulerServiceStub:
                 request_serializer=psdist_dot_v1_dot_scheduler__pb2.GetSamplesRequest.SerializeToString,
                 response_deserializer=psdist_dot_v1_dot_scheduler__pb2.GetSamplesResponse.FromString,
                 _registered_method=True)
+        self.Trace = channel.unary_stream(
+                '/psdist.v1.SchedulerService/Trace',
+                request_serializer=psdist_dot_v1_dot_scheduler__pb2.TraceRequest.SerializeToString,
+                response_deserializer=psdist_dot_v1_dot_scheduler__pb2.TraceResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulerServiceServicer:
@@ -328,6 +333,14 @@ class SchedulerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Trace(self, request, context):
+        """Record spans of time at all live members during the next steps, and send them as they come. The end of the call
+        ends the recording. There is one recording at a time.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -450,6 +463,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.GetSamples,
                     request_deserializer=psdist_dot_v1_dot_scheduler__pb2.GetSamplesRequest.FromString,
                     response_serializer=psdist_dot_v1_dot_scheduler__pb2.GetSamplesResponse.SerializeToString,
+            ),
+            'Trace': grpc.unary_stream_rpc_method_handler(
+                    servicer.Trace,
+                    request_deserializer=psdist_dot_v1_dot_scheduler__pb2.TraceRequest.FromString,
+                    response_serializer=psdist_dot_v1_dot_scheduler__pb2.TraceResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1100,6 +1118,33 @@ class SchedulerService:
             '/psdist.v1.SchedulerService/GetSamples',
             psdist_dot_v1_dot_scheduler__pb2.GetSamplesRequest.SerializeToString,
             psdist_dot_v1_dot_scheduler__pb2.GetSamplesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Trace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/psdist.v1.SchedulerService/Trace',
+            psdist_dot_v1_dot_scheduler__pb2.TraceRequest.SerializeToString,
+            psdist_dot_v1_dot_scheduler__pb2.TraceResponse.FromString,
             options,
             channel_credentials,
             insecure,

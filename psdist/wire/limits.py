@@ -171,6 +171,16 @@ METRIC_LINE_BYTES_MAX: Final = 4096
 EVENTS_MAX: Final = 10_000
 EVENTS_PER_MESSAGE: Final = 256
 
+#: Steps of one recording (psdist trace), its longest duration, and the bytes of all its spans, which the scheduler may
+#: hold for a command that does not read them.
+TRACE_STEPS_MAX: Final = 10_000
+TRACE_SECONDS_MAX: Final = 600.0
+TRACE_BYTES_MAX: Final = 64 << 20
+#: Spans that a member records ahead of sending them, spans in one message, and characters of a clock's name.
+TRACE_SPANS_MAX: Final = 1 << 16
+TRACE_SPANS_PER_MESSAGE: Final = 4096
+CLOCK_CHARACTERS_MAX: Final = 128
+
 #: Connections to a process's metrics port that are open at the same time, and seconds that each may take to read the
 #: answer. It may be open for twice as long.
 SCRAPES_MAX: Final = 4

@@ -22,12 +22,15 @@ from psdist.types import ClusterMap, ServerEntry, WorkerEntry
 from psdist_scheduler.coordination.lineage import Lineage, lost
 from psdist_scheduler.coordination.machines import Machines
 from psdist_scheduler.coordination.same_batches import SameBatchWarnings
+from psdist_scheduler.coordination.traces import Traces
 from psdist_scheduler.coordination.waiting_calls import WaitingCalls
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import snapshot_events as sn
+from psdist_scheduler.events import trace_events as tr
 from psdist_scheduler.events import worker_events as we
 from psdist_scheduler.events.cluster_events import Broadcast, Effect, Event, Publish, Refuse
 from psdist_scheduler.events.cluster_state import ClusterSettings, StoredState
+from psdist_scheduler.events.trace_events import TraceEvent
 from psdist_scheduler.events.worker_events import Heard, StopReported
 from psdist_scheduler.members.formations import GroupFormations
 
@@ -62,6 +65,7 @@ class Cluster:
         self.lineage = Lineage(settings.salt, stored)
         self._same_batches = SameBatchWarnings(self.members, self.registry)
         self._formations = GroupFormations(self.members, is_restored=stored is not None)
+        self._traces = Traces(self.members)
         self._calls = WaitingCalls()
         #: True once members and callers were notified that the run cannot continue.
         self._has_ended = False
@@ -149,7 +153,7 @@ class Cluster:
                 effects += [Refuse(call, error)] if (call := getattr(event, "call", 0)) else []
                 continue
             # There are thousands of heartbeats, and no waiting call depends on them.
-            passing = ev.Heartbeat | Heard | we.ServerChecked | we.EqualContributions | we.FormGroup
+            passing = ev.Heartbeat | Heard | we.ServerChecked | we.EqualContributions | we.FormGroup | TraceEvent
             accepted = accepted or not isinstance(event, passing)
         if self.failed is not None:
             return self._end_run(self.failed, effects, now)
@@ -201,7 +205,7 @@ class Cluster:
                 effects, calls = machines.deadlocks.progress()
                 for call in calls:
                     self._end(call)
-                return effects + machines.losses.tick(now)
+                return effects + machines.losses.tick(now) + self._traces.tick(now)
             case ev.Register():
                 return self._register(event, now)
             case ev.SessionOpened():
@@ -246,7 +250,9 @@ class Cluster:
                 return self._formations.form(event, self.members.check_caller(event.caller), now)
             case ev.CallEnded():
                 self._end(event.call)
-                return []
+                return self._traces.end_call(event.call)
+            case tr.TraceRequested() | tr.SpansReported() | tr.ClockReported():
+                return self._trace(event, now)
             case ev.Create() | ev.Describe() | ev.EnterBarrier() | ev.EnterRendezvous():
                 return self._wait(event, now)
             case _:
@@ -376,6 +382,12 @@ class Cluster:
         if event.progress is not None and (attempt := self.snapshots.attempt) is not None:
             attempt.on_progress(member.member_id, event.progress, now)
         return []
+
+    def _trace(self, event: TraceEvent, now: float) -> list[Effect]:
+        effects = self._traces.on(event, now)
+        if isinstance(event, tr.TraceRequested):
+            self._calls.add(event.call, "")
+        return effects
 
     def _end(self, call: int) -> None:
         self._calls.end_call(call)

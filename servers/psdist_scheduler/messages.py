@@ -8,6 +8,7 @@ texts, and names, lengths and digests of files, which are copied into manifests.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, fields
@@ -17,12 +18,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from psdist.errors import ConfigurationError, InvalidArgumentError, LimitExceededError, StorageError
 from psdist.settings.config import parse_address
 from psdist.snapshots.format import CommitRecord, ShardFile
+from psdist.tracing.messages import check_spans
 from psdist.types import check_name
 from psdist.v1 import common_pb2 as common
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import server_pb2
 from psdist.wire import convert, status
 from psdist.wire.limits import (
+    CLOCK_CHARACTERS_MAX,
     LEASES_MAX,
     MEMBERS_MAX,
     NAMES_MAX,
@@ -34,6 +37,7 @@ from psdist.wire.limits import (
 )
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import snapshot_events as sn
+from psdist_scheduler.events import trace_events as tr
 from psdist_scheduler.events import worker_events as we
 from psdist_scheduler.events.cluster_state import EventRecord, Role
 
@@ -192,6 +196,7 @@ REQUESTS: dict[str, Callable[[int, Any], ev.Event]] = {
     "GetDataPosition": partial(make_event, we.GetPosition),
     "SetDataPosition": partial(make_event, we.SetPosition),
     "SaveSnapshot": _save_event,
+    "Trace": partial(make_event, tr.TraceRequested),
 }
 
 
@@ -224,6 +229,8 @@ def session_event(call: int, request: pb.SessionRequest) -> ev.Event:
             return make_event(we.ServerChecked, call, request.server_checked)
         case "align":
             return make_event(we.AlignReported, call, request.align, next=_next_pushes(request.align.next))
+        case "trace":
+            return _trace_report(call, request.trace)
         case "snapshot":
             return _snapshot_report(call, request.snapshot)
     raise InvalidArgumentError(f"a session's later messages are heartbeats and answers, not {kind}")
@@ -251,6 +258,17 @@ def _unreachable(report: pb.UnreachableServer) -> we.UnreachableServer:
     return we.UnreachableServer(
         convert.replica_from_proto(report.server), seconds, report.reason[:UNREACHABLE_CHARACTERS_MAX]
     )
+
+
+def _trace_report(call: int, report: pb.TraceReport) -> tr.SpansReported | tr.ClockReported:
+    if report.WhichOneof("kind") == "clock":
+        if len(report.clock.clock_id) > CLOCK_CHARACTERS_MAX:
+            raise LimitExceededError(f"the name of a clock is longer than {CLOCK_CHARACTERS_MAX} characters")
+        sent, member, clock_id = report.clock.clock_ns, report.clock.member_ns, report.clock.clock_id
+        return tr.ClockReported(call, report.number, sent, member, time.monotonic_ns(), clock_id)
+    spans = check_spans(report.spans)
+    data = spans.SerializeToString()
+    return tr.SpansReported(call, report.number, data, spans.recorded, spans.steps_done, spans.done)
 
 
 def _snapshot_report(call: int, report: pb.SnapshotReport) -> sn.SnapshotReport:
@@ -382,11 +400,36 @@ def response(cls: Any, value: ev.Value, cluster_map: common.ClusterMap) -> tuple
             return make_message(cls, value, drained=True), True
         case ev.ScaleNews():
             return make_message(cls, value), False
+        case tr.TraceProgress(text):
+            return cls(waiting_for=text), False
+        case tr.MemberSpans(member_id, data):
+            return cls(member_id=member_id, spans=pb.TraceSpans.FromString(data)), False
+        case tr.TracedMember():
+            return cls(member=_traced_member(value)), False
+        case tr.TraceEnded(reason):
+            return cls(reason=reason, ended=True), True
         case sn.Saving(text, done, total):
             return cls(waiting_for=text, bytes_done=done, bytes=total), False
         case sn.Saved(commit, unchanged):
             return cls(committed=info(commit), unchanged=unchanged), True
     return make_message(cls, value), True
+
+
+def _traced_member(value: tr.TracedMember) -> pb.TraceMember:
+    member = value.member
+    whole: pb.TraceMember = make_message(
+        pb.TraceMember,
+        value,
+        member_id=member.member_id,
+        role=ROLES[member.role],
+        incarnation=member.incarnation,
+        host=member.host,
+        rank=member.rank,
+        pid=member.pid,
+        offset_ns=value.offset,
+        uncertainty_ns=value.uncertainty,
+    )
+    return whole
 
 
 def dataset(value: we.DatasetStanding, cls: Any = pb.DatasetStatus) -> Any:
@@ -430,6 +473,12 @@ def command(value: ev.Value | ev.News) -> pb.SessionResponse:
             return message(stop=pb.StopCommand(number=number, ask=kind == "ask" or None, hold=kind == "hold" or None))
         case we.Notice(text):
             return message(notice=message.Notice(text=text))
+        case tr.TraceCommand(number, "start", steps):
+            return message(trace=pb.TraceCommand(number=number, start_steps=steps))
+        case tr.TraceCommand(number, "clock"):
+            return message(trace=pb.TraceCommand(number=number, clock_ns=time.monotonic_ns()))
+        case tr.TraceCommand(number):
+            return message(trace=pb.TraceCommand(number=number, end=True))
         case we.CheckServer(server):
             return message(check_server=convert.replica_to_proto(server))
         case we.AlignCommand(number, until, release):

@@ -141,6 +141,7 @@ class ServerSession:
                 await self._handle(response, server, followed)
         finally:
             requests.close()
+            server.trace.session_ended()
 
     def _send_reports(self, server: ParameterServer) -> None:
         """Send the reports that are new in this session. The scheduler may have missed those of an earlier one."""
@@ -197,6 +198,9 @@ class ServerSession:
                 logger.error("shards lost", text=response.shards_lost.text)
             case "snapshot":
                 server.snapshot_writer.command(response.snapshot)
+            case "trace":
+                requests = self._requests
+                server.trace.on_command(response.trace, lambda report: requests.send(pb.SessionRequest(trace=report)))
             case "rolled_back":
                 logger.warning("rolled back", text=response.rolled_back.text)
             case "run_ended":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from random import Random
@@ -21,10 +22,12 @@ from psdist.errors import NoStorageError
 from psdist.off_loop import in_thread
 from psdist.snapshots.opening import open_storage
 from psdist.snapshots.storage import Storage
+from psdist.tracing.member import MemberTrace
 from psdist.types import ClusterMap, ParametersEntry, ParametersMember, Replica
 from psdist.v1 import scheduler_pb2, server_pb2
 from psdist_server.admission import Admission
 from psdist_server.core.contribution_comparison import EqualReport
+from psdist_server.core.slice_spans import SliceSpans
 from psdist_server.device.parameters import DeviceParameters
 from psdist_server.device.staging import Lanes
 from psdist_server.kernels import encoded
@@ -82,6 +85,9 @@ class ParameterServer:
         self._pool: KernelPool[Any, Any] = KernelPool(kernel_threads)
         self._compiler = compiler
         self._lanes = lanes
+        # On Linux it reads the monotonic clock, the one that ``clock_id`` is about.
+        self._spans = SliceSpans(time.perf_counter)
+        self.trace = MemberTrace(self._spans.start, self._spans.stop, self._spans.clock)
         self.stores: dict[str, ParameterStore] = {}
         self.peers = PeerServers(
             self.me, run_id, token, rng, registration.lease_seconds, lambda: self._report(), carriers
@@ -121,7 +127,7 @@ class ParameterServer:
     def _open_store(self, entry: ParametersEntry) -> ParameterStore:
         dense = self._make_dense(entry)
         store = ParameterStore(
-            entry, dense, self.me, self._pool, self.peers, self._norm_exchange.find, self._prepare_sums
+            entry, dense, self.me, self._pool, self.peers, self._norm_exchange.find, self._prepare_sums, self._spans
         )
         if self._compiler is not None:
             if type(dense) is DenseParameters:

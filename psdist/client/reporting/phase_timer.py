@@ -1,7 +1,8 @@
 """Clock of one client's calls: ``PhaseClock`` with real time, for the script's threads and the loop's.
 
 A step reads the clock four times, when its phase changes. The script's thread starts and ends calls. The loop opens
-requests, and records when they are sent, answered and closed.
+requests, and records when they are sent, answered and closed. While a trace is recorded, each phase and request also
+becomes a span.
 """
 
 from __future__ import annotations
@@ -9,10 +10,23 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Final, NamedTuple, Self
 
 from psdist.metrics.phases import Phase, PhaseClock, PhaseTimes
+from psdist.tracing.spans import PHASE_KINDS, Span, SpanKind, SpanSink
+
+_NOT_TRACED: Final = nullcontext()
+
+
+class Subject(NamedTuple):
+    """The step of a parameter set, and the server, that a request concerns."""
+
+    parameters: str
+    step: int
+    peer: str
 
 
 class TimedCall:
@@ -28,7 +42,7 @@ class TimedCall:
         timer = self._timer
         with timer.lock:
             if timer.machine.begin_call(self._phase):
-                timer.machine.advance(timer.clock())
+                timer.advance()
         return self
 
     def __exit__(
@@ -37,46 +51,100 @@ class TimedCall:
         timer = self._timer
         with timer.lock:
             if timer.machine.end_call():
-                timer.machine.advance(timer.clock())
+                timer.advance()
+                if timer.sinks:
+                    timer.emit_steps()
+
+
+@dataclass(slots=True)
+class _RequestTimes:
+    """Times of a request; None for what has not happened."""
+
+    opened: float
+    sent: float | None = None
+    answered: float | None = None
+
+    def spans(self, now: float, subject: Subject, *, unsent: bool) -> list[Span]:
+        """Return a span for the request, which ends now, and one for each of its parts. unsent: part of its gradient
+        was never sent."""
+        has_gradient = unsent or self.sent is not None
+        sent = now if unsent else self.opened if self.sent is None else self.sent
+        answered = now if self.answered is None else max(self.answered, sent)
+        parts = [(SpanKind.WAIT, sent, answered), (SpanKind.PULL, answered, now)]
+        if has_gradient:
+            parts.insert(0, (SpanKind.PUSH, self.opened, sent))
+        parameters, step, peer = subject
+        whole = (SpanKind.REQUEST, self.opened, now)
+        return [
+            Span(kind, start, end, parameters, step, peer=peer)
+            for kind, start, end in (whole, *(part for part in parts if part[1] < part[2]))
+        ]
 
 
 class TimedRequest:
     """Request to one server. Made by ``PhaseTimer.open_request``, and closed once."""
 
-    __slots__ = ("_answered", "_timer", "_unsent")
+    __slots__ = ("_answered", "_subject", "_timer", "_times", "_unsent")
 
-    def __init__(self, timer: PhaseTimer, sends: bool) -> None:
+    def __init__(self, timer: PhaseTimer, sends: bool, subject: Subject | None) -> None:
         self._timer = timer
         self._unsent = sends
         self._answered = False
+        self._subject = subject
+        #: Only while a trace is recorded: when the request was opened, sent, and first answered.
+        self._times = _RequestTimes(timer.clock()) if timer.sinks and subject is not None else None
         with timer.lock:
             if timer.machine.open_request(sends=sends):
-                timer.machine.advance(timer.clock())
+                timer.advance()
 
     def sent(self) -> None:
         """Record that the gradient was sent. Does nothing without a gradient, or the second time."""
         if self._unsent:
             self._unsent = False
             timer = self._timer
+            if self._times is not None:
+                self._times.sent = timer.clock()
             with timer.lock:
                 if timer.machine.sent():
-                    timer.machine.advance(timer.clock())
+                    timer.advance()
 
     def answered(self) -> None:
         """Record the first answer. Does nothing for later ones."""
         if not self._answered:
             self._answered = True
             timer = self._timer
+            if self._times is not None:
+                self._times.answered = timer.clock()
             with timer.lock:
                 if timer.machine.answered():
-                    timer.machine.advance(timer.clock())
+                    timer.advance()
 
     def close(self) -> None:
         """Record the end of the request."""
         timer = self._timer
         with timer.lock:
             if timer.machine.close_request(unsent=self._unsent, answered=self._answered):
-                timer.machine.advance(timer.clock())
+                timer.advance()
+            if self._times is not None and self._subject is not None:
+                for span in self._times.spans(timer.clock(), self._subject, unsent=self._unsent):
+                    timer.emit(span)
+
+
+class TracedWork:
+    """Work of a step, for a ``with`` block that becomes a span. Made by ``PhaseTimer.work``."""
+
+    def __init__(self, timer: PhaseTimer, kind: SpanKind, parameters: str, step: int) -> None:
+        self._timer = timer
+        self._what = kind, parameters, step
+        self._start = timer.clock()
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        timer, (kind, parameters, step) = self._timer, self._what
+        with timer.lock:
+            timer.emit(Span(kind, self._start, timer.clock(), parameters, step))
 
 
 class PhaseTimer:
@@ -87,14 +155,20 @@ class PhaseTimer:
         self.machine = PhaseClock()
         self.lock = threading.Lock()
         self._calls = {phase: TimedCall(self, phase) for phase in (Phase.PUSH, Phase.WAIT)}
+        #: Receivers of spans; none unless a trace is recorded.
+        self.sinks: tuple[SpanSink, ...] = ()
+        #: The phase of the current span, and its start.
+        self._phase, self._since = Phase.COMPUTE, 0.0
+        #: Steps that ended in the call in progress: parameter set and number.
+        self._ended: list[tuple[str, int]] = []
 
     def call(self, phase: Phase) -> TimedCall:
         """Return a ``with`` block for a call of the script. phase: its first phase, PUSH or WAIT."""
         return self._calls[phase]
 
-    def open_request(self, *, sends: bool) -> TimedRequest:
-        """Open a request to one server. sends: it carries a gradient."""
-        return TimedRequest(self, sends)
+    def open_request(self, *, sends: bool, subject: Subject | None = None) -> TimedRequest:
+        """Open a request to one server. sends: it carries a gradient. subject: for traces."""
+        return TimedRequest(self, sends, subject)
 
     def start(self) -> None:
         """Start to count, unless a call has started before."""
@@ -110,3 +184,54 @@ class PhaseTimer:
         """Return the same as ``times`` by ``Phase``, in a fraction of the time."""
         with self.lock:
             return self.machine.seconds(self.clock())
+
+    def advance(self) -> None:
+        """Pass the time to the clock after an event. The caller holds the lock."""
+        now = self.clock()
+        self.machine.advance(now)
+        if self.sinks and self.machine.phase is not self._phase:
+            self.emit(Span(PHASE_KINDS[self._phase], self._since, now))
+            self._phase, self._since = self.machine.phase, now
+
+    # --- traces ---
+
+    def add_sink(self, sink: SpanSink) -> None:
+        """Pass spans to ``sink`` from now on."""
+        with self.lock:
+            if not self.sinks:
+                self._phase, self._since = self.machine.phase, self.clock()
+                self._ended.clear()
+            self.sinks = (*self.sinks, sink)
+
+    def remove_sink(self, sink: SpanSink) -> None:
+        """Pass no more spans to ``sink``."""
+        with self.lock:
+            self.sinks = tuple(one for one in self.sinks if one is not sink)
+
+    def emit(self, span: Span) -> None:
+        """Pass a span to all sinks. The caller holds the lock."""
+        for sink in self.sinks:
+            sink.add(span)
+
+    def work(self, kind: SpanKind, parameters: str, step: int) -> AbstractContextManager[None]:
+        """Return a ``with`` block for work on a step, which becomes a span of this kind."""
+        return TracedWork(self, kind, parameters, step) if self.sinks else _NOT_TRACED
+
+    def end_step(self, parameters: str, step: int) -> None:
+        """Record that a step is complete. It lasts until the end of the call in progress, if there is one."""
+        if not self.sinks:
+            return
+        with self.lock:
+            self._ended.append((parameters, step))
+            if not self.machine.is_in_call:  # Sent in buckets, and answered while the script computes.
+                now = self.clock()
+                self.emit(Span(PHASE_KINDS[self._phase], self._since, now))
+                self._since = now
+                self.emit_steps()
+
+    def emit_steps(self) -> None:
+        """Pass the ended steps to all sinks. The script's phases are passed until now. The caller holds the lock."""
+        ended, self._ended = self._ended, []
+        for parameters, step in ended:
+            for sink in self.sinks:
+                sink.end_step(parameters, step, self._since)

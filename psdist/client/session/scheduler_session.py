@@ -206,6 +206,7 @@ class WorkerSession:
         finally:
             call.cancel()
             requests.close()
+            self.waits.trace.session_ended()
 
     def _session_ended(self, task: asyncio.Task[None]) -> None:
         """End the membership if the session failed by a defect: calls must not wait for news that cannot arrive."""
@@ -255,6 +256,11 @@ class WorkerSession:
                 self.stopping.on_command(response.stop)
             case "check_server":
                 self._check_server(convert.replica_from_proto(response.check_server))
+            case "trace":
+                requests = self._requests
+                self.waits.trace.on_command(
+                    response.trace, lambda report: requests.send(scheduler_pb2.SessionRequest(trace=report))
+                )
             case "notice":
                 logger.warning("%s", response.notice.text)
             case "align":
@@ -303,6 +309,7 @@ class WorkerSession:
         await self.activities.reachability.close()
         if self._task is not None:
             self._leaving = True
+            self.waits.trace.end()
             await self._settle()
             if self.membership.view.fatal is None:
                 mine = self.membership.registration

@@ -13,7 +13,8 @@ import logging
 import math
 from typing import Final, Self
 
-from psdist.client.reporting.phase_timer import PhaseTimer, TimedRequest
+from psdist.client.reporting.phase_timer import PhaseTimer, Subject, TimedRequest
+from psdist.tracing.member import MemberTrace
 from psdist.wire import limits
 
 logger = logging.getLogger("psdist")
@@ -113,14 +114,16 @@ class WaitTracker:
         self.reported: dict[str, float] = {}
         #: Time that the script spends in each phase.
         self.phases = PhaseTimer()
+        self.trace = MemberTrace(self.phases.add_sink, self.phases.remove_sink)
 
     def open(self, reason: str) -> Wait:
         """Open a wait, for a ``with`` block, with its first reason."""
         return Wait(reason, self, asyncio.get_running_loop())
 
-    def open_request(self, reason: str, *, sends: bool) -> Wait:
-        """Open the wait for a server's answer to a request. sends: the request has a gradient."""
-        return Wait(reason, self, asyncio.get_running_loop(), self.phases.open_request(sends=sends))
+    def open_request(self, reason: str, *, sends: bool, subject: Subject | None = None) -> Wait:
+        """Open the wait for a server's answer to a request. sends: the request has a gradient. subject: for traces."""
+        request = self.phases.open_request(sends=sends, subject=subject)
+        return Wait(reason, self, asyncio.get_running_loop(), request)
 
     def sentences(self) -> list[str]:
         """Return the reasons of long waits with their durations, longest first."""

@@ -18,6 +18,7 @@ from contextlib import asynccontextmanager, nullcontext
 from typing import Any, Final, Protocol
 
 from psdist.client.core.routing import Route, RoutingPlan
+from psdist.client.reporting.phase_timer import Subject
 from psdist.client.session.scheduler_session import WorkerSession
 from psdist.client.transport.requests import PushRequest, Request
 from psdist.client.transport.transport import Transports
@@ -152,7 +153,9 @@ class Delivery:
         """Get the slices of ``route`` answered, by whichever server holds them in the end."""
         backoff, denials = Backoff(self._rng), 0
         sends = isinstance(request, PushRequest) and not request.abstains
-        with self._waits.open_request(f"for {route.peer} to answer {request.title}", sends=sends) as wait:
+        subject = Subject(request.sender.parameters, request.progress.number, route.server_id)
+        reason = f"for {route.peer} to answer {request.title}"
+        with self._waits.open_request(reason, sends=sends, subject=subject) as wait:
             while True:
                 broken: PsdistError | None = None
                 loss = self.view.loss_of(route.server_id, route.incarnation)

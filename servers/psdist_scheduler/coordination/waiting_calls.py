@@ -19,6 +19,7 @@ from psdist.wire.limits import REPORT_WAIT_SECONDS, WAITS_PER_MEMBER_MAX
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.cluster_state import Member
 from psdist_scheduler.events.snapshot_events import Saving
+from psdist_scheduler.events.trace_events import MemberSpans, TracedMember, TraceProgress
 
 REPEAT_SECONDS = 2.0
 
@@ -73,6 +74,8 @@ class WaitingCalls:
         for effect in effects:
             match effect:
                 case ev.Answer(_, ev.Upload() | ev.Draining() | ev.ScaleNews() | Saving()):
+                    pass
+                case ev.Answer(_, MemberSpans() | TracedMember() | TraceProgress()):
                     pass
                 case ev.Answer(call) | ev.Refuse(call):
                     self.end_call(call)

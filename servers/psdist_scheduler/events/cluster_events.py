@@ -26,6 +26,7 @@ from psdist_scheduler.events.cluster_state import (
     Role,
     SchedulerProcess,
 )
+from psdist_scheduler.events.trace_events import TraceAnswer, TraceCommand, TraceEnded, TraceEvent
 
 # --- events -----------------------------------------------------------------------------------------------------------
 
@@ -291,7 +292,8 @@ ReplicaEvent = ReplicaFilled | ReplicaUnreachable
 #: Calls that may wait.
 WaitingCall = Create | Describe | EnterBarrier | EnterRendezvous
 CallEvent = WaitingCall | CommitParameters | GiveUp | Drain | Stop | Scale | WatchScale
-Event = MemberEvent | ReplicaEvent | CallEvent | we.DataEvent | we.FormGroup | sn.SnapshotEvent | CallEnded | Tick
+OtherEvent = we.DataEvent | we.FormGroup | sn.SnapshotEvent | TraceEvent
+Event = MemberEvent | ReplicaEvent | CallEvent | OtherEvent | CallEnded | Tick
 
 # --- answers to calls, and commands on sessions -----------------------------------------------------------------------
 
@@ -461,10 +463,10 @@ class RunEnded:
 
 News = MemberLost | ShardsLost | sn.RolledBack | RunEnded
 #: Answers that are followed by others, and last answers.
-Interim = Waiting | Upload | Draining | ScaleNews | sn.Saving
-Last = Registered | ParametersReady | Described | Done | Withdrawn | Formed | Drained | Scaled | sn.Saved
+Interim = Waiting | Upload | Draining | ScaleNews | sn.Saving | TraceAnswer
+Last = Registered | ParametersReady | Described | Done | Withdrawn | Formed | Drained | Scaled | sn.Saved | TraceEnded
 DataAnswer = we.DatasetStanding | we.RangeGiven | we.GroupStanding | sn.StatePlace | sn.StateSource
-Command = JoinProposal | WithdrawJoin | CheckValues | RunEnded | we.WorkerCommand | sn.SnapshotCommand
+Command = JoinProposal | WithdrawJoin | CheckValues | RunEnded | we.WorkerCommand | sn.SnapshotCommand | TraceCommand
 Value = Interim | Last | DataAnswer | Command
 
 # --- effects ----------------------------------------------------------------------------------------------------------

@@ -99,10 +99,12 @@ class UpdateWork(Protocol):
 
 
 class Applied(NamedTuple):
-    """Result of an update: its duration in seconds, and the positions of the parts left out."""
+    """Result of an update: its duration in seconds, the positions of the parts left out, and when it ended, in seconds
+    of ``perf_counter``."""
 
     seconds: float
     bad: Bad
+    ended: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +328,7 @@ class DenseParameters:
                 self._stored(update.index, {0: update.assigned})
         left_out = self.apply(updates)
         seconds = (time.perf_counter() - started) / len(works)
-        return [Applied(seconds, bad) for bad in left_out]
+        return [Applied(seconds, bad, started + seconds * number) for number, bad in enumerate(left_out, 1)]
 
     def apply(self, updates: Sequence[Update]) -> list[Bad]:
         """Run updates of different slices. Returns the positions of the parts left out of each."""

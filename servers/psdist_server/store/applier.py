@@ -19,10 +19,12 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from psdist.tracing.spans import SpanKind
 from psdist.types import ParametersEntry
 from psdist_server.core.events import Aggregate, Apply
 from psdist_server.core.lags import Ranges, common, within
 from psdist_server.core.slice_records import ReplicaUpdate
+from psdist_server.core.slice_spans import SliceSpans
 from psdist_server.kernels.arrays import Applied, Array, Bad, DenseParameters, Gradient, Update
 from psdist_server.kernels.optimizers import clip_factor
 from psdist_server.kernels.pool import KernelLauncher
@@ -33,10 +35,12 @@ from psdist_server.store.slice_contents import SliceContents
 
 
 class Outcome(NamedTuple):
-    """Result of a kernel: its duration, the contributions left out, and for a mean the array and its sum of squares."""
+    """Result of a kernel: its duration, the contributions left out, when it ended (``perf_counter``), and for a mean
+    the array and its sum of squares."""
 
     seconds: float
     bad: Bad = ()
+    ended: float = 0.0
     mean: Array | None = None
     square: float = 0.0
 
@@ -47,6 +51,7 @@ class _Job(NamedTuple):
     is_raw: the update's parts are the contributions, not their mean.
     square: sum of squares of that mean (clipping).
     is_shipped: replicas need the update with its gradient.
+    submitted: when it stopped to wait for contributions, while a trace is recorded; 0 otherwise.
     target: memory that the slice is copied to before it is updated.
     """
 
@@ -55,6 +60,7 @@ class _Job(NamedTuple):
     is_raw: bool = True
     square: float = 0.0
     is_shipped: bool = False
+    submitted: float = 0.0
     target: CopyTarget | None = None
 
 
@@ -65,6 +71,7 @@ class _Shipment:
     effect: Apply
     lsn: int
     outcome: Outcome
+    sent: float = 0.0
     is_replicated: bool = False
     may_end: bool = False
 
@@ -84,7 +91,10 @@ class Applier:
         replicator: Replicator,
         contents: SliceContents,
         done: Callable[[Apply | Aggregate, Outcome], None],
+        spans: SliceSpans,
     ) -> None:
+        self._name = entry.spec.name
+        self._spans = spans
         self._dense = dense
         self._kernels = kernels
         self._gradients = gradients
@@ -122,19 +132,28 @@ class Applier:
             assigned=self._assigned(effect),
             absent=self._absent(effect),
         )
+        submitted = self._end_queue(effect)
         if isinstance(effect, Aggregate):
-            self._kernels.submit(index, self._combine, _Job(effect, update), self._combined)
+            job = _Job(effect, update, submitted=submitted)
+            self._kernels.submit(index, self._combine, job, self._combined)
         elif index in self._means:
             mean, square, update = self._means.pop(index)
             kept, factor = [mean] if mean is not None else [], self._clip_factors[effect.step]
-            self._deliver(
-                _Job(effect, replace(update, parts=kept, factor=factor).scaled(effect.lr_scale), False, square)
-            )
+            update = replace(update, parts=kept, factor=factor).scaled(effect.lr_scale)
+            self._deliver(_Job(effect, update, False, square, submitted=submitted))
         else:
             if self._max_grad_norm and values:  # One push, scaled down by its own norm (SSP and ASP).
                 factor = clip_factor(self._gradients.pushed(effect.parts)[0].norm, self._max_grad_norm)
                 update = replace(update, factor=factor)
-            self._deliver(_Job(effect, update.scaled(effect.lr_scale)))
+            self._deliver(_Job(effect, update.scaled(effect.lr_scale), submitted=submitted))
+
+    def _end_queue(self, effect: Apply | Aggregate) -> float:
+        """Record how long contributions have waited, while a trace is recorded. Returns the time then, otherwise 0."""
+        if self._spans.recorder is None:
+            return 0.0
+        pending = [self._gradients.by_token[token] for token in effect.parts if effect.index not in self._means]
+        arrived = [(one.call.identity.worker_id, one.arrived) for one in pending]
+        return self._spans.end_queue(self._name, effect.index, effect.step, arrived)
 
     def _assigned(self, effect: Apply | Aggregate) -> Array | None:
         """Return the weights that the slice is set to before its update, or None. No kernel is writing the slice."""
@@ -176,13 +195,14 @@ class Applier:
         given = job.update
         mean = self._replicator.memory.reserve(given.index) if given.parts else None
         update = replace(given, mean=mean)
-        self._write(_Job(job.effect, update, job.is_raw, job.square, is_shipped=True))
+        self._write(job._replace(update=update, is_shipped=True))
 
     def replicated(self, index: int, lsn: int) -> None:
         """Record that all required replicas have update ``lsn`` of slice ``index``."""
         shipment = self._shipments.get(index)
         if shipment is not None and shipment.lsn == lsn:
             shipment.is_replicated = True
+            self._spans.end_replication(self._name, index, shipment.effect.step, shipment.sent)
             self._end_if_done(shipment)
 
     def ship_waiting(self) -> None:
@@ -217,11 +237,13 @@ class Applier:
             started = time.perf_counter()
             update = job.update
             mean, square, bad = self._dense.combine(index, update.parts, update.is_encoded, update.weights)
-            outcomes.append(Outcome(time.perf_counter() - started, bad, mean, square))
+            ended = time.perf_counter()
+            outcomes.append(Outcome(ended - started, bad, ended, mean, square))
         return outcomes
 
     def _combined(self, job: _Job, outcome: Outcome) -> None:
         effect = job.effect
+        self._end_kernel(SpanKind.COMBINE, job, outcome)
         self._gradients.used(effect.index, effect.parts, outcome.bad)
         rest = replace(job.update, parts=(), is_encoded=False, weights=())
         self._means[effect.index] = (outcome.mean, outcome.square, rest)
@@ -231,6 +253,7 @@ class Applier:
         """Handle an update that is in the arrays here."""
         effect, outcome = job.effect, Outcome(*applied)
         assert isinstance(effect, Apply)
+        self._end_kernel(SpanKind.APPLY, job, outcome)
         if job.is_raw:
             self._gradients.used(effect.index, effect.parts, outcome.bad)
         if job.is_shipped:
@@ -241,13 +264,18 @@ class Applier:
         self._written(effect, job.target)
         self._end(effect, outcome)
 
+    def _end_kernel(self, kind: SpanKind, job: _Job, outcome: Outcome) -> None:
+        if self._spans.recorder is not None:
+            effect, (seconds, ended) = job.effect, (outcome.seconds, outcome.ended)
+            self._spans.end_kernel(kind, self._name, effect.index, effect.step, job.submitted, seconds, ended)
+
     def _send(self, job: _Job, outcome: Outcome) -> None:
         """Send an update to the replicas. This happens before the slice counts as quiescent, so the update precedes any
         copy of it."""
         effect, index = job.effect, job.effect.index
         assert isinstance(effect, Apply)
         lsn = self._replicator.take_lsn(index)
-        shipment = self._shipments[index] = _Shipment(effect, lsn or 0, outcome)
+        shipment = self._shipments[index] = _Shipment(effect, lsn or 0, outcome, self._spans.now())
         if lsn is not None:
             self._replicator.update(_replica_update(job, lsn))
         else:  # The last replica left meanwhile.

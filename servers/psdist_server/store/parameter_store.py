@@ -11,6 +11,7 @@ The memory of a shard is not reused before its last kernel has ended.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
@@ -42,6 +43,7 @@ from psdist_server.core.events import (
 from psdist_server.core.lags import Lags
 from psdist_server.core.replication import BackupReplication
 from psdist_server.core.role_changes import RoleChanges, make_shard
+from psdist_server.core.slice_spans import SliceSpans
 from psdist_server.kernels.arrays import Array, DenseParameters, gradient_of
 from psdist_server.kernels.double import all_finite
 from psdist_server.kernels.pool import KernelLauncher, KernelPool
@@ -72,6 +74,7 @@ class ParameterStore:
     on_aggregated: called with (store, step) when the gradients of all slices served here are aggregated. Only sets that
         clip by the global norm aggregate before they update.
     prepare_sums: called when the first push starts that is encoded or has a weight.
+    spans: spans of the server's slices, for traces.
     """
 
     def __init__(
@@ -83,7 +86,9 @@ class ParameterStore:
         network: ReplicaNetwork,
         on_aggregated: Callable[[ParameterStore, int], None],
         prepare_sums: Callable[[], None] = lambda: None,
+        spans: SliceSpans | None = None,
     ) -> None:
+        spans = spans or SliceSpans(time.perf_counter)
         self.entry = entry
         self.me = me
         self.counters = Counters()
@@ -98,10 +103,12 @@ class ParameterStore:
             replicated=lambda index, lsn: self.applier.replicated(index, lsn),
             ship_waiting=lambda: self.applier.ship_waiting(),
         )  # fmt: skip
-        self.applier = Applier(entry, dense, kernels, self.gradients, self.replicator, contents, self._carried_out)
+        self.applier = Applier(
+            entry, dense, kernels, self.gradients, self.replicator, contents, self._carried_out, spans
+        )
         calls = CallTable()
         effects = EffectRunner(calls, self.gradients, self.applier, self.replicator, self.counters)
-        self.router = ShardRouter(entry, calls, self.gradients, self.counters, effects.run)
+        self.router = ShardRouter(entry, calls, self.gradients, self.counters, effects.run, spans)
         self.aggregation = Aggregation(self.norms, self.router.version, lambda step: on_aggregated(self, step))
         self.reads = SliceReads(self.router, dense, self.counters, entry.spec.consistency)
         self.readers = InPlaceReaders(dense)

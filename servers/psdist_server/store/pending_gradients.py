@@ -41,6 +41,7 @@ class PendingGradient:
     is_shared: it is in memory of the worker, and this server holds nothing for it.
     member: its worker in the map by which it was accepted.
     writes: values that its worker's script wrote to weights of the slice.
+    arrived: time of its arrival, while a trace is recorded; 0 otherwise.
     """
 
     index: int
@@ -49,6 +50,7 @@ class PendingGradient:
     is_shared: bool
     member: ParametersMember | None = None
     writes: WrittenSlice | None = None
+    arrived: float = 0.0
 
 
 class PendingGradients:

@@ -30,6 +30,7 @@ from psdist_server.core.events import (
     Reply,
     SlicePushed,
 )
+from psdist_server.core.slice_spans import SliceSpans
 from psdist_server.kernels.arrays import Gradient
 from psdist_server.store.applier import Applier
 from psdist_server.store.pending_gradients import PendingGradient, PendingGradients
@@ -43,6 +44,7 @@ class ShardRouter:
     """The machines of the shards that this server is the primary of. Passes events to them.
 
     run: carries out the machines' effects.
+    spans: spans of the server's slices, for traces.
     """
 
     def __init__(
@@ -52,7 +54,9 @@ class ShardRouter:
         gradients: PendingGradients,
         counters: Counters,
         run: Callable[[Sequence[Effect]], None],
+        spans: SliceSpans,
     ) -> None:
+        self._spans = spans
         self.machines: dict[int, BspShard | AsyncShard] = {}
         #: Shards that are yet to be loaded from a snapshot.
         self.unloaded: set[int] = set()
@@ -186,6 +190,7 @@ class ShardRouter:
 
     def _push(self, call: Call, index: int, base_version: int, gradient: PendingGradient, abstain: bool) -> None:
         worker_id, incarnation = call.identity.worker_id, call.identity.incarnation
+        gradient.arrived = self._spans.now()
         token = self.calls.ask(call, index)
         self._counters.of(worker_id).pushes += 1
         member = self.machines[index % self._shard_count].members.get(worker_id)

@@ -20,6 +20,7 @@ from psdist.client import encoding
 from psdist.client.encoding import EncodedPush, Encoding, _run_in_threads
 from psdist.client.participation import Participation
 from psdist.client.process import codec_kernels
+from psdist.client.reporting.phase_timer import PhaseTimer
 from psdist.compression import Codec, Float16, Int8, PerTensor, RandomK
 from psdist.types import Layout, Slicing, TensorSpec
 from psdist.v1 import common_pb2
@@ -435,7 +436,9 @@ async def test_chance_is_that_of_the_rank_that_a_worker_has_now() -> None:
         entry = SimpleNamespace(slicing=slicing, spec=SimpleNamespace(non_finite="reject"))
         sequence = SimpleNamespace(step=0, unfinished=False)
         current = SimpleNamespace(origin=SimpleNamespace(rank=rank))
-        part = SimpleNamespace(current=current, entry=entry, sequence=sequence)
+        part = SimpleNamespace(
+            current=current, entry=entry, sequence=sequence, name="model", phases=PhaseTimer(lambda: 0.0)
+        )
         return Encoding(RandomK(0.1), layout, cast(Participation, part)), part
 
     async def payload(encoding: Encoding) -> bytes:

@@ -21,6 +21,7 @@ from psdist.errors import (
 from psdist.types import Identity, ParametersEntry, ParametersMember, ParametersSpec, Replica, Shard
 from psdist_server.core.events import Apply, Effect, SliceApplied, SliceLoaded
 from psdist_server.core.role_changes import make_shard
+from psdist_server.core.slice_spans import SliceSpans
 from psdist_server.store.pending_gradients import PendingGradients
 from psdist_server.store.rpc_call import Call, CallTable, PushedGradient
 from psdist_server.store.shard_router import ShardRouter
@@ -42,7 +43,7 @@ class Routed:
         self.effects: list[Effect] = []
         self.counters, self.calls = Counters(), CallTable()
         self.gradients = PendingGradients(SPEC, ENTRY.slicing, self.counters)
-        self.router = ShardRouter(ENTRY, self.calls, self.gradients, self.counters, self.run)
+        self.router = ShardRouter(ENTRY, self.calls, self.gradients, self.counters, self.run, SliceSpans(lambda: 0.0))
         self.router.assign(5, [0])
         self.router.add(0, make_shard(self.router.slices_of(0), members, SPEC.consistency, False))
 
@@ -75,7 +76,9 @@ def test_a_push_becomes_an_event_of_its_slices_machine(routed: Routed) -> None:
 def test_an_encoded_push_is_held_as_it_came(routed: Routed) -> None:
     prepared: list[bool] = []
     routed.gradients = PendingGradients(SPEC, ENTRY.slicing, routed.counters, lambda: prepared.append(True))
-    routed.router = ShardRouter(ENTRY, routed.calls, routed.gradients, routed.counters, routed.run)
+    routed.router = ShardRouter(
+        ENTRY, routed.calls, routed.gradients, routed.counters, routed.run, SliceSpans(lambda: 0.0)
+    )
     routed.router.assign(5, [0])
     routed.router.add(0, make_shard(routed.router.slices_of(0), MEMBERS, SPEC.consistency, False))
     call = call_of()

@@ -1,0 +1,1 @@
+"""Spans of time that members record for ``psdist trace``, and for OpenTelemetry."""
