@@ -103,7 +103,7 @@ class _Lane:
 
 
 def lanes(spans: Iterable[WireSpan]) -> list[list[WireSpan]]:
-    """Divide spans into as many lists as needed, in each of which two spans are nested or do not overlap."""
+    """Divide spans into as many lists as needed. Two spans of a list are nested or do not overlap."""
     found: list[_Lane] = []
     for span in sorted(spans, key=lambda span: (span[1], -span[2])):
         if not any(lane.add(span) for lane in found):

@@ -71,7 +71,7 @@ class Activities:
         self._marks = marks
         self.reachability = Reachability(view)
         self.throughput = Throughput()
-        #: Returns what this client has done so far.
+        #: Returns the totals of this client so far.
         self.totals: Callable[[], pb.WorkerTotals | None] = lambda: None
         self.is_alone: Callable[[], bool] = lambda: False
         self._sequence = 0
