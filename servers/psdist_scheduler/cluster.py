@@ -374,8 +374,10 @@ class Cluster:
         if member.role == "worker":
             self.machines.deadlocks.on_activity(member, event.activity)
             return self.machines.losses.unreachable.on_report(member, event.unreachable, now)
+        unreachable, server = self.machines.losses.unreachable, member.replica
         for worker_id, incarnation, age in event.heard:
             self.members.on_activity([(worker_id, incarnation)], now - age)
+            unreachable.on_heard(server, (worker_id, incarnation), now - age)
         for name, version in event.versions:
             if (p := self.registry.get(name)) is not None:
                 p.on_version(member.member_id, event.epoch, version)

@@ -7,8 +7,9 @@ broken path from a server that nobody reaches.
 
 After ``worker_lease_seconds`` without an interruption:
 
-* The worker is expelled if another worker reached the server within the last ``EVIDENCE_SECONDS``, and others wait for
-  this worker. It keeps its session, and rejoins the training when it reaches the servers.
+* The worker is expelled if another worker reached the server within the last ``EVIDENCE_SECONDS``, the server has not
+  heard from it since its last report, and others wait for it. It keeps its session, and rejoins the training when it
+  reaches the servers.
 * The server is lost instead if most workers cannot reach it, no last copy of a shard is lost with it, and another
   server is left.
 
@@ -46,11 +47,16 @@ _LOG_SECONDS = 3.0
 
 @dataclass(slots=True)
 class Doubt:
-    """A worker's report that it cannot reach a server. reported: time of its last report."""
+    """A worker's report that it cannot reach a server.
+
+    reported: time of its last report.
+    heard: time at which the server last heard from the worker.
+    """
 
     since: float
     reported: float
     reason: str
+    heard: float = float("-inf")
     is_logged: bool = False
 
 
@@ -92,6 +98,12 @@ class UnreachableServers:
             if reached:
                 answers[worker.member_id] = now
 
+    def on_heard(self, server: Replica, worker: Identity, when: float) -> None:
+        """Record that a server has heard from a worker: a report from before says nothing any more. A worker that is
+        busy may not be able to withdraw it."""
+        if (doubt := self._doubts.get((worker, server))) is not None:
+            doubt.heard = max(doubt.heard, when)
+
     # --- what follows -------------------------------------------------------------------------------------------------
 
     def progress(self, now: float) -> list[Effect]:
@@ -114,7 +126,7 @@ class UnreachableServers:
         limit = self._settings.worker_lease_seconds
         overdue: dict[Replica, list[tuple[Identity, Doubt]]] = {}
         for (worker, server), doubt in self._doubts.items():
-            is_fresh = now - doubt.reported <= self._fresh_seconds
+            is_fresh = now - doubt.reported <= self._fresh_seconds and doubt.heard <= doubt.reported
             if now - doubt.since > limit and is_fresh and self._entries_of(server):
                 overdue.setdefault(server, []).append((worker, doubt))
         for server, doubts in overdue.items():

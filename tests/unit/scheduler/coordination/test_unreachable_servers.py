@@ -106,6 +106,23 @@ def test_a_worker_without_a_path_is_named_soon_and_expelled_after_its_lease(cons
     assert not any("which it cannot" in wait for wait in status.waits)
 
 
+@pytest.mark.parametrize(("is_heard", "gone"), [(True, []), (False, ["worker-1"])])
+def test_a_worker_that_is_heard_again_and_then_busy_is_not_expelled_for_its_old_report(
+    is_heard: bool, gone: list[str]
+) -> None:
+    run = Run()
+    run.cut(1, 0)
+    run.pass_time(LEASE - 0.5)
+    worker = run.workers[1][0]
+    run.heal(1, 0)
+    run.frozen.add(1)
+    run.driver.tick(0.25)
+    heard = ((*worker.identity, 0.1),) if is_heard else ()
+    run.driver.on(ev.Heartbeat(run.servers[0][1], run.driver.map.epoch, heard=heard))
+    run.pass_time(3.0)
+    assert run.gone == gone
+
+
 def test_a_path_that_is_back_in_time_expels_nobody() -> None:
     run = Run()
     for _ in range(3):
