@@ -13,7 +13,7 @@
 #                 the scheduler's store or snapshots (LOST_SEEDS=n), 500 that write weights (WRITES_SEEDS=n), 10,000 of groups
 #                 of collectives (GROUPS_SEEDS=n), each fault of a storage, and each safeguard removed in turn
 #   make chaos    faults on real processes, each promise with its figure, in about half an hour (KILLS=n of each kind,
-#                 INTERRUPTS=n of each kind, ROUNDS=n of barriers)
+#                 INTERRUPTS=n of each kind, ROUNDS=n of barriers, GROUP_ROUNDS=n of lost ranks)
 #   make fuzz     10 million random and mutated payloads for each kind of segment (INPUTS=n), and with checks of bounds
 #                 a hundredth of them
 #   make bench    psdist beside its peers, in some minutes: rewrites docs/performance.md (--full: BENCH=--full)
@@ -42,6 +42,7 @@ TORCH := torch==2.13.0
 KILLS ?= 100
 INTERRUPTS ?= 25
 ROUNDS ?= 2000
+GROUP_ROUNDS ?= 10
 SEEDS ?= 10000
 ORDINARY_SEEDS ?= 10000
 SETS_SEEDS ?= 5000
@@ -86,11 +87,11 @@ demo: $(VENV)/.installed
 kernels: $(VENV)/.installed
 	$(WITH_DOTS) "compiling kernels, unless they are in the cache" $(BIN)/python -m psdist_server.kernels
 
-# In the order of the folders: files with few, long tests come before those with many short ones. A hanging test ends its
-# process, which ends the run.
+# Three processes on two cores: some tests wait for leases and for other processes. In the order of the folders: files
+# with few, long tests come before those with many short ones. A hanging test ends its process, which ends the run.
 test: $(VENV)/.dev
 	@$(MAKE) --no-print-directory -j 2 kernels lint docs
-	$(PYTEST) -n 2 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder -m "not long"
+	$(PYTEST) -n 3 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder -m "not long"
 
 check: lint docs
 	$(PYTEST) -q $(CHECKS)
@@ -120,7 +121,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.report $(BENCH)
 
 chaos: $(VENV)/.dev kernels
-	INTERRUPTS=$(INTERRUPTS) ROUNDS=$(ROUNDS) $(PYTEST) -q tests/chaos
+	INTERRUPTS=$(INTERRUPTS) ROUNDS=$(ROUNDS) GROUP_ROUNDS=$(GROUP_ROUNDS) $(PYTEST) -q tests/chaos
 	$(BIN)/psdist chaos --suite --kills $(KILLS)
 
 sim: $(VENV)/.dev kernels

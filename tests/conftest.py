@@ -62,6 +62,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # The death of a process is seen by its connections. A server that lives is not to be lost because others had the
     # processor for some seconds; tests of silence say how long it is.
     os.environ["PSDIST_FAILURE_TIMEOUT"] = "10"
+    # Threads of torch that wait for each other spin. With more of them than processors most of the tests' time is lost.
+    os.environ["OMP_NUM_THREADS"] = "1"
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A shell sets this for background processes; children would inherit it, and never see an interrupt.
         signal.signal(signal.SIGINT, signal.default_int_handler)

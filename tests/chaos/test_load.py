@@ -19,7 +19,7 @@ def test_it_runs_so_many_processes_per_core_and_ends_them() -> None:
         processes = [psutil.Process(process.pid) for process in load.processes]
         assert len(processes) == 2 * _CORES
         assert all(process.is_running() for process in processes)
-    _, alive = psutil.wait_procs(processes, timeout=30)
+    _, alive = psutil.wait_procs(processes, timeout=120)
     assert not alive
 
 
@@ -27,7 +27,7 @@ def test_it_ends_with_an_error_of_the_run() -> None:
     with pytest.raises(ZeroDivisionError), BackgroundLoad(1) as load:
         processes = [psutil.Process(process.pid) for process in load.processes]
         raise ZeroDivisionError
-    _, alive = psutil.wait_procs(processes, timeout=30)
+    _, alive = psutil.wait_procs(processes, timeout=120)
     assert not alive
 
 
@@ -45,5 +45,5 @@ def test_it_does_not_outlive_a_killed_process() -> None:
     assert len(processes) == _CORES
     owner.kill()
     owner.communicate()
-    _, alive = psutil.wait_procs(processes, timeout=30)
+    _, alive = psutil.wait_procs(processes, timeout=120)
     assert not alive

@@ -1,6 +1,6 @@
 """Runs that cannot continue end everywhere, within seconds and with one exit status; those that can continue do.
 
-``ROUNDS`` in the environment is the number of repetitions of each case. ``lost_runs`` runs them without pytest.
+``FAULT_ROUNDS`` in the environment is the number of repetitions of each case. ``lost_runs`` runs them without pytest.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 from psdist.settings.exit_codes import INFRASTRUCTURE
 from tests.chaos.lost_runs import CASES
 
-ROUNDS = int(os.environ.get("ROUNDS", "1"))
+ROUNDS = int(os.environ.get("FAULT_ROUNDS", "1"))
 #: Nothing is lost in these: a scheduler with its store knows its commits without their records.
 CONTINUES = ("store kept", "store lost, snapshots", "snapshots records")
 #: The simulation of lost runs covers all of them; with real processes ``make test`` runs one of each kind.

@@ -95,7 +95,7 @@ def test_a_worker_takes_turns_until_the_benchmark_hangs_up(tmp_path: Path, monke
             assert line.receive() == {"seconds": [0.5] * steps}
         connection.shutdown(socket.SHUT_RDWR)
         line.close()
-        worker.join(10)
+        worker.join(120)
     assert not worker.is_alive()
 
 

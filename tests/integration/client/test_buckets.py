@@ -221,7 +221,7 @@ async def test_a_bucket_is_answered_before_the_rest_is_given(join: Join, transpo
             await bucket  # its first slice has elements of "block"
     buckets = [await handle.push_pull_async({"block": np.ones(9000)}) for handle in handles]
     with pytest.raises(errors.InvalidArgumentError, match="scale must be given"):
-        await buckets[0].wait(5)
+        await buckets[0].wait(60)
     late = [
         await handle.push_pull_async({"scale": 1.0, "bias": np.ones(17), "empty": np.zeros((0, 3))})
         for handle in handles
@@ -314,7 +314,7 @@ async def test_calls_while_a_step_misses_tensors(join: Join) -> None:
         with pytest.raises(errors.InvalidArgumentError, match="misses embedding, scale, block, half, head"):
             await call
     with pytest.raises(errors.InvalidArgumentError, match="embedding, scale"):
-        await bucket.wait(5)
+        await bucket.wait(60)
 
 
 async def test_out_and_no_copy_exclude_each_other(join: Join) -> None:
@@ -407,7 +407,7 @@ with psdist.Client() as client, psdist.Client() as second, ThreadPoolExecutor() 
             bucket = weights.push_pull_async([name])
             if name == "b":
                 try:
-                    bucket.wait(10)
+                    bucket.wait(60)
                 except InvalidArgumentError as error:
                     assert "a must be given first" in str(error), error
         values = bucket.wait()

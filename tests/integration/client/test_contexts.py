@@ -130,7 +130,9 @@ print(weights.push_pull({"w": np.ones(3)})["w"].tolist(), flush=True)
     assert NOTE in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
 
 
-@pytest.mark.parametrize("state", ["full", "closed", "none"])
+@pytest.mark.parametrize(
+    "state", ["full", *(pytest.param(state, marks=pytest.mark.long) for state in ("closed", "none"))]
+)
 def test_a_note_that_cannot_be_written_ends_nothing(state: str) -> None:
     lines = {"full": "", "closed": "sys.stderr.close()", "none": "sys.stderr = None"}
     with Path("/dev/full").open("w") as full:
@@ -145,7 +147,7 @@ def test_a_note_that_cannot_be_written_ends_nothing(state: str) -> None:
 def test_a_run_that_went_well_logs_no_error_at_any_level() -> None:
     done = run("""
 logging.basicConfig(level=logging.DEBUG)
-for _ in range(3):
+for _ in range(2):
     with psdist.init() as context:
         train(context)
 """)

@@ -45,11 +45,14 @@ def final(path: Path) -> bytes:
     return b"".join(np.load(path / f"part-{part}.npy").tobytes() for part in (0, 1))
 
 
-@pytest.mark.parametrize("policy", ["7", pytest.param("1s", marks=pytest.mark.long)])  # long: another schedule
-def test_parts_are_saved_and_resumed_at_one_step(tmp_path: Path, runs: list[Run], policy: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "interrupts"),
+    [("7", 1), *(pytest.param(policy, 2, marks=pytest.mark.long) for policy in ("7", "1s"))],  # long: other moments
+)
+def test_parts_are_saved_and_resumed_at_one_step(tmp_path: Path, runs: list[Run], policy: str, interrupts: int) -> None:
     end(start(tmp_path / "undisturbed", runs, "30", str(tmp_path / "undisturbed"), "0", "coupled"))
     path = tmp_path / "interrupted"
-    for interrupt in range(2):
+    for interrupt in range(interrupts):
         run = start(path, runs, "30", str(path), "0.01", "coupled", flags=("--save-interval", policy))
         run.until(r"is at", 20 + 3 * interrupt)
         run.process.send_signal(signal.SIGTERM)

@@ -71,7 +71,9 @@ def test_a_run_that_is_stopped_in_its_first_iterations_is_saved_between_two(
     assert saved["D"] == saved["G"], text
 
 
-@pytest.mark.parametrize(("d_steps", "interrupts"), [(1, 2), pytest.param(5, 3, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("d_steps", "interrupts"), [(1, 1), *(pytest.param(*case, marks=pytest.mark.long) for case in ((1, 2), (5, 3)))]
+)
 def test_interrupted_runs_resume_where_an_iteration_starts(
     tmp_path: Path, runs: list[Run], d_steps: int, interrupts: int
 ) -> None:

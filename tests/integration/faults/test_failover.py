@@ -130,7 +130,7 @@ def test_a_killed_scheduler_stops_nobody(tmp_path: Path, runs: list[Run]) -> Non
     runs[0].until("made step 5$")
     scheduler = runs[0].child("psdist_scheduler")
     scheduler.kill()
-    scheduler.wait(60)
+    scheduler.wait(240)
     runs[0].until("made step 30$")
     status, text = runs[0].end()
     everything = "".join(runs[0].seen) + text

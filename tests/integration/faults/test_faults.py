@@ -144,5 +144,5 @@ def test_a_killed_launcher_takes_all_with_it(tmp_path: Path, runs: list[Run]) ->
     children = runs[0].family.children(recursive=True)
     assert len(children) >= 5
     runs[0].process.kill()
-    _, alive = psutil.wait_procs(children, timeout=60)
+    _, alive = psutil.wait_procs(children, timeout=240)
     assert not alive

@@ -41,9 +41,11 @@ SGD = psdist.optim.SGD(lr=1.0)
 SOME = ("adam", "nesterov", "overrides", "lion-warm-clipped")
 
 
-# One server has all slices. Three servers have a different number each. Two servers cover no further case.
+# Three servers have a different number of slices each. Other numbers cover no further case.
 @pytest.fixture(
-    scope="module", params=[1, pytest.param(2, marks=pytest.mark.long), 3], ids=lambda servers: f"S{servers}"
+    scope="module",
+    params=[3, *(pytest.param(servers, marks=pytest.mark.long) for servers in (1, 2))],
+    ids=lambda servers: f"S{servers}",
 )
 def cluster(request: pytest.FixtureRequest) -> Iterator[EmbeddedCluster]:
     cluster = EmbeddedCluster(servers=request.param)

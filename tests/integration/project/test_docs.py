@@ -93,6 +93,7 @@ def test_the_program_of_the_page_on_jax_trains(tmp_path: Path) -> None:
     assert re.fullmatch(r"loss 0\.0\d\d after 200 steps\n", done.stdout), done.stdout
 
 
+@pytest.mark.long  # The page's whole program runs above.
 def test_the_loops_of_the_page_on_jax_train(tmp_path: Path) -> None:
     """Check that both loops make the same steps as the lines that they replace."""
     loop, averaged = re.findall(r"```diff\n(.*?)```", (DOCS / "jax.md").read_text(), re.S)

@@ -77,7 +77,8 @@ def test_idx_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             example.read_idx(tmp_path, name)
 
 
-@pytest.mark.parametrize("call", [run, pytest.param(plain, marks=pytest.mark.long)])
+@pytest.mark.long  # Whole epochs of a script like that for digits, but for its optimizer.
+@pytest.mark.parametrize("call", [run, plain])
 def test_images_are_told_apart_with_an_optimizer_of_the_script(call: Callable[..., str]) -> None:
     output = call("examples/torch_cifar.py", "--images", "1500", "--epochs", "4", "--width", "8")
     accuracies = numbers(r"test accuracy ([\d.]+)%", output)
@@ -109,17 +110,12 @@ def test_the_transformer_learns_with_mixed_precision_and_activation_checkpointin
     assert losses[-1] < losses[0] and losses[-1] < 3.2
 
 
+@pytest.mark.long  # Scripts in test_torch_resume resume, too.
 @pytest.mark.parametrize(
     ("name", "first", "then", "shown"),
     [
         ("torch_mnist", ("--epochs", "1"), ("--epochs", "2"), ["epoch 2"]),
-        pytest.param(
-            "torch_chargpt",
-            ("--steps", "20", *SMALL[2:]),
-            ("--steps", "40", *SMALL[2:]),
-            ["step    40"],
-            marks=pytest.mark.long,  # The other example covers this.
-        ),
+        ("torch_chargpt", ("--steps", "20", *SMALL[2:]), ("--steps", "40", *SMALL[2:]), ["step    40"]),
     ],
 )
 def test_a_run_that_goes_on_does_so_at_its_step(

@@ -26,7 +26,7 @@ def check(seen: str, transport: str) -> None:
 
 def compare(path: Path, servers: int, transport: str) -> None:
     flags = ("--nservers", str(servers))
-    run = Run(path, SCRIPT.read_text(), str(ROOT), "12", MODELS, transport=transport, flags=flags)
+    run = Run(path, SCRIPT.read_text(), str(ROOT), "6", MODELS, transport=transport, flags=flags)
     try:
         status, output = run.end()
     finally:

@@ -227,7 +227,7 @@ print("ends", optimizer.handle.step, model[1].running_var.tolist(), flush=True)
 """
 
 
-@pytest.mark.parametrize("wrapper", ["DistributedOptimizer", "offload"])
+@pytest.mark.parametrize("wrapper", ["DistributedOptimizer", pytest.param("offload", marks=pytest.mark.long)])
 def test_the_snapshot_at_the_end_of_a_script_has_running_statistics(tmp_path: Path, wrapper: str) -> None:
     outputs, storage = [], str(tmp_path / "storage")
     for _ in range(2):

@@ -79,7 +79,7 @@ def in_groups(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, momentum=0.9)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.long)])  # long: sent by the same call
 @pytest.mark.parametrize("make", SENT.values(), ids=SENT)
 def test_rates_of_other_schedulers_are_sent(
     alone: Context, name: str, make: Callable[[torch.optim.Optimizer], Any], overlap: bool

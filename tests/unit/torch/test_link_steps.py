@@ -46,7 +46,7 @@ class Servers:
                 self._rounds.append({})
             self._rounds[number][rank] = value
             self._end_rounds()
-            assert self._changed.wait_for(lambda: number < self._ended, 20), "a round never ends"
+            assert self._changed.wait_for(lambda: number < self._ended, 120), "a round never ends"
             return dict(self._rounds[number])
 
     def lose(self, rank: int) -> None:
