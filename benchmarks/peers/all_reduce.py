@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,22 +16,29 @@ import numpy as np
 from benchmarks import turns
 
 Call = Callable[[Any], object]
+#: Returns an array of some float32 elements.
+Allocate = Callable[[int], Any]
 
 
-def serve(call: Call) -> None:
+def _ordinary(elements: int) -> Any:
+    return np.empty(elements, np.float32)
+
+
+def serve(call: Call, allocate: Allocate = _ordinary) -> None:
     """Carry out orders until the benchmark ends."""
     line = turns.connect()
     line.send({})
     try:
         while (order := line.receive()) is not None:
-            line.send(_turn(call, int(order["bytes"]), int(order["calls"])))
+            array = allocate(int(order["bytes"]) // 4)
+            array[:] = 1
+            line.send(_turn(call, array, int(order["calls"])))
     finally:
         line.close()
 
 
-def _turn(call: Call, size: int, calls: int) -> dict[str, Any]:
+def _turn(call: Call, array: Any, calls: int) -> dict[str, Any]:
     """Return the seconds of each call, and the processor time of one."""
-    array = np.ones(size // 4, np.float32)
     call(array)
     before = time.process_time()
     seconds = turns.timed(lambda: call(array), calls)
@@ -38,7 +46,7 @@ def _turn(call: Call, size: int, calls: int) -> dict[str, Any]:
 
 
 def psdist() -> None:
-    """All-reduces of a group of all workers. Argument: a codec or "none"."""
+    """All-reduces of a group of all workers. Argument: a codec, "none", or "registered" for registered buffers."""
     from psdist import init
     from psdist.collectives.compression import AllReduceCompression
 
@@ -50,8 +58,11 @@ def psdist() -> None:
 
     with init() as context:
         group = context.collectives
-        plain = sys.argv[2] == "none"
-        serve((lambda array: group.all_reduce(array, "max", out=array)) if plain else compressed)
+        if sys.argv[2] not in ("none", "registered"):
+            serve(compressed)
+        else:
+            allocate = cache(group.allocate_buffer) if sys.argv[2] == "registered" else _ordinary
+            serve(lambda array: group.all_reduce(array, "max", out=array), allocate)
 
 
 def gloo() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from psdist.collectives.core.header import Header
-from psdist.collectives.core.plan import Array, Plan, ReducedSegment, ReductionPlan, flat_bytes
+from psdist.collectives.core.plan import Array, Plan, ReducedSegment, ReductionPlan, cut_segment, flat_bytes
 from psdist.wire.limits import EAGER_BYTES
 
 
@@ -23,11 +23,6 @@ def _peers(rank: int, size: int) -> list[int]:
 
 def _header(kind: str, array: NDArray[Any], *, op: str = "", root: int = -1) -> Header:
     return Header(kind, op, array.dtype.name, array.shape, root)
-
-
-def cut_segment(array: Array, rank: int, size: int) -> Array:
-    """Return a rank's segment of an array of one dimension."""
-    return array[array.size * rank // size : array.size * (rank + 1) // size]
 
 
 def rows_of(array: Array) -> list[Array]:
@@ -80,6 +75,11 @@ def gather_segments(rank: int, size: int, array: Array) -> Plan:
 def barrier(rank: int, size: int) -> Plan:
     """Move nothing."""
     return Plan(Header("barrier"), _peers(rank, size), {}, {})
+
+
+def allocate_buffer(rank: int, size: int, shape: tuple[int, ...], dtype: str) -> Plan:
+    """Move nothing. All ranks agree on the shape and the dtype of a buffer."""
+    return Plan(Header("allocate_buffer", "", dtype, shape), _peers(rank, size), {}, {})
 
 
 def reduce(rank: int, size: int, array: Array, out: Array, op: str, root: int) -> Plan:

@@ -7,20 +7,27 @@ first large call, and given up when the group ends.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
+import numpy as np
+
+from psdist.collectives import calls
 from psdist.collectives.core import host_memory
 from psdist.collectives.core.host_memory import HostMemory, HostMoves
 from psdist.collectives.core.machine import COLLECTIVES, CallLane, GroupMachine, MoveData
-from psdist.collectives.core.plan import Plan
+from psdist.collectives.core.plan import Array, Bytes, Plan
+from psdist.collectives.core.registered_buffers import RegisteredBuffers
 from psdist.collectives.host_chain import ChainMoves, HostChain, PartOfGroup, hosts_of
+from psdist.collectives.memory.buffers import MAP_SECONDS, BufferAllocator, BufferType
 from psdist.collectives.memory.host_sharing import HostSharing, are_on_one_host
 from psdist.collectives.memory.mover import Mover
 from psdist.errors import ClosedError, InternalError, PsdistError
 from psdist.types import WorkerEntry
 from psdist.v1 import worker_pb2 as pb
+from psdist.wire import limits
 
 
 class RoutedGroup(Protocol):
@@ -49,7 +56,11 @@ class DataRoute:
         self._group = group
         self._machine = machine
         self._members: list[WorkerEntry] = []
+        self._buffers = RegisteredBuffers(machine.rank)
+        self._allocator = BufferAllocator(machine.rank, machine.size, self._buffers, group.offer_memory)
         self._sharing: HostSharing | None = None
+        #: Set once ``_sharing`` has mapped all memory, or cannot.
+        self._arranged = asyncio.Event()
         self._mover: Mover | None = None
         self._chain: HostChain | None = None
         self._task: asyncio.Task[None] | None = None
@@ -66,9 +77,38 @@ class DataRoute:
             if self._sharing is None and (hosts := hosts_of(self._members)):
                 self._chain = HostChain(self._machine.rank, hosts, self._group.make_part, self._group.end)
                 self._machine.route = self._chain
+        if plan.whole is not None:
+            plan.position = self._buffers.position_of(plan.whole[0])
+
+    async def allocate(self, wanted: BufferType, call: Callable[[Plan], Awaitable[None]]) -> Array:
+        """Return a buffer of zeros, registered if all ranks can map that of each. call: makes a call of the group.
+
+        Raises the error that ends the group.
+        """
+        rank, size = self._machine.rank, self._machine.size
+        self._allocator.expect(wanted.nbytes)
+        try:
+            await call(calls.allocate_buffer(rank, size, wanted.shape, wanted.dtype.name))
+            if are_on_one_host(self._members) and wanted.nbytes >= limits.BUFFER_BYTES_MIN:
+                self._share()
+                memories = await self._allocator.map_all(can_share=self._sharing is not None)
+                # Results need the memory of calls, too.
+                agreed = np.array([memories is not None and await self._is_arranged()])
+                await call(calls.all_reduce(rank, size, agreed, agreed, "band"))
+                if memories is not None and agreed[0]:
+                    return self._allocator.register(wanted, memories)
+            return np.zeros(wanted.shape, wanted.dtype)
+        except asyncio.CancelledError:
+            self._group.end(ClosedError(f"rank {rank} gave up allocate_buffer, so that the group has ended"))
+            raise
+        finally:
+            self._allocator.close()
 
     def on_offer(self, peer: int, offer: pb.GroupMemory) -> None:
         """Process a rank's offer of memory. Raises InvalidArgumentError."""
+        if offer.buffer:
+            self._allocator.on_offer(peer, offer)
+            return
         self._share()
         if self._sharing is not None:
             self._sharing.on_offer(peer, offer)
@@ -77,10 +117,22 @@ class DataRoute:
         """Start to share memory, if all ranks are on this host. Data moves over the links meanwhile."""
         rank, members = self._machine.rank, self._members
         if self._sharing is None and are_on_one_host(members) and self._group.claim_memory():
-            self._sharing = HostSharing(rank, len(members), self._group.offer_memory, self._shared)
+            nbytes = host_memory.memory_bytes(len(members))
+            self._sharing = HostSharing(rank, len(members), nbytes, self._group.offer_memory, self._mapped)
+            self._sharing.start()
 
-    def _shared(self, memory: HostMemory) -> None:
-        self._machine.route, self._mover = memory, Mover(memory)
+    async def _is_arranged(self) -> bool:
+        """Wait until memory for calls was arranged. Returns False if it cannot be."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(MAP_SECONDS):
+                await self._arranged.wait()
+        return self._mover is not None
+
+    def _mapped(self, memories: list[Bytes] | None) -> None:
+        self._arranged.set()
+        if memories is not None:
+            memory = HostMemory(self._machine.rank, memories, self._buffers)
+            self._machine.route, self._mover = memory, Mover(memory)
 
     def move(self, effect: MoveData, moved: Callable[[int], None]) -> None:
         """Carry out an effect. moved: called with the id of the call, unless the movement fails or is stopped."""
@@ -100,9 +152,16 @@ class DataRoute:
         elif not isinstance(error, PsdistError):  # Errors of a chain have ended the group.
             self._group.end(InternalError(f"rank {self._machine.rank} could not move its data: {error!r}"))
 
+    def on_lost(self) -> None:
+        """Stop to wait for the memory of a rank that is gone."""
+        self._allocator.close()
+        self._arranged.set()
+
     def stop(self) -> None:
         """Stop to use the memory of calls, because the group has ended."""
         self._machine.route = None
+        self._allocator.close()
+        self._buffers.clear()
         if self._mover is not None:
             self._mover.stop()
         if self._sharing is not None:

@@ -60,7 +60,7 @@ class Exchange:
         self._todo: deque[Effect] = deque()
         self._unopened: deque[Effect] = deque()
         self._is_busy = False
-        self._route = DataRoute(self, self._machine)
+        self.route = DataRoute(self, self._machine)
         #: Set after the next event, for calls that wait for a message of any rank.
         self._event = asyncio.Event()
         self._silence = silence
@@ -80,7 +80,7 @@ class Exchange:
 
     def start(self, lane: CallLane, plan: Plan) -> int:
         """Make a call. Returns its id. Raises the error that ended the group."""
-        self._route.prepare(lane, plan)
+        self.route.prepare(lane, plan)
         try:
             call_id, effects = self._machine.start(lane, plan)
         except PsdistError as error:
@@ -177,7 +177,7 @@ class Exchange:
                 if isinstance(effect, CallDone):
                     self._finish(effect)
                 elif isinstance(effect, MoveData):
-                    self._route.move(effect, lambda call_id: self._carry_out(self._machine.on_moved(call_id)))
+                    self.route.move(effect, lambda call_id: self._carry_out(self._machine.on_moved(call_id)))
                 elif self.key:
                     self._send(effect)
                 else:
@@ -185,11 +185,13 @@ class Exchange:
         finally:
             self._is_busy = False
         if self.has_ended:
-            self._route.stop()
+            self.route.stop()
+        elif self._machine.lost:
+            self.route.on_lost()
 
     def _release_memory(self) -> None:
         """Stop to use the arrays of calls, which have failed."""
-        self._route.stop()
+        self.route.stop()
         self.watch.stop()
         for queue in (self._todo, self._unopened):
             failures = [effect for effect in queue if isinstance(effect, CallDone | SendFailure)]
@@ -251,7 +253,7 @@ class Exchange:
     def open(self, key: bytes, members: list[WorkerEntry]) -> None:
         """See ``GroupFrames``."""
         self.key, self.members = key, members
-        self._route.open(members)
+        self.route.open(members)
         self._by_worker = {(worker.worker_id, worker.incarnation): rank for rank, worker in enumerate(members)}
         self.watch.open(members)
         unopened, self._unopened = self._unopened, deque()
@@ -276,7 +278,7 @@ class Exchange:
                 lane = messages.lane_of(part.lane, peer, rank)
                 self._carry_out(self._machine.on_part(peer, lane, part.lane.number, part.part))
             case "memory":
-                self._route.on_offer(peer, frame.memory)
+                self.route.on_offer(peer, frame.memory)
             case "failure":
                 error = status.from_detail(frame.failure.error)
                 is_closed = isinstance(error, ClosedError)

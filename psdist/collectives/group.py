@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, DTypeLike
 
 from psdist.client.process import codec_kernels
 from psdist.collectives import calls
@@ -18,6 +18,7 @@ from psdist.collectives.core.machine import COLLECTIVES, CallLane
 from psdist.collectives.core.plan import Array, Plan
 from psdist.collectives.core.reductions import check_dtype, check_op
 from psdist.collectives.forming import FormedGroup, GroupFormer, GroupSettings
+from psdist.collectives.memory.buffers import BufferType
 from psdist.compression import Codec
 from psdist.errors import (
     ClosedError,
@@ -138,7 +139,7 @@ class AsyncWorkerGroup:
         self, array: ArrayLike, op: str = "sum", *, out: Array | None = None, timeout: float | None = None
     ) -> Array:
         """Return this rank's row of the reduction. array: one row for each rank. op: as ``all_reduce``."""
-        given = self._rows(array)
+        given = _rows(array, self.size)
         check_op(op, given.dtype)
         result = _Result(given, given.shape[1:], out)
         plan = calls.reduce_scatter(self.rank, self.size, result.apart(given), result.memory, op)
@@ -164,7 +165,7 @@ class AsyncWorkerGroup:
         """Return this rank's row of the array of rank ``src``. The other ranks give None, and ``out`` for their row."""
         self._check_rank(src)
         if self.rank == src and array is not None:
-            given = self._rows(array)
+            given = _rows(array, self.size)
             result = _Result(given, given.shape[1:], out)
             plan = calls.scatter(self.rank, self.size, result.apart(given), result.memory, src)
         elif self.rank != src and out is not None:
@@ -178,7 +179,7 @@ class AsyncWorkerGroup:
 
     async def all_to_all(self, array: ArrayLike, *, out: Array | None = None, timeout: float | None = None) -> Array:
         """Return the rows that the ranks have for this one. array: one row for each rank."""
-        given = self._rows(array)
+        given = _rows(array, self.size)
         result = _Result(given, given.shape, out)
         sent = given.copy() if np.may_share_memory(given, result.memory) else given
         await self._call(calls.all_to_all(self.rank, calls.rows_of(sent), calls.rows_of(result.memory)), timeout)
@@ -231,6 +232,24 @@ class AsyncWorkerGroup:
         source = await self._exchange.any_source(tag, timeout)
         await self.recv(out, source, tag, timeout=timeout)
         return source
+
+    async def allocate_buffer(
+        self, shape: int | Sequence[int], dtype: DTypeLike = np.float32, *, timeout: float | None = None
+    ) -> Array:
+        """Return an array of zeros for ``all_reduce``. All ranks call this, with the same shape and dtype.
+
+        If all ranks are on one host, they map the array: an all-reduce of it, or of one part of it at all ranks, reads
+        the contributions in place, and needs no copy of them. For everything else it is an ordinary array, which
+        outlives the group. After an error of an all-reduce with ``out`` in the array its content is unspecified.
+        """
+        wanted = BufferType.checked(shape, dtype)
+        _check_timeout(timeout)
+
+        async def call(plan: Plan) -> None:
+            await self._exchange.result(self._exchange.start(COLLECTIVES, plan), str(plan.call), timeout)
+
+        async with self._order:
+            return await self._exchange.route.allocate(wanted, call)
 
     async def barrier(self, *, timeout: float | None = None) -> None:
         """Return when all ranks have called it."""
@@ -292,12 +311,6 @@ class AsyncWorkerGroup:
         if rank == self.rank:
             raise InvalidArgumentError(f"rank {rank} is this rank: copy the array")
 
-    def _rows(self, array: ArrayLike) -> Array:
-        given = _checked(array)
-        if given.ndim == 0 or len(given) != self.size:
-            raise ShapeMismatchError(f"an array of shape {given.shape} has no row for each of {self.size} ranks")
-        return given
-
     async def _call(self, plan: Plan, timeout: float | None, lane: CallLane = COLLECTIVES) -> None:
         _check_timeout(timeout)
         if lane == COLLECTIVES and self._order.locked():
@@ -340,6 +353,14 @@ class _Result:
             self._out[...] = self.memory
             return self._out
         return self.memory
+
+
+def _rows(array: ArrayLike, size: int) -> Array:
+    """Return an array with a row for each of ``size`` ranks. Raises ShapeMismatchError."""
+    given = _checked(array)
+    if given.ndim == 0 or len(given) != size:
+        raise ShapeMismatchError(f"an array of shape {given.shape} has no row for each of {size} ranks")
+    return given
 
 
 def _checked(array: ArrayLike) -> Array:

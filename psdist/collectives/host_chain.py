@@ -24,7 +24,7 @@ import numpy as np
 from psdist import addresses
 from psdist.collectives import calls
 from psdist.collectives.core.machine import COLLECTIVES, CallLane
-from psdist.collectives.core.plan import Array, Plan
+from psdist.collectives.core.plan import Array, Plan, cut_segment
 from psdist.collectives.core.reductions import BFLOAT16, combine
 from psdist.errors import PsdistError, WorkerLostError
 from psdist.types import WorkerEntry
@@ -146,7 +146,7 @@ class HostChain:
             while self._host and coming.started < min(number + _AHEAD, len(blocks)):
                 memory = partials[coming.started % _AHEAD][: self._own(blocks[coming.started][1]).size]
                 coming.start(self._receive(memory, self._host - 1))
-            given = [calls.cut_segment(array, rank, self._share) for rank in range(self._share)]
+            given = [cut_segment(array, rank, self._share) for rank in range(self._share)]
             taken = [np.empty_like(share) for _ in given]
             await self._forth.call(calls.all_to_all(self._index, given, taken))
             if self._host:
@@ -177,7 +177,7 @@ class HostChain:
 
     def _own(self, array: Array) -> Array:
         """Return this rank's share of a block."""
-        return calls.cut_segment(array, self._index, self._share)
+        return cut_segment(array, self._index, self._share)
 
     async def _send(self, share: Array, host: int) -> None:
         await self._chain.call(calls.send(share, host), CallLane(self._host, host))

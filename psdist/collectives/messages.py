@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from psdist.collectives.core.header import Header
+from psdist.collectives.core.header import BufferPosition, Header
 from psdist.collectives.core.machine import COLLECTIVES, CallLane, SendCall, SendFailure, SendPart
 from psdist.errors import InvalidArgumentError
 from psdist.v1 import worker_pb2 as pb
@@ -17,6 +17,7 @@ def encode(group: bytes, effect: SendCall | SendPart | SendFailure) -> bytes:
             call = pb.CollectiveCall(
                 lane=_lane(group, lane, number), kind=header.kind, op=header.op, dtype=header.dtype,
                 shape=header.shape, root=header.root, gives=header.gives, takes=header.takes, shares=header.shares,
+                buffer=header.position.number, offset=header.position.offset,
             )  # fmt: skip
             return pb.PeerFrame(call=call).SerializeToString()
         case SendPart(_, lane, number, outgoing):
@@ -46,4 +47,5 @@ def header_of(call: pb.CollectiveCall) -> Header:
     """Return the header of a peer's call. Raises InvalidArgumentError."""
     if len(call.shape) > DIMENSIONS_MAX:
         raise InvalidArgumentError(f"an array of {len(call.shape)} dimensions is announced, over {DIMENSIONS_MAX}")
-    return Header(call.kind, call.op, call.dtype, tuple(call.shape), call.root, call.gives, call.takes, call.shares)
+    shape, position = tuple(call.shape), BufferPosition(call.buffer, call.offset)
+    return Header(call.kind, call.op, call.dtype, shape, call.root, call.gives, call.takes, call.shares, position)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from numpy.typing import ArrayLike
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from psdist.client.process import loop
 from psdist.client.process.blocking import on_loop
@@ -188,6 +189,17 @@ class WorkerGroup(ProcessBound):
         Raises WorkerLostError if a rank is gone and no other has sent one.
         """
         return _run(self._async.recv_any(out, tag, timeout=timeout), async_op)
+
+    def allocate_buffer(
+        self, shape: int | Sequence[int], dtype: DTypeLike = np.float32, *, timeout: float | None = None
+    ) -> Array:
+        """Return an array of zeros for ``all_reduce``. All ranks call this, with the same shape and dtype.
+
+        If all ranks are on one host, they map the array: an all-reduce of it, or of one part of it at all ranks, reads
+        the contributions in place, and needs no copy of them. For everything else it is an ordinary array, which
+        outlives the group. After an error of an all-reduce with ``out`` in the array its content is unspecified.
+        """
+        return loop.shared().call(self._async.allocate_buffer(shape, dtype, timeout=timeout))
 
     def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Any:
         """Return when all ranks have called it."""

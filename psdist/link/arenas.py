@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from functools import partial
 
 from psdist.link import fd_passing
 from psdist.wire.shm import GradientArena
 
 
-async def take_arena(name: str, elements: int, dtype: str) -> tuple[GradientArena, socket.socket]:
+async def take_arena(
+    name: str, elements: int, dtype: str, *, prefault: bool = True
+) -> tuple[GradientArena, socket.socket]:
     """Connect to the worker's socket, and map the gradient arena that it sends. The caller closes the connection.
+
+    prefault: see ``GradientArena.open``.
 
     Raises SharingUnavailableError.
     """
@@ -21,5 +26,6 @@ async def take_arena(name: str, elements: int, dtype: str) -> tuple[GradientAren
     with fd_passing.closed_on_error(connection):
         # In a thread, because mapping a large file takes longer than the heartbeat interval. Once started it closes
         # ``fd``.
-        opening = asyncio.get_running_loop().run_in_executor(None, GradientArena.open, fd, elements, dtype)
+        mapping = partial(GradientArena.open, fd, elements, dtype, prefault=prefault)
+        opening = asyncio.get_running_loop().run_in_executor(None, mapping)
         return await asyncio.shield(opening), connection

@@ -42,14 +42,16 @@ class SharedPayload(_message.Message):
     def __init__(self, place: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
 
 class GroupMemory(_message.Message):
-    __slots__ = ("group", "name", "nonce")
+    __slots__ = ("group", "name", "nonce", "buffer")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
+    BUFFER_FIELD_NUMBER: _ClassVar[int]
     group: bytes
     name: str
     nonce: bytes
-    def __init__(self, group: _Optional[bytes] = ..., name: _Optional[str] = ..., nonce: _Optional[bytes] = ...) -> None: ...
+    buffer: int
+    def __init__(self, group: _Optional[bytes] = ..., name: _Optional[str] = ..., nonce: _Optional[bytes] = ..., buffer: _Optional[int] = ...) -> None: ...
 
 class PeerHello(_message.Message):
     __slots__ = ("token", "run_id", "sender", "receiver", "pid", "pid_scope")
@@ -80,7 +82,7 @@ class CollectiveLane(_message.Message):
     def __init__(self, group: _Optional[bytes] = ..., source: _Optional[int] = ..., tag: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
 
 class CollectiveCall(_message.Message):
-    __slots__ = ("lane", "kind", "op", "dtype", "shape", "root", "gives", "takes", "shares")
+    __slots__ = ("lane", "kind", "op", "dtype", "shape", "root", "gives", "takes", "shares", "buffer", "offset")
     LANE_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     OP_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +92,8 @@ class CollectiveCall(_message.Message):
     GIVES_FIELD_NUMBER: _ClassVar[int]
     TAKES_FIELD_NUMBER: _ClassVar[int]
     SHARES_FIELD_NUMBER: _ClassVar[int]
+    BUFFER_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
     lane: CollectiveLane
     kind: str
     op: str
@@ -99,7 +103,9 @@ class CollectiveCall(_message.Message):
     gives: int
     takes: int
     shares: bool
-    def __init__(self, lane: _Optional[_Union[CollectiveLane, _Mapping]] = ..., kind: _Optional[str] = ..., op: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., root: _Optional[int] = ..., gives: _Optional[int] = ..., takes: _Optional[int] = ..., shares: _Optional[bool] = ...) -> None: ...
+    buffer: int
+    offset: int
+    def __init__(self, lane: _Optional[_Union[CollectiveLane, _Mapping]] = ..., kind: _Optional[str] = ..., op: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., root: _Optional[int] = ..., gives: _Optional[int] = ..., takes: _Optional[int] = ..., shares: _Optional[bool] = ..., buffer: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class CollectivePart(_message.Message):
     __slots__ = ("lane", "part")

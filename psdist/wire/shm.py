@@ -93,12 +93,15 @@ class GradientArena:
         return cls(region, elements, dtype, fd)
 
     @classmethod
-    def open(cls, fd: int, elements: int, dtype: str) -> GradientArena:
+    def open(cls, fd: int, elements: int, dtype: str, *, prefault: bool = True) -> GradientArena:
         """Map another process's arena read-only. Always closes ``fd``. Raises SharingUnavailableError if the file is
-        not a valid arena or cannot be mapped."""
+        not a valid arena or cannot be mapped.
+
+        prefault: enter all pages now. Otherwise each is entered when it is first read.
+        """
         try:
             size = cls.size(elements, dtype)
-            region = _open_region(fd, size, _GRADIENTS, "gradient arena", sparse=False)
+            region = _open_region(fd, size, _GRADIENTS, "gradient arena", sparse=False, prefault=prefault)
         finally:
             os.close(fd)
         return cls(region, elements, dtype, -1)
@@ -204,7 +207,7 @@ class WeightsArena:
         is not a valid arena or cannot be mapped."""
         try:
             size = cls.size_of(slices, elements)
-            region = _open_region(fd, size, _WEIGHTS, "weights arena", sparse=True)
+            region = _open_region(fd, size, _WEIGHTS, "weights arena", sparse=True, prefault=False)
             if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY:
                 raise SharingUnavailableError("the descriptor of the weights arena is writable and must be read-only")
         except BaseException:
@@ -345,7 +348,7 @@ def _close(*fds: int) -> None:
             os.close(fd)
 
 
-def _open_region(fd: int, size: int, kind: bytes, what: str, *, sparse: bool) -> _Region:
+def _open_region(fd: int, size: int, kind: bytes, what: str, *, sparse: bool, prefault: bool) -> _Region:
     """Map a file made by another process, after checking that it is safe."""
     try:
         present = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
@@ -357,7 +360,7 @@ def _open_region(fd: int, size: int, kind: bytes, what: str, *, sparse: bool) ->
         if not sparse and status.st_blocks * _STATUS_BLOCK_BYTES < size:  # reading a hole would take memory
             raise SharingUnavailableError(f"the {what} has holes")
         region = _Region(size, writable=False)
-        region.place(fd, prefault=not sparse)
+        region.place(fd, prefault=prefault)
     except OSError as error:
         raise SharingUnavailableError(f"the {what} cannot be used: {error.strerror or error}") from None
     if region.kind() != kind:

@@ -4,7 +4,7 @@ every call ends, whatever ranks die."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import reduce
 from typing import Any
 
@@ -27,7 +27,7 @@ Array = NDArray[Any]
 
 KINDS = (
     *("all_reduce", "all_reduce_in_place", "broadcast", "all_gather", "reduce", "reduce_scatter", "gather", "scatter"),
-    *("all_to_all", "barrier"),
+    *("all_to_all", "barrier", "all_reduce_of_a_buffer"),
 )
 DTYPES = (np.dtype(np.float32), np.dtype(np.int64), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 OPS = ("sum", "product", "min", "max")
@@ -65,6 +65,20 @@ class Scenario:
         shape = (size,) if count == 1 else (size, count)
         self.inputs = [np.asarray(rng.standard_normal(shape) * 4).astype(dtype) for _ in range(size)]
         self.outs: dict[int, Array] = {}
+        #: Ranks that reduce ordinary arrays, and memory of the others' arrays.
+        self._ordinary = {rank for rank in range(size) if seed % 3 == 1 and rng.random() < 0.5}
+        self._buffers: dict[int, Array] = {}
+
+    def allocate(self, network: CollectiveNetwork) -> None:
+        """Put the arrays of an all-reduce into a registered buffer, with room in front."""
+        if self.kind == "all_reduce_of_a_buffer":
+            row = self.inputs[0][0]
+            memories = network.allocate(64 + row.nbytes)
+            self._buffers = {
+                rank: memory[64:].view(row.dtype).reshape(row.shape)
+                for rank, memory in enumerate(memories)
+                if rank not in self._ordinary
+            }
 
     def plan(self, rank: int) -> Plan:
         size, op, root, row = self.size, self.op, self.root, np.asarray(self.inputs[rank][0])
@@ -75,6 +89,10 @@ class Scenario:
                 plan = calls.all_reduce(rank, size, first, out, op)
             case "all_reduce_in_place":
                 out = first
+                plan = calls.all_reduce(rank, size, out, out, op)
+            case "all_reduce_of_a_buffer":
+                out = self._buffers.get(rank, first)
+                out[...] = row
                 plan = calls.all_reduce(rank, size, out, out, op)
             case "broadcast":
                 out = first
@@ -100,7 +118,7 @@ class Scenario:
         """Return the result at a rank, None if it has none."""
         firsts = [one[0] for one in self.inputs]
         match self.kind:
-            case "all_reduce" | "all_reduce_in_place":
+            case "all_reduce" | "all_reduce_in_place" | "all_reduce_of_a_buffer":
                 return reduced(self.op, firsts)
             case "broadcast":
                 return firsts[self.root]
@@ -135,17 +153,20 @@ def scenarios(draw: st.DrawFn) -> list[Scenario]:
     return [one(seed) for seed in range(draw(st.integers(1, 4)))]
 
 
-def network_of(size: int, seed: int) -> CollectiveNetwork:
+def network_of(size: int, seed: int, made: Sequence[Scenario] = ()) -> CollectiveNetwork:
     """Return a network whose ranks all share memory, or none, or some."""
     rng = random.Random(seed)
     share = rng.choice([0.0, 0.8, 1.0])
-    return CollectiveNetwork(size, rng, [rank for rank in range(size) if rng.random() < share])
+    network = CollectiveNetwork(size, rng, [rank for rank in range(size) if rng.random() < share])
+    for one in made:
+        one.allocate(network)
+    return network
 
 
 @given(scenarios(), st.integers(0, 1 << 30))
 def test_results_are_those_of_numpy_in_any_order_of_events(made: list[Scenario], seed: int) -> None:
     size = made[0].size
-    network = network_of(size, seed)
+    network = network_of(size, seed, made)
     ended = [network.start(rank, one.plan(rank)) for one in made for rank in range(size)]
     network.run()
     assert all(call.has_ended and call.error is None for call in ended)
@@ -157,7 +178,7 @@ def test_results_are_those_of_numpy_in_any_order_of_events(made: list[Scenario],
 @given(scenarios(), st.integers(0, 1 << 30), st.data())
 def test_every_call_ends_though_ranks_die(made: list[Scenario], seed: int, data: st.DataObject) -> None:
     size = made[0].size
-    network = network_of(size, seed)
+    network = network_of(size, seed, made)
     victims = data.draw(st.lists(st.integers(0, size - 1), max_size=2, unique=True))
     deaths = {data.draw(st.integers(0, 60)): victim for victim in victims}
     events = 0
@@ -185,7 +206,7 @@ def test_every_call_ends_though_ranks_die(made: list[Scenario], seed: int, data:
 @given(scenarios(), st.integers(0, 1 << 30))
 def test_closing_after_the_last_call_takes_no_result_from_others(made: list[Scenario], seed: int) -> None:
     size = made[0].size
-    network = network_of(size, seed)
+    network = network_of(size, seed, made)
     ended = {(one, rank): network.start(rank, one.plan(rank)) for one in made for rank in range(size)}
 
     def happened() -> None:

@@ -29,6 +29,7 @@ from psdist.collectives.core.machine import (
     SendPart,
 )
 from psdist.collectives.core.plan import Bytes, Plan
+from psdist.collectives.core.registered_buffers import RegisteredBuffers
 from psdist.errors import ClosedError, PsdistError
 
 
@@ -72,18 +73,30 @@ class CollectiveNetwork:
     def __init__(self, size: int, rng: random.Random, sharing: Collection[int] = ()) -> None:
         self.machines = [GroupMachine(rank, size) for rank in range(size)]
         self._memories = [np.zeros(memory_bytes(size), np.uint8) for _ in range(size)]
+        self._buffers = [RegisteredBuffers(rank) for rank in range(size)]
+        self._allocated = 0
         for rank in sharing:
-            self.machines[rank].route = HostMemory(rank, mapped_by(rank, self._memories))
+            self.machines[rank].route = HostMemory(rank, mapped_by(rank, self._memories), self._buffers[rank])
         self._moving: dict[int, _Moving] = {}
-        #: Calls that moved through memory.
-        self.moved = 0
+        #: Calls that moved through memory, and those whose contributions were read in place.
+        self.moved = self.moved_in_place = 0
         self._rng = rng
         self._links = {(a, b): _Link() for a in range(size) for b in range(size) if a != b}
         self._calls: list[dict[int, Call]] = [{} for _ in range(size)]
         self.dead: set[int] = set()
 
+    def allocate(self, nbytes: int) -> list[Bytes]:
+        """Return a registered buffer of each rank."""
+        memories = [np.zeros(nbytes, np.uint8) for _ in self.machines]
+        self._allocated += 1
+        for rank, buffers in enumerate(self._buffers):
+            buffers.register(self._allocated, mapped_by(rank, memories))
+        return memories
+
     def start(self, rank: int, plan: Plan, lane: CallLane = COLLECTIVES) -> Call:
         """Make a call. Returns it; with an error if it is refused."""
+        if plan.whole is not None:
+            plan.position = self._buffers[rank].position_of(plan.whole[0])
         try:
             call_id, effects = self.machines[rank].start(lane, plan)
         except PsdistError as error:
@@ -139,6 +152,7 @@ class CollectiveNetwork:
         if moving.step == moving.moves.last:
             del self._moving[rank]
             self.moved += 1
+            self.moved_in_place += moving.moves.is_in_place
             self._carry_out(rank, self.machines[rank].on_moved(moving.call_id))
 
     def _leave(self, source: int, link: _Link) -> None:

@@ -3,8 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from psdist.errors import CollectiveMismatchError
+
+
+@dataclass(frozen=True, slots=True)
+class BufferPosition:
+    """Position of an array in a registered buffer. number: of the buffer, from 1. offset: in bytes."""
+
+    number: int = 0
+    offset: int = 0
+
+
+#: Position of an array that lies in no registered buffer.
+NOWHERE: Final = BufferPosition()
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +31,7 @@ class Header:
     root: the rank that the call names, -1 for none.
     gives, takes: bytes to the peer and from the peer.
     shares: True if the rank can move the data by another route than parts. Ranks may differ in that.
+    position: of the rank's array. Ranks may differ in that.
     """
 
     kind: str
@@ -28,6 +42,7 @@ class Header:
     gives: int = 0
     takes: int = 0
     shares: bool = False
+    position: BufferPosition = NOWHERE
 
     def __str__(self) -> str:
         named = {"op": self.op, "dtype": self.dtype, "shape": str(self.shape) if self.dtype else ""}

@@ -11,9 +11,12 @@ they stay in the caches. Every piece goes through three stages:
 The ranks advance step by step: step s is stage 1 of piece s, stage 2 of piece s - 1 and stage 3 of piece s - 2. A rank
 takes step s when all others have completed step s - 1. So two slots for each kind of data are enough.
 
+If the arrays of all ranks lie in one registered buffer, stage 1 is left out: stage 2 reads the contributions in place.
+
 Invariants: A slot is written only after all ranks have read its last piece. A rank that writes anything else, or at
 another time, changes only its own contribution and the result of its own segment. Offsets follow from the call, on
-which all ranks agree; none is read from memory.
+which all ranks agree; none is read from memory. A part of a registered buffer is overwritten only by the result of all
+ranks' contributions to this part, which exists once the only rank that reads them has done so.
 """
 
 from __future__ import annotations
@@ -21,8 +24,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from psdist.collectives.core.plan import Bytes, Plan, ReducedSegment, flat_bytes
+from psdist.collectives.core.header import NOWHERE
+from psdist.collectives.core.plan import Array, Bytes, Plan, ReducedSegment, cut_segment, flat_bytes
 from psdist.collectives.core.reductions import combine
+from psdist.collectives.core.registered_buffers import RegisteredBuffers
 from psdist.wire.limits import HOST_MEMORY_BYTES_MIN, LARGE_GROUP_PIECE_BYTES, PIECE_BYTES
 
 #: Beginning of the slots in a rank's memory. Before it there is the number of steps that the rank has completed.
@@ -64,8 +69,9 @@ def _piece_bytes(size: int) -> int:
 class HostMemory:
     """Memory of all ranks of a group. memories: by rank, ``memory_bytes`` each; only that of ``rank`` is writable."""
 
-    def __init__(self, rank: int, memories: Sequence[Bytes]) -> None:
+    def __init__(self, rank: int, memories: Sequence[Bytes], buffers: RegisteredBuffers) -> None:
         self.rank = rank
+        self.buffers = buffers
         self.size = len(memories)
         #: Steps of all calls so far, those of the current one included.
         self.planned = 0
@@ -109,13 +115,24 @@ class HostMoves:
         self._memory = memory
         self._plan = plan
         self._is_same = plan.call.kind in _SAME_FOR_ALL
+        #: By rank, the contributions to this rank's segment, if they are read in place.
+        self._in_place: list[Array] = []
+        if plan.whole is not None and plan.position != NOWHERE:
+            arrays = memory.buffers.contributions(plan.position, plan.whole[0])
+            self._in_place = [cut_segment(array, memory.rank, memory.size) for array in arrays]
         columns = 1 if self._is_same else memory.size
         #: Bytes of one piece for one rank.
         self._width = memory.piece_bytes // columns // _ALIGNMENT * _ALIGNMENT
         pieces = -(-largest(plan) // self._width)
         #: Completed steps of a rank that has begun this call, and of one that has completed it.
         self.first = memory.planned
-        self.last = memory.planned = self.first + pieces + (2 if plan.call.kind == "all_reduce" else 1)
+        stages = 2 + (plan.call.kind == "all_reduce") - self.is_in_place
+        self.last = memory.planned = self.first + pieces + stages - 1
+
+    @property
+    def is_in_place(self) -> bool:
+        """True if contributions are read in place."""
+        return bool(self._in_place)
 
     def needs(self, peer: int) -> bool:
         """See ``Moves``."""
@@ -129,11 +146,13 @@ class HostMoves:
     def advance(self, step: int) -> None:
         """Take a step, ``first`` at first. All ranks must have completed ``step`` steps."""
         piece = step - self.first
-        self._give(piece)
+        if not self.is_in_place:
+            self._give(piece)
+            piece -= 1
+        if piece >= 0:
+            self._take(piece)
         if piece >= 1:
-            self._take(piece - 1)
-        if piece >= 2:
-            self._take_results(piece - 2)
+            self._take_results(piece - 1)
         self._memory.publish(step + 1)
 
     def _cut(self, data: Bytes, piece: int) -> Bytes:
@@ -160,13 +179,20 @@ class HostMoves:
 
     def _reduce(self, segment: ReducedSegment, piece: int) -> None:
         memory, dtype = self._memory, segment.own.dtype
-        own, out = (self._cut(flat_bytes(array), piece) for array in (segment.own, segment.out))
-        ranks = range(memory.size)
-        arrays = [own if rank == memory.rank else self._column(rank, memory.rank, piece, own.size) for rank in ranks]
-        result = memory.result(memory.rank, piece)[: own.size]
-        if own.size:
+        out = self._cut(flat_bytes(segment.out), piece)
+        arrays = self._contributions(segment, piece, out.size)
+        result = memory.result(memory.rank, piece)[: out.size]
+        if out.size:
             combine(self._plan.call.op, [array.view(dtype) for array in arrays], result.view(dtype))
             out[:] = result
+
+    def _contributions(self, segment: ReducedSegment, piece: int, size: int) -> list[Bytes]:
+        """Return ``size`` bytes of each rank's contribution to this rank's segment."""
+        if self.is_in_place:
+            return [self._cut(flat_bytes(array), piece) for array in self._in_place]
+        own, rank = self._cut(flat_bytes(segment.own), piece), self._memory.rank
+        ranks = range(self._memory.size)
+        return [own if other == rank else self._column(other, rank, piece, size) for other in ranks]
 
     def _take_results(self, piece: int) -> None:
         segment = self._plan.segment

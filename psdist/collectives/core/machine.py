@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-from psdist.collectives.core.header import Header, mismatch
+from psdist.collectives.core.header import NOWHERE, Header, mismatch
 from psdist.collectives.core.plan import Bytes, Outgoing, Plan
 from psdist.collectives.core.routes import GroupRoute, Moves
 from psdist.errors import (
@@ -214,6 +214,8 @@ class GroupMachine:
             self._fail(error)
             return False
         call.called.add(peer)
+        if header.position != call.plan.position:
+            call.plan.position = NOWHERE
         if data.nbytes:
             call.plan.check(peer, 0, data.nbytes)
             call.plan.place(peer, 0)[:] = data

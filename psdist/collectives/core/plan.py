@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from psdist.collectives.core.header import Header
+from psdist.collectives.core.header import NOWHERE, Header
 from psdist.collectives.core.reductions import combine
 from psdist.errors import InvalidArgumentError
 from psdist.wire.limits import EAGER_BYTES, PART_BYTES
@@ -43,6 +43,11 @@ def count_parts(size: int) -> int:
 def cut_part(array: Bytes, number: int) -> Bytes:
     """Return a part by its number from 0."""
     return array[number * PART_BYTES : (number + 1) * PART_BYTES]
+
+
+def cut_segment(array: Array, rank: int, size: int) -> Array:
+    """Return a rank's segment of an array of one dimension."""
+    return array[array.size * rank // size : array.size * (rank + 1) // size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,8 @@ class Plan:
         self.whole: tuple[Array, Array] | None = None
         #: True if this rank can move the data by another route than parts.
         self.shares = False
+        #: Position of the array of ``whole`` in a registered buffer, until a rank has announced another one.
+        self.position = NOWHERE
         #: By peer, the parts that have not arrived.
         self.missing = {peer: self._expected(peer) for peer in self.peers}
 
@@ -91,7 +98,7 @@ class Plan:
         """Return the header for a peer."""
         call = self.call
         sizes = self._given(peer).nbytes, self._taken_bytes(peer)
-        return Header(call.kind, call.op, call.dtype, call.shape, call.root, *sizes, self.shares)
+        return Header(call.kind, call.op, call.dtype, call.shape, call.root, *sizes, self.shares, self.position)
 
     def eager(self, peer: int) -> Bytes:
         """Return the data that travels with the call."""

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 
 import numpy as np
 
 from psdist import addresses
-from psdist.collectives.core.host_memory import HostMemory, memory_bytes
+from psdist.collectives.core.plan import Bytes
 from psdist.errors import InvalidArgumentError, SharingUnavailableError
 from psdist.link import fd_passing, futex
 from psdist.link.arenas import take_arena
@@ -36,68 +36,108 @@ def are_on_one_host(members: Sequence[WorkerEntry]) -> bool:
 
 
 class HostSharing:
-    """Memory of one group at one rank.
+    """One memory of each rank of a group, of ``nbytes``.
 
+    number: of the registered buffer, 0 for memory that calls use in turn.
     offer: sends an offer to another rank.
-    ready: called once with the memory of all ranks, when it is mapped.
+    mapped: called once with the memory of all ranks, or with None if this rank cannot map all.
     """
 
     def __init__(
-        self, rank: int, size: int, offer: Callable[[int, pb.GroupMemory], None], ready: Callable[[HostMemory], None]
+        self,
+        rank: int,
+        size: int,
+        nbytes: int,
+        offer: Callable[[int, pb.GroupMemory], None],
+        mapped: Callable[[list[Bytes] | None], None],
+        *,
+        number: int = 0,
     ) -> None:
-        self._rank, self._size = rank, size
+        self._rank = rank
+        self._others = [other for other in range(size) if other != rank]
+        self._nbytes = nbytes
         #: Elements and dtype of the memory of a rank.
-        self._shape = memory_bytes(size) // 4, "float32"
-        self._offer, self._ready = offer, ready
+        self._shape = -(-nbytes // 4), "float32"
+        self._number = number
+        self._offer, self._mapped = offer, mapped
         self._arenas: dict[int, GradientArena] = {}
         self._known: set[int] = set()
-        self._tasks = {asyncio.create_task(self._offer_all(), name="psdist host memory")}
+        self._has_ended = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Offer this rank's memory."""
+        self._run(self._offer_all())
+
+    def refuse(self, reason: str) -> None:
+        """Tell the other ranks that this one cannot share."""
+        logger.info("rank %d shares no memory with its group: %s", self._rank, reason)
+        for peer in self._others:
+            self._offer(peer, pb.GroupMemory(buffer=self._number))
+        self._end(None)
 
     def on_offer(self, peer: int, offer: pb.GroupMemory) -> None:
         """Map a rank's memory. Raises InvalidArgumentError for a second offer."""
         if peer in self._known:
             raise InvalidArgumentError(f"rank {peer} offers its memory twice")
         self._known.add(peer)
-        self._tasks.add(asyncio.create_task(self._take(peer, offer), name="psdist host memory"))
+        if offer.name:
+            self._run(self._take(peer, offer))
+        else:
+            logger.info("rank %d shares no memory with rank %d", peer, self._rank)
+            self._end(None)
 
     def close(self) -> None:
         """Stop to share."""
         for task in self._tasks:
             task.cancel()
         self._arenas.clear()
+        self._end(None)
+
+    def _run(self, work: Coroutine[None, None, None]) -> None:
+        self._tasks.add(asyncio.create_task(work, name="psdist host memory"))
+
+    def _end(self, memories: list[Bytes] | None) -> None:
+        if not self._has_ended:
+            self._has_ended = True
+            self._mapped(memories)
 
     async def _offer_all(self) -> None:
         try:
             own = await in_thread(lambda: GradientArena.create(*self._shape))
         except OSError as error:
-            logger.info("rank %d shares no memory with its group: %s", self._rank, reason_of(error))
+            self.refuse(reason_of(error))
             return
         self._add(self._rank, own)
-        others = [rank for rank in range(self._size) if rank != self._rank]
-        await asyncio.gather(*(self._hand_over(own, peer) for peer in others))
+        await asyncio.gather(*(self._hand_over(own, peer) for peer in self._others))
 
     async def _hand_over(self, own: GradientArena, peer: int) -> None:
+        name = ""
         try:
             with fd_passing.listening() as (name, listener):
-                self._offer(peer, pb.GroupMemory(name=name, nonce=own.nonce))
+                self._offer(peer, pb.GroupMemory(name=name, nonce=own.nonce, buffer=self._number))
                 async with asyncio.timeout(fd_passing.HANDOVER_SECONDS):
                     (await fd_passing.accept_and_send(listener, own.fd)).close()
         except (SharingUnavailableError, TimeoutError) as error:
             logger.info("rank %d does not take the memory that rank %d shares: %s", peer, self._rank, error)
+            if not name:  # There was no offer, for which the peer waits.
+                self._offer(peer, pb.GroupMemory(buffer=self._number))
 
     async def _take(self, peer: int, offer: pb.GroupMemory) -> None:
         try:
-            arena, connected = await take_arena(offer.name, *self._shape)
+            # A rank reads a small part of a buffer, and all of the memory of calls.
+            arena, connected = await take_arena(offer.name, *self._shape, prefault=not self._number)
             connected.close()
             if arena.nonce != offer.nonce:
                 raise SharingUnavailableError("its nonce is another one")
         except SharingUnavailableError as error:
             logger.info("rank %d does not map the memory of rank %d: %s", self._rank, peer, error.message)
+            self._end(None)
             return
         self._add(peer, arena)
 
     def _add(self, rank: int, arena: GradientArena) -> None:
         self._arenas[rank] = arena
-        if len(self._arenas) == self._size:
-            memories = [self._arenas[rank].flat.view(np.uint8) for rank in range(self._size)]
-            self._ready(HostMemory(self._rank, memories))
+        if len(self._arenas) == len(self._others) + 1:
+            memories = [self._arenas[one].flat.view(np.uint8)[: self._nbytes] for one in range(len(self._arenas))]
+            self._end(memories)

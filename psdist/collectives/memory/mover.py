@@ -63,6 +63,7 @@ class Mover:
             if not self._is_stopped:
                 with suppress(RuntimeError):  # The loop is closed.
                     self._loop.call_soon_threadsafe(done, error)
+            del given, moves, done, error  # They refer to the script's arrays.
 
     def _move(self, moves: HostMoves) -> None:
         for step in range(moves.first, moves.last):

@@ -10,6 +10,7 @@ Not here: who takes part, and failures (``link_steps``).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final
@@ -22,7 +23,7 @@ from psdist.client.core.flat_vector import is_finite
 from psdist.client.sync_client import Bucket, Client, Parameters
 from psdist.collectives.sync_group import Handle
 from psdist.consistency import sums
-from psdist.errors import NonFiniteGradientError
+from psdist.errors import NonFiniteGradientError, PsdistError
 from psdist.metrics.phases import Phase
 from psdist.torch.averaging.link_steps import LinkSteps
 
@@ -96,12 +97,20 @@ class LinkGradients:
             (frozenset(names), slice(self._bounds[names[0]][0] if number else 0, self._bounds[names[-1]][1]))
             for number, names in reversed(list(enumerate(reversed(buckets))))
         ]
-        self._vector, self._result = (np.zeros(ends[-1], wrapped.layout.dtype) for _ in range(2))
+        self._vector = self._allocate(int(ends[-1]), wrapped.layout.dtype)
+        self._result = np.zeros_like(self._vector)
         self._buffers, self._means = (
             {name: vector[slice(*self._bounds[name])].reshape(shapes[name]) for name in names}
             for vector in (self._vector, self._result)
         )
         self._step = _LinkStep()
+
+    def _allocate(self, elements: int, dtype: str) -> NDArray[Any]:
+        """Return zeros, which the group's all-reduces read in place if they can."""
+        if self._steps.group is not None:
+            with suppress(PsdistError):  # The first step fails, too, and is made through the servers.
+                return self._steps.group.allocate_buffer(elements, dtype)
+        return np.zeros(elements, dtype)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.wrapped, name)

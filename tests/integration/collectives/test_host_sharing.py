@@ -155,7 +155,7 @@ async def test_memory_of_a_cancelled_call_is_the_callers(run: Run, monkeypatch: 
     given = [np.ones(4 * LARGE) for _ in range(SIZE)]
     calls = [asyncio.ensure_future(group.all_reduce(given[group.rank], out=given[group.rank])) for group in run.groups]
     await asyncio.to_thread(frozen.reached.wait)
-    mover = run.groups[2]._exchange._route._mover
+    mover = run.groups[2]._exchange.route._mover
     assert mover is not None
     threading.Timer(0.5, frozen.go.set).start()  # The movement continues after the call was cancelled.
     calls[2].cancel()
@@ -225,7 +225,7 @@ async def test_memory_of_another_process_is_refused(
     assert "its nonce is another one" in caplog.text
 
 
-async def _other_arena(name: str, elements: int, dtype: str) -> tuple[GradientArena, Any]:
+async def _other_arena(name: str, elements: int, dtype: str, *, prefault: bool) -> tuple[GradientArena, Any]:
     fd, connected = await fd_passing.receive_file(name)
     os.close(fd)
     return GradientArena.create(elements, dtype), connected

@@ -9,7 +9,8 @@ from psdist.collectives import calls
 from psdist.collectives.core.header import Header
 from psdist.collectives.core.host_memory import HostMemory, HostMoves, fits, memory_bytes
 from psdist.collectives.core.machine import COLLECTIVES, CallDone, Effect, GroupMachine, MoveData, SendPart
-from psdist.collectives.core.plan import Plan
+from psdist.collectives.core.plan import Plan, flat_bytes
+from psdist.collectives.core.registered_buffers import RegisteredBuffers
 from psdist.errors import WorkerLostError
 from tests.support.collective_network import mapped_by
 
@@ -18,16 +19,21 @@ MIB = 1 << 20
 
 
 class SharingPair:
-    """Two ranks that share memory and make one all-reduce of ``size`` bytes."""
+    """Two ranks that share memory and make one all-reduce of ``size`` bytes. registered: of a registered buffer."""
 
-    def __init__(self, size: int = 3 * MIB) -> None:
+    def __init__(self, size: int = 3 * MIB, *, registered: bool = False) -> None:
         memories = [np.zeros(memory_bytes(2), np.uint8) for _ in range(2)]
         self.machines = [GroupMachine(rank, 2) for rank in range(2)]
         self.arrays = [np.full(size // 4, rank + 1, np.float32) for rank in range(2)]
+        buffers = [RegisteredBuffers(rank) for rank in range(2)]
+        if registered:
+            for rank, one in enumerate(buffers):
+                one.register(1, mapped_by(rank, [flat_bytes(array) for array in self.arrays]))
         self.plans = [calls.all_reduce(rank, 2, array, array, "sum") for rank, array in enumerate(self.arrays)]
         self.effects: list[list[Effect]] = []
         for rank, machine in enumerate(self.machines):
-            machine.route = HostMemory(rank, mapped_by(rank, memories))
+            machine.route = HostMemory(rank, mapped_by(rank, memories), buffers[rank])
+            self.plans[rank].position = buffers[rank].position_of(self.arrays[rank])
             call_id, effects = machine.start(COLLECTIVES, self.plans[rank])
             self.effects.append(effects + machine.on_sent(1 - rank, COLLECTIVES, call_id))
         for rank in range(2):
@@ -75,6 +81,20 @@ def test_rank_that_is_lost_after_its_last_step_is_not_missed() -> None:
     behind.advance(behind.last - 1)
     assert pair.machines[0].on_moved(pair.ids[0]) == [CallDone(pair.ids[0])]
     assert (pair.arrays[0] == 3).all()
+
+
+def test_arrays_of_a_registered_buffer_are_read_in_place_and_free_once_the_call_has_ended() -> None:
+    pair = SharingPair(registered=True)
+    ahead, behind = pair.moves
+    assert ahead.is_in_place and ahead.last < SharingPair().moves[0].last
+    for step in range(ahead.first, ahead.last - 1):
+        ahead.advance(step)
+        behind.advance(step)
+    ahead.advance(ahead.last - 1)
+    assert (pair.arrays[0] == 3).all()
+    pair.arrays[0][:] = 9  # The script computes its next gradients while the other rank is late.
+    behind.advance(behind.last - 1)
+    assert (pair.arrays[1] == 3).all()
 
 
 @pytest.mark.parametrize(
