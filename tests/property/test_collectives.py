@@ -66,7 +66,7 @@ class Scenario:
         self.inputs = [np.asarray(rng.standard_normal(shape) * 4).astype(dtype) for _ in range(size)]
         self.outs: dict[int, Array] = {}
         #: Ranks that reduce ordinary arrays, and memory of the others' arrays.
-        self._ordinary = {rank for rank in range(size) if seed % 3 == 1 and rng.random() < 0.5}
+        self._ordinary = {rank for rank in range(size) if seed % 2 and rng.random() < 0.5}
         self._buffers: dict[int, Array] = {}
 
     def allocate(self, network: CollectiveNetwork) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 import pytest
 
@@ -19,16 +21,21 @@ MIB = 1 << 20
 
 
 class SharingPair:
-    """Two ranks that share memory and make one all-reduce of ``size`` bytes. registered: of a registered buffer."""
+    """Two ranks that share memory and make one all-reduce of ``size`` bytes.
 
-    def __init__(self, size: int = 3 * MIB, *, registered: bool = False) -> None:
+    registered: ranks whose array lies in a registered buffer, in which both ranks have memory.
+    """
+
+    def __init__(self, size: int = 3 * MIB, *, registered: Collection[int] = ()) -> None:
         memories = [np.zeros(memory_bytes(2), np.uint8) for _ in range(2)]
         self.machines = [GroupMachine(rank, 2) for rank in range(2)]
         self.arrays = [np.full(size // 4, rank + 1, np.float32) for rank in range(2)]
         buffers = [RegisteredBuffers(rank) for rank in range(2)]
-        if registered:
-            for rank, one in enumerate(buffers):
-                one.register(1, mapped_by(rank, [flat_bytes(array) for array in self.arrays]))
+        memories_of_buffer = [
+            flat_bytes(array if rank in registered else array * 0) for rank, array in enumerate(self.arrays)
+        ]
+        for rank, one in enumerate(buffers):
+            one.register(1, mapped_by(rank, memories_of_buffer))
         self.plans = [calls.all_reduce(rank, 2, array, array, "sum") for rank, array in enumerate(self.arrays)]
         self.effects: list[list[Effect]] = []
         for rank, machine in enumerate(self.machines):
@@ -84,7 +91,7 @@ def test_rank_that_is_lost_after_its_last_step_is_not_missed() -> None:
 
 
 def test_arrays_of_a_registered_buffer_are_read_in_place_and_free_once_the_call_has_ended() -> None:
-    pair = SharingPair(registered=True)
+    pair = SharingPair(registered=(0, 1))
     ahead, behind = pair.moves
     assert ahead.is_in_place and ahead.last < SharingPair().moves[0].last
     for step in range(ahead.first, ahead.last - 1):
@@ -95,6 +102,15 @@ def test_arrays_of_a_registered_buffer_are_read_in_place_and_free_once_the_call_
     pair.arrays[0][:] = 9  # The script computes its next gradients while the other rank is late.
     behind.advance(behind.last - 1)
     assert (pair.arrays[1] == 3).all()
+
+
+@pytest.mark.parametrize("registered", [(0,), (1,)])
+def test_arrays_are_not_read_in_place_if_that_of_one_rank_is_elsewhere(registered: tuple[int, ...]) -> None:
+    pair = SharingPair(registered=registered)
+    for step in range(pair.moves[0].first, pair.moves[0].last):
+        for move in pair.moves:
+            move.advance(step)
+    assert all((array == 3).all() for array in pair.arrays)
 
 
 @pytest.mark.parametrize(
