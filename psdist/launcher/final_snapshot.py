@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _SAY_SECONDS: Final = 2.0
 #: After this time without progress the run ends without this snapshot.
 _STILL_SECONDS: Final = 300.0
+#: Longest wait for the scheduler's first answer. On a machine that is overloaded, an attempt to connect may fail.
+_ANSWER_SECONDS: Final = 30.0
 
 
 async def request(
@@ -104,7 +106,7 @@ async def _save(address: str, run_id: str, token: str, reason: str) -> int:
     progress = SaveProgress(_say)
     try:
         async with scheduler_at(address, token) as call:
-            known = await call("GetStatus", scheduler_pb2.GetStatusRequest())
+            known = await call("GetStatus", scheduler_pb2.GetStatusRequest(), _ANSWER_SECONDS, wait_for_ready=True)
             if not known.HasField("snapshots") or all(one.state != "ready" for one in known.parameters):
                 return 0
             async with asyncio.timeout(_STILL_SECONDS) as limit:

@@ -13,12 +13,20 @@ from psdist.wire.channels import open_channel
 
 @asynccontextmanager
 async def scheduler_at(address: str, token: str) -> AsyncIterator[Callable[..., Any]]:
-    """Yield ``call(method, request, timeout=None)``, which starts a call with ``token`` and returns an awaitable or a
-    stream of answers. Both raise grpc.aio.AioRpcError."""
+    """Yield ``call(method, request, timeout=None, wait_for_ready=False)``, which starts a call with ``token`` and
+    returns an awaitable or a stream of answers. Both raise grpc.aio.AioRpcError.
+
+    wait_for_ready: connect until the timeout. Otherwise the first failed attempt ends the call.
+    """
     metadata = auth.metadata(token)
     async with open_channel(address, limits.CONTROL_MESSAGE_BYTES) as channel:
         stub: Any = scheduler_pb2_grpc.SchedulerServiceStub(channel)
-        yield lambda method, request, timeout=None: getattr(stub, method)(request, metadata=metadata, timeout=timeout)
+
+        def call(method: str, request: Any, timeout: float | None = None, wait_for_ready: bool = False) -> Any:
+            start = getattr(stub, method)
+            return start(request, metadata=metadata, timeout=timeout, wait_for_ready=wait_for_ready)
+
+        yield call
 
 
 async def last_answer(stream: AsyncIterator[Any], on_answer: Callable[[Any], None]) -> Any:

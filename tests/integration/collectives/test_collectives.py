@@ -200,7 +200,8 @@ async def test_different_calls_are_an_error_at_all_ranks(run: Run) -> None:
 
 async def test_a_time_limit_ends_the_call_at_all_ranks(run: Run) -> None:
     first, second, _ = run.groups
-    errors = await asyncio.gather(first.barrier(timeout=0.2), second.barrier(), return_exceptions=True)
+    await run.all(lambda g: g.barrier())  # All are linked, so the other rank's call arrives long before the limit.
+    errors = await asyncio.gather(first.barrier(timeout=0.5), second.barrier(), return_exceptions=True)
     assert all(isinstance(error, WaitTimeoutError) and "for rank 2 to call barrier()" in str(error) for error in errors)
 
 

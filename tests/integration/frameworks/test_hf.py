@@ -87,7 +87,7 @@ def test_the_survivor_of_a_lost_worker_finishes(runs: Runs, tmp_path: Path) -> N
     assert len(numbers(survivor["log"], "eval_loss")) == 3
 
 
-def test_the_examples_and_the_programs_of_the_page_run(runs: Runs, tmp_path: Path) -> None:
+def test_the_examples_run(runs: Runs, tmp_path: Path) -> None:
     directory = str(tmp_path)
     trained = runs.together("program", 2, path="examples/hf_trainer.py", directory=directory)
     loss = re.findall(r"loss (\d\.\d+) after 60 steps\n", trained[0])
@@ -96,10 +96,14 @@ def test_the_examples_and_the_programs_of_the_page_run(runs: Runs, tmp_path: Pat
     looped = runs.together("program", 2, path="examples/accelerate_loop.py", directory=directory)
     assert float(re.findall(r"epoch 6  accuracy ([\d.]+)% of 512\n", looped[0])[0]) > 90, looped
     assert looped[1] == ""
+
+
+@pytest.mark.long  # Shorter forms of the examples.
+def test_the_programs_of_the_page_run(runs: Runs, tmp_path: Path) -> None:
     programs = programs_of("frameworks.md", "psdist.hf", tmp_path)
     assert len(programs) == 2
     for path in programs:
-        runs.together("program", 2, path=path, directory=directory)
+        runs.together("program", 2, path=path, directory=str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["hf_trainer", "accelerate_loop", "lightning_fit"])

@@ -108,11 +108,6 @@ pending = [dist.all_reduce(torch.full((300_000,), 1.0), async_op=True) for _ in 
 assert all(work.wait() and work.is_success() for work in pending)
 """
 
-
-def test_all_calls(tmp_path: Path) -> None:
-    assert launched(tmp_path, _CALLS, 3).count("done") == 3
-
-
 _GROUPS = """
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _coalescing_manager
@@ -178,8 +173,8 @@ dist.all_reduce(total)
 """
 
 
-def test_groups_and_rarer_calls(tmp_path: Path) -> None:
-    output = launched(tmp_path, _GROUPS, 3)
+def test_all_calls_and_groups(tmp_path: Path) -> None:
+    output = launched(tmp_path, _CALLS + _GROUPS, 3)
     assert output.count("done") == output.count("closed") == 3
     assert "monitored Ranks 1, 2 failed to pass monitoredBarrier in 200 ms" in output
     assert output.count("torch.float8_e4m3fn can be moved, but not reduced") == 3

@@ -275,6 +275,7 @@ _FIXED_TIMES = (
     ("psdist_scheduler.coordination.deferred_losses:PATIENCE_SECONDS",),
     ("psdist.launcher.agent:_GIVE_UP_SECONDS",),
     ("psdist_scheduler.app:_FAREWELL_SECONDS",),
+    ("psdist.launcher.final_snapshot:_ANSWER_SECONDS",),
     ("psdist.launcher.final_snapshot:_STILL_SECONDS",),
 )
 

@@ -353,5 +353,5 @@ def test_residuals_decay() -> None:
 @pytest.mark.parametrize("name", FUZZED)
 def test_decoders_are_safe(name: str) -> None:
     """Short run of ``python -m tests.fuzz``."""
-    outcomes = fuzz(FUZZED[name], 20_000, seed=7)
-    assert outcomes[OUTCOMES[0]] > 1000 and outcomes[OUTCOMES[1]] > 1000 and not outcomes["WRONG"]
+    outcomes = fuzz(FUZZED[name], 8_000, seed=7)
+    assert outcomes[OUTCOMES[0]] > 400 and outcomes[OUTCOMES[1]] > 400 and not outcomes["WRONG"]

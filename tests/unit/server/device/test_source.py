@@ -14,7 +14,9 @@ from psdist_server.device.source import ARRAYS, SCALARS, element_of, update_sour
 from psdist_server.kernels.updates import UPDATES
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture", [ARCHITECTURES[0], *(pytest.param(one, marks=pytest.mark.long) for one in ARCHITECTURES[1:])]
+)
 def test_the_kernels_of_all_optimizers_are_compiled_for_devices(architecture: str) -> None:
     text = update_source(*UPDATES)
     assert text.count(" update_") == len(UPDATES) == 21
