@@ -41,11 +41,12 @@ from psdist.launcher.runner import ProcessPlan, Runner
 from psdist.launcher.scale_watch import ScaleRequest
 from psdist.launcher.shutdown import RunPolicy
 from psdist.link import fd_passing
+from psdist.monitoring.dashboard_link import dashboard_link, require_dashboard, view_key
 from psdist.settings import exit_codes, preflight, signals
 from psdist.settings.config import find_token, parse_address, read_address
 from psdist.settings.declarations import setting
 from psdist.settings.flags import integer
-from psdist.settings.programs import OUTPUT_TITLE, storage_path_setting
+from psdist.settings.programs import MONITORING_TITLE, OUTPUT_TITLE, DashboardSettings, storage_path_setting
 from psdist.settings.run_report import RunReport
 from psdist.snapshots import resumable
 
@@ -56,7 +57,7 @@ _LISTEN_DELAY_SECONDS: Final = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalSettings(ServicesSettings, ScriptSettings):
+class LocalSettings(DashboardSettings, ServicesSettings, ScriptSettings):
     """Settings of ``psdist run``.
 
     storage_path: None means a directory of the run in ``STORAGE_DIRECTORY``, or no snapshots if that cannot be written.
@@ -64,6 +65,7 @@ class LocalSettings(ServicesSettings, ScriptSettings):
     """
 
     storage_path: str | None = storage_path_setting(f"./{STORAGE_DIRECTORY}/RUN_ID")
+    dashboard: bool = setting("serve the dashboard on a free port and print its link", group=MONITORING_TITLE)
     lifeline_fd: int | None = setting(
         "inherited pipe; the run ends when it does, as after SIGTERM", integer(0), None, "N", twin=False
     )
@@ -84,6 +86,11 @@ class LocalSettings(ServicesSettings, ScriptSettings):
     def has_storage(self) -> bool:
         """True if there is a storage for snapshots."""
         return self.storage_path != ""
+
+    @property
+    def has_dashboard(self) -> bool:
+        """True if the scheduler serves the dashboard."""
+        return self.dashboard or self.dashboard_port is not None
 
     @property
     def run_policy(self) -> RunPolicy:
@@ -110,6 +117,8 @@ def run_local(settings: LocalSettings, environ: Mapping[str, str] | None = None)
     environ = dict(os.environ if environ is None else environ)
     preflight.require_working_directory()
     settings.check()
+    if settings.has_dashboard:
+        require_dashboard()
     signals.exit_on(settings.signals)
     token = find_token(environ) or secrets.token_urlsafe(32)
     # Generated names sort by time.
@@ -167,6 +176,8 @@ async def _run(
         host=host,
         metrics_port=settings.metrics_port,
         metrics_host=settings.metrics_host,
+        dashboard_port=_dashboard_port(settings, host),
+        dashboard_host=settings.dashboard_host,
     )
     try:
         return await _supervise(settings, environ, workers, services, on_address, metrics)
@@ -224,6 +235,8 @@ async def _supervise(
             f"to watch it: psdist status --run-id {run_id}"
         )
         told = storage != "" and _report_storage(output, services.settings, storage, asked=bool(settings.storage_path))
+        if (port := services.dashboard_port) is not None:
+            output.say(f"dashboard: {_dashboard_link(settings, services.host, port, workers.link, environ)}")
         output.say(_how_to_join(run_id, settings, RunRegistry(records_directory(environ))))
         announce(output, workers, environ)
         metrics.start(output)
@@ -242,6 +255,22 @@ async def _supervise(
     finally:
         await requests.close()
         output.close()
+
+
+def _dashboard_port(settings: LocalSettings, host: str) -> int | None:
+    """Return the port of the dashboard, which a restarted scheduler keeps; None without one."""
+    if not settings.has_dashboard:
+        return None
+    return settings.dashboard_port or free_port(settings.dashboard_host or host)
+
+
+def _dashboard_link(
+    settings: LocalSettings, host: str, port: int, link: SchedulerAddress, environ: Mapping[str, str]
+) -> str:
+    chosen = settings.dashboard_host or host
+    shown = addresses.own_address() if addresses.is_wildcard(chosen) else chosen
+    token = find_token(link.environment(environ))
+    return dashboard_link(addresses.format_address(shown, port), view_key(token, link.run_id))
 
 
 @contextmanager

@@ -307,6 +307,7 @@ class ServicesPlan:
     host: address on which they listen: this machine's loopback address.
     metrics_port: port of the scheduler's metrics; servers take free ones. None serves none.
     metrics_host: address of the metrics; empty for loopback.
+    dashboard_port, dashboard_host: likewise of the dashboard.
     """
 
     settings: ServicesSettings
@@ -320,6 +321,8 @@ class ServicesPlan:
     host: str = "127.0.0.1"
     metrics_port: int | None = None
     metrics_host: str = ""
+    dashboard_port: int | None = None
+    dashboard_host: str = ""
 
     def scheduler(self, base: Mapping[str, str], port: int = 0) -> ProcessSpec:
         """Return the scheduler's process. It writes its address to the link's file; a restarted one keeps its
@@ -338,6 +341,8 @@ class ServicesPlan:
             address_file=self.link.file,
             storage_path=self.settings.storage_path or None,
             metrics_port=self.metrics_port,
+            dashboard_port=self.dashboard_port,
+            dashboard_host=self.dashboard_host or None,
             storage_optional=self.storage_optional,
         )
         argv = (*program("psdist_scheduler"), *flags)

@@ -61,6 +61,15 @@ class MetricsEndpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class DashboardEndpoint:
+    """Place of a run's dashboard. port: 0 takes a free one. token: the run's; empty without one."""
+
+    host: str
+    port: int
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
 class ClientSettings:
     """Settings that a launcher passes to a worker's script. ``scheduler`` is empty if there is none.
 

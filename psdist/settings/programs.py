@@ -19,6 +19,7 @@ from psdist.errors import ConfigurationError, InsecureBindError, InvalidArgument
 from psdist.settings import exit_codes, preflight
 from psdist.settings.config import (
     START_TIMEOUT_SECONDS,
+    DashboardEndpoint,
     MetricsEndpoint,
     TransportName,
     address_text,
@@ -45,7 +46,7 @@ SERVERS_TITLE: Final = "servers"
 _NETWORK_TITLE: Final = "network and security"
 _HOST: Final = "127.0.0.1"
 _SNAPSHOTS_TITLE: Final = "snapshots"
-_MONITORING_TITLE: Final = "monitoring"
+MONITORING_TITLE: Final = "monitoring"
 
 # --- settings that several programs declare with their own help or default --------------------------------------------
 
@@ -157,11 +158,25 @@ class MonitoringSettings:
 
     metrics_port: int | None = setting(
         "serve metrics for Prometheus on this port; 0 takes a free one, which psdist status shows (default: none)",
-        integer(0, 65535), None, "PORT", group=_MONITORING_TITLE,
+        integer(0, 65535), None, "PORT", group=MONITORING_TITLE,
     )  # fmt: skip
     metrics_host: str = setting(
         "address of the metrics; beyond this machine they need a token, and are not encrypted (default: loopback)",
-        text, "", "HOST", group=_MONITORING_TITLE,
+        text, "", "HOST", group=MONITORING_TITLE,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class DashboardSettings:
+    """Place of a run's dashboard. dashboard_port: None serves none."""
+
+    dashboard_port: int | None = setting(
+        "serve the dashboard, a page that shows the run live, on this port of the scheduler; 0 takes a free one "
+        "(default: none)", integer(0, 65535), None, "PORT", group=MONITORING_TITLE,
+    )  # fmt: skip
+    dashboard_host: str = setting(
+        "address of the dashboard; beyond this machine it needs a token, and is not encrypted (default: loopback)",
+        text, "", "HOST", group=MONITORING_TITLE,
     )  # fmt: skip
 
 
@@ -201,7 +216,7 @@ class ProgramSettings(MonitoringSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SchedulerSettings(RunSettings, ProgramSettings):
+class SchedulerSettings(RunSettings, DashboardSettings, ProgramSettings):
     """Settings of ``psdist-scheduler``. An empty ``run_id`` lets the scheduler choose."""
 
     run_id: str = run_id_setting("name of the run")
@@ -237,6 +252,13 @@ class SchedulerSettings(RunSettings, ProgramSettings):
     )
     #: File of the store; None keeps it in memory.
     store_path: Path | None = None
+
+    @property
+    def dashboard(self) -> DashboardEndpoint | None:
+        """Place of the dashboard; None serves none."""
+        if self.dashboard_port is None:
+            return None
+        return DashboardEndpoint(self.dashboard_host or loopback(), self.dashboard_port, self.token)
 
     @property
     def storage(self) -> str:

@@ -186,6 +186,13 @@ CLOCK_CHARACTERS_MAX: Final = 128
 SCRAPES_MAX: Final = 4
 SCRAPE_SECONDS: Final = 5.0
 
+#: Connections to the dashboard that are open at the same time, and those that follow the run. A connection may make no
+#: progress for so many seconds: neither a request, nor that its browser reads. Bytes of a request's headers.
+DASHBOARD_CONNECTIONS_MAX: Final = 64
+DASHBOARD_READERS_MAX: Final = 24
+DASHBOARD_STALL_SECONDS: Final = 15.0
+DASHBOARD_REQUEST_BYTES_MAX: Final = 16 << 10
+
 #: Header of a link's first frame from another worker, which carries the token.
 PEER_OPENING_BYTES: Final = 4 * TOKEN_CHARACTERS_MAX + (4 << 10)
 #: Bytes that a collective sends to a peer together with the call. They may wait there until the peer makes the call.

@@ -23,6 +23,7 @@ from grpc_health.v1 import health
 
 from psdist import addresses, logs, loop_monitor
 from psdist.errors import ConfigurationError, PsdistError, StorageError
+from psdist.monitoring.dashboard_link import require_dashboard
 from psdist.settings import exit_codes, signals
 from psdist.settings.config import is_loopback
 from psdist.settings.programs import SchedulerSettings
@@ -100,12 +101,17 @@ async def _serve_run(
     server.add_generic_rpc_handlers((Service(scheduler).handler(),))
     probe = await add_standard_services(server, SERVICE, reflects=is_loopback(settings.host))
     readiness = asyncio.create_task(_follow_readiness(scheduler, probe))
-    exporter = None
+    exporter = dashboard = None
     try:
         if settings.metrics is not None:
             from psdist_scheduler import metrics  # A run without metrics starts without their library.
 
             exporter = metrics.export(scheduler, settings.metrics)
+        if settings.dashboard is not None:
+            require_dashboard()
+            from psdist_scheduler import dashboard_source  # Likewise.
+
+            dashboard = dashboard_source.serve(scheduler, settings.dashboard, optional=stored is not None)
         port = channels.bind(server, settings.host, settings.port, settings.insecure)
         await server.start()
         address = settings.advertise or _own_address(settings.host, port)
@@ -114,6 +120,8 @@ async def _serve_run(
         readiness.cancel()
         if exporter is not None:
             exporter.close()
+        if dashboard is not None:
+            dashboard.close()
         scheduler.stop()
         await server.stop(_STOP_SECONDS)
         scheduler.close()

@@ -1,0 +1,146 @@
+"""Feed of the dashboard: reads the run while somebody looks, and turns it into server-sent events.
+
+Runs on the dashboard's own event loop. Of the scheduler it needs one short call per reading, and readings take at most
+``_LOOP_SHARE`` of the time of the scheduler's loop.
+
+Invariants: A reader holds no memory but its place. One that is too slow for a difference gets the whole state next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Final, NamedTuple
+
+from psdist.monitoring.run_json import sample_json, status_json
+from psdist.v1 import scheduler_pb2 as pb
+from psdist_scheduler.dashboard.curves import Point
+from psdist_scheduler.dashboard.merge_patch import Tree, difference
+from psdist_scheduler.dashboard.run_state import RunState
+
+logger = logging.getLogger("psdist.scheduler")
+
+#: Least time between two readings while somebody looks, and the time otherwise: curves are kept from the start.
+_INTERVAL_SECONDS: Final = 0.5
+_IDLE_SECONDS: Final = 20.0
+_LOOP_SHARE: Final = 0.02
+
+
+class Reading(NamedTuple):
+    """What the scheduler's loop reads for the dashboard.
+
+    samples: those after the asked one. heartbeat_seconds: between two heartbeats of a member. seconds: how long it
+    took.
+    """
+
+    status: pb.GetStatusResponse
+    samples: list[pb.RunSample]
+    heartbeat_seconds: float
+    seconds: float
+
+
+#: Returns a reading with the samples after a number. Raises TimeoutError if the scheduler does not answer.
+Read = Callable[[int], Awaitable[Reading]]
+
+
+class Feed:
+    """The newest state of the run, with the difference to the one before it."""
+
+    def __init__(self, read: Read, interval_seconds: float = _INTERVAL_SECONDS) -> None:
+        self._read = read
+        self._interval = interval_seconds
+        self._run = RunState()
+        self._state: Tree = {}
+        self._number = 0
+        self._time = 0.0
+        self._change = b""
+        self._whole = b""
+        self._answered = 0.0
+        self._has_failed = False
+        self._changed = asyncio.Event()
+        self._wanted = asyncio.Event()
+        self.readers = 0
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Count a reader, for whom the run is read."""
+        self.readers += 1
+        self._wanted.set()
+        try:
+            yield
+        finally:
+            self.readers -= 1
+            if not self.readers:
+                self._wanted.clear()
+
+    async def run(self) -> None:
+        """Read the run forever."""
+        self._answered = _now()
+        while True:
+            pause = await self._refresh()
+            if self.readers:
+                await asyncio.sleep(pause)
+            else:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._wanted.wait(), _IDLE_SECONDS)
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yield the whole state, and then what changes, as server-sent events. The first may be a reading old."""
+        seen = -1
+        while True:
+            if self._number and seen == self._number - 1:
+                yield self._change
+            elif self._number:
+                yield self._whole_event()
+            seen = self._number
+            while seen == self._number:
+                await self._changed.wait()
+
+    async def _refresh(self) -> float:
+        """Read the run once and publish it. Returns the time until the next reading."""
+        try:
+            reading = await self._read(self._run.last_sample)
+            points = self._run.add_samples([sample_json(one) for one in reading.samples])
+            state = self._run.state(status_json(reading.status), reading.heartbeat_seconds)
+        except Exception as error:
+            if not isinstance(error, TimeoutError) and not self._has_failed:
+                self._has_failed = True
+                logger.exception("the dashboard cannot show the run (logged once)")
+            self._publish({**self._state, "unanswered": round(_now() - self._answered)}, [], self._time)
+            return self._interval
+        self._answered = _now()
+        self._publish(state, points, reading.status.time)
+        return max(self._interval, reading.seconds / _LOOP_SHARE)
+
+    def _publish(self, state: Tree, points: list[Point], time: float) -> None:
+        self._number += 1
+        patch = difference(self._state, state)
+        self._state, self._time, self._whole = state, time, b""
+        self._change = _event({"time": round(time, 1), "change": patch, **({"points": points} if points else {})})
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _whole_event(self) -> bytes:
+        if not self._whole:
+            curves = self._run.curves
+            whole = curves.whole if curves.stride > 1 else []
+            self._whole = _event(
+                {
+                    "time": round(self._time, 1),
+                    "state": self._state,
+                    "recent": list(curves.recent),
+                    "whole": whole,
+                }
+            )
+        return self._whole
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
