@@ -307,7 +307,7 @@ class ServicesPlan:
     host: address on which they listen: this machine's loopback address.
     metrics_port: port of the scheduler's metrics; servers take free ones. None serves none.
     metrics_host: address of the metrics; empty for loopback.
-    dashboard_port, dashboard_host: likewise of the dashboard.
+    dashboard_port, dashboard_host: port and address of the dashboard; None and empty as above.
     """
 
     settings: ServicesSettings

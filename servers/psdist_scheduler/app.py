@@ -109,7 +109,7 @@ async def _serve_run(
             exporter = metrics.export(scheduler, settings.metrics)
         if settings.dashboard is not None:
             require_dashboard()
-            from psdist_scheduler import dashboard_source  # Likewise.
+            from psdist_scheduler import dashboard_source  # It needs the libraries of an extra.
 
             dashboard = dashboard_source.serve(scheduler, settings.dashboard, optional=stored is not None)
         port = channels.bind(server, settings.host, settings.port, settings.insecure)

@@ -30,7 +30,7 @@ _LOOP_SHARE: Final = 0.02
 
 
 class Reading(NamedTuple):
-    """What the scheduler's loop reads for the dashboard.
+    """Part of the run that the scheduler's loop reads for the dashboard.
 
     samples: those after the asked one. heartbeat_seconds: between two heartbeats of a member. seconds: how long it
     took.

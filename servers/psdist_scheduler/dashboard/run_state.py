@@ -1,6 +1,6 @@
 """State of a run as the page shows it: nested objects by id, small enough to be sent every second.
 
-Pure: assembled from the JSON forms of ``psdist.monitoring.run_json``. Numbers are rounded to what the page shows, so
+Pure: assembled from the JSON forms of ``psdist.monitoring.run_json``. Numbers are rounded as the page shows them, so
 that few of them change. There are no nulls, and names of peers are values or keys, never markup.
 """
 

@@ -1,0 +1,56 @@
+"""Access to the dashboard: the token or the key, once exchanged for a cookie; without a token only by an address."""
+
+from __future__ import annotations
+
+import pytest
+
+from psdist.monitoring.dashboard_link import dashboard_link, view_key
+from psdist_scheduler.dashboard.access import Access
+
+KEY = view_key("secret", "run")
+
+
+def test_the_key_is_not_the_token_and_belongs_to_one_run() -> None:
+    assert len(KEY) == 40 and "secret" not in KEY
+    assert KEY != view_key("secret", "other") != view_key("other", "run")
+    assert view_key("", "run") == ""
+
+
+def test_the_link_has_the_key_in_its_fragment() -> None:
+    assert dashboard_link("h:1", KEY) == f"http://h:1/#key={KEY}"
+    assert dashboard_link("h:1", "") == "http://h:1/"
+
+
+@pytest.mark.parametrize("secret", ["secret", KEY])
+def test_token_and_key_are_exchanged_for_a_cookie(secret: str) -> None:
+    access = Access("secret", KEY, 80)
+    cookie = access.set_cookie(f"Bearer {secret}")
+    assert cookie == f"psdist-dashboard-80={KEY}; Path=/; HttpOnly; SameSite=Strict"
+    assert access.may_read({"cookie": f"other=1; {cookie.partition(';')[0]}"})
+    assert access.may_read({"authorization": f"bearer {secret}"})
+
+
+@pytest.mark.parametrize("value", ["", "Bearer", "Bearer ", "Bearer other", "Basic secret", "secret", "Bearer \u00e9"])
+def test_nothing_else_is(value: str) -> None:
+    access = Access("secret", KEY, 80)
+    assert access.set_cookie(value) is None
+    assert not access.may_read({"authorization": value})
+
+
+@pytest.mark.parametrize("cookie", ["", "psdist-dashboard-80=", "psdist-dashboard-81=" + KEY, "=;;\x00=", "a" * 5000])
+def test_other_cookies_open_nothing(cookie: str) -> None:
+    assert not Access("secret", KEY, 80).may_read({"cookie": cookie})
+
+
+def test_without_a_token_everybody_who_names_an_address_may_read() -> None:
+    access = Access("", "", 80)
+    assert access.may_read({})
+    for host in ("127.0.0.1:80", "localhost:80", "[::1]:80", "127.0.0.1"):
+        assert access.names_host(host)
+    for host in ("evil.example:80", "", "127.0.0.1.evil.example"):
+        assert not access.names_host(host)
+    assert access.set_cookie("Bearer ") is None  # An empty token is none.
+
+
+def test_with_a_token_the_port_may_have_any_name() -> None:
+    assert Access("secret", KEY, 80).names_host("training.example:80")
