@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from psdist.tracing.summary import WorkerSummary
     from psdist.v1 import scheduler_pb2 as pb
 
+#: Shortest time between two lines on progress.
+_PROGRESS_SECONDS: Final = 1.0
 _VIEWERS: Final = "https://ui.perfetto.dev or chrome://tracing"
 
 
@@ -110,8 +113,10 @@ def _record(target: SchedulerChoice, given: Namespace, recording: Recording) -> 
             raise SchedulerUnreachableError(
                 f"no scheduler answers at {target.address} ({target.origin}; tried for {given.timeout:g} s)"
             ) from None
+        shown = float("-inf")
         async for answer in answers:
-            if answer.waiting_for:
+            if answer.waiting_for and time.monotonic() - shown >= _PROGRESS_SECONDS:
+                shown = time.monotonic()
                 print(f"psdist: recording, waiting {_plain(answer.waiting_for)}", file=sys.stderr)
             recording.on_answer(answer)
 

@@ -45,6 +45,7 @@ from psdist.errors import (
     UnauthenticatedError,
     WrongRunError,
 )
+from psdist.tracing.otel import step_tracer
 from psdist.types import Replica
 from psdist.v1 import scheduler_pb2
 from psdist.wire import convert, status
@@ -119,6 +120,9 @@ class WorkerSession:
             except TimeoutError:
                 raise self.calls.unreachable(timeout, 1, "it registered this worker, but accepted no session") from None
         self.membership.raise_if_expelled()
+        mine = self.membership.registration
+        if (tracer := step_tracer(mine.run_id, mine.worker_id)) is not None:
+            self.waits.phases.add_sink(tracer)
         _tell_launcher()
 
     def _start_incarnation(self, response: scheduler_pb2.RegisterResponse) -> None:
