@@ -11,7 +11,7 @@ from psdist.wire.limits import TRACE_SPANS_PER_MESSAGE
 
 
 class Member:
-    """A member that records into ``recorder`` while it is told to. now: its clock."""
+    """A member that records into ``recorder``, if that is set. now: its clock."""
 
     def __init__(self) -> None:
         self.recorder: SpanRecorder | None = None
