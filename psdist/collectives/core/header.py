@@ -16,7 +16,7 @@ class BufferPosition:
     offset: int = 0
 
 
-#: Position of an array that lies in no registered buffer.
+#: Position of an array outside of all registered buffers.
 NOWHERE: Final = BufferPosition()
 
 

@@ -23,7 +23,7 @@ MIB = 1 << 20
 class SharingPair:
     """Two ranks that share memory and make one all-reduce of ``size`` bytes.
 
-    registered: ranks whose array lies in a registered buffer, in which both ranks have memory.
+    registered: ranks whose array is in a registered buffer, in which both ranks have memory.
     """
 
     def __init__(self, size: int = 3 * MIB, *, registered: Collection[int] = ()) -> None:
