@@ -701,17 +701,21 @@ class ParametersStatistics(_message.Message):
     def __init__(self, parameters: _Optional[str] = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., applied_slices: _Optional[int] = ..., apply_seconds: _Optional[float] = ..., bytes_held: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatistics, _Mapping]]] = ..., waiting_for: _Optional[_Iterable[str]] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatistics, _Mapping]]] = ..., primary_of: _Optional[_Iterable[int]] = ..., backup_of: _Optional[_Iterable[int]] = ..., estimate_bytes: _Optional[int] = ...) -> None: ...
 
 class GetStatisticsResponse(_message.Message):
-    __slots__ = ("server_id", "epoch", "resident_bytes", "parameters", "device", "device_bytes")
+    __slots__ = ("server_id", "epoch", "resident_bytes", "parameters", "device", "device_bytes", "kernel_threads", "cores")
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KERNEL_THREADS_FIELD_NUMBER: _ClassVar[int]
+    CORES_FIELD_NUMBER: _ClassVar[int]
     server_id: str
     epoch: int
     resident_bytes: int
     parameters: _containers.RepeatedCompositeFieldContainer[ParametersStatistics]
     device: str
     device_bytes: int
-    def __init__(self, server_id: _Optional[str] = ..., epoch: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., parameters: _Optional[_Iterable[_Union[ParametersStatistics, _Mapping]]] = ..., device: _Optional[str] = ..., device_bytes: _Optional[int] = ...) -> None: ...
+    kernel_threads: int
+    cores: int
+    def __init__(self, server_id: _Optional[str] = ..., epoch: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., parameters: _Optional[_Iterable[_Union[ParametersStatistics, _Mapping]]] = ..., device: _Optional[str] = ..., device_bytes: _Optional[int] = ..., kernel_threads: _Optional[int] = ..., cores: _Optional[int] = ...) -> None: ...

@@ -203,6 +203,8 @@ class ParameterServer:
             resident_bytes=psutil.Process(os.getpid()).memory_info().rss,
             device=self._lanes.device.name if self._lanes is not None else "",
             device_bytes=self._lanes.device.allocated if self._lanes is not None else 0,
+            kernel_threads=self._pool.threads,
+            cores=len(os.sched_getaffinity(0)),
             parameters=[store.statistics() for store in self.stores.values()],
         )
 

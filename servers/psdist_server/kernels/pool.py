@@ -52,6 +52,11 @@ class KernelPool(Generic[W, R]):
         for thread in self._threads:
             thread.start()
 
+    @property
+    def threads(self) -> int:
+        """Number of threads."""
+        return len(self._threads)
+
     def submit(self, priority: int, run: Run[W, R], work: W, done: Done[W, R]) -> None:
         """Run ``work`` by ``run``, possibly together with other work for the same ``run``, once no work of a lower
         ``priority`` is left; then call ``done`` on the loop."""
