@@ -46,6 +46,8 @@ PSDIST: Final = Group(
                 lambda: import_module("psdist.cli.diagnosis.trace")),
         Command("explain", "say what bounds the speed of a run, and which setting would change it",
                 lambda: import_module("psdist.cli.diagnosis.explain")),
+        Command("report", "write an HTML file about a run, live or finished: psdist report --out run.html",
+                lambda: import_module("psdist.cli.diagnosis.report")),
         Command("snapshot", "save, list, show, verify, export or delete snapshots of a run",
                 lambda: import_module("psdist.cli.snapshot").SNAPSHOT),
         Command("scale", "add or remove servers or workers while a run trains: psdist scale servers 3",

@@ -93,7 +93,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What bounds the step of a parameter set.
+    """Bottleneck of a parameter set's steps.
 
     seconds: length of the window.
     step_seconds: length of a step, and ``parts`` its division; both in seconds.
@@ -238,6 +238,15 @@ def _busiest(members: Iterable[Mapping[str, Any]], window: Sequence[Mapping[str,
     return max(found, key=lambda server: server.busy, default=None)
 
 
+def _covered(window: Iterable[Mapping[str, Any]]) -> float:
+    """Return the longest time that the window has of one worker, in seconds."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for sample in window:
+        for member, one in sample["workers"].items():
+            seconds[member] += one["seconds"]
+    return max(seconds.values())
+
+
 class _Division:
     """Division of a step into its parts."""
 
@@ -294,7 +303,7 @@ class _Division:
             parameters=self.parameters["name"],
             consistency=self.parameters["consistency"],
             workers=len(self.workers),
-            seconds=round(window[-1]["time"] - window[0]["time"], 3),
+            seconds=round(_covered(window), 3),
             step_seconds=self.step,
             parts=self.parts,
             bottleneck=bottleneck,

@@ -1537,6 +1537,16 @@ class GetSamplesResponse(_message.Message):
     samples: _containers.RepeatedCompositeFieldContainer[RunSample]
     def __init__(self, samples: _Optional[_Iterable[_Union[RunSample, _Mapping]]] = ...) -> None: ...
 
+class GetSummaryRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetSummaryResponse(_message.Message):
+    __slots__ = ("summary",)
+    SUMMARY_FIELD_NUMBER: _ClassVar[int]
+    summary: bytes
+    def __init__(self, summary: _Optional[bytes] = ...) -> None: ...
+
 class GetStatusResponse(_message.Message):
     __slots__ = ("run_id", "psdist_version", "epoch", "phase", "uptime_seconds", "workers_min", "servers_min", "members", "parameters", "waiting_for", "events", "replicas", "servers_wanted", "datasets", "snapshots", "metrics_address", "time")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]

@@ -159,6 +159,11 @@ class SchedulerServiceStub:
                 request_serializer=psdist_dot_v1_dot_scheduler__pb2.TraceRequest.SerializeToString,
                 response_deserializer=psdist_dot_v1_dot_scheduler__pb2.TraceResponse.FromString,
                 _registered_method=True)
+        self.GetSummary = channel.unary_unary(
+                '/psdist.v1.SchedulerService/GetSummary',
+                request_serializer=psdist_dot_v1_dot_scheduler__pb2.GetSummaryRequest.SerializeToString,
+                response_deserializer=psdist_dot_v1_dot_scheduler__pb2.GetSummaryResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulerServiceServicer:
@@ -341,6 +346,13 @@ class SchedulerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetSummary(self, request, context):
+        """Summary of the whole run so far, of a bounded size.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -468,6 +480,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.Trace,
                     request_deserializer=psdist_dot_v1_dot_scheduler__pb2.TraceRequest.FromString,
                     response_serializer=psdist_dot_v1_dot_scheduler__pb2.TraceResponse.SerializeToString,
+            ),
+            'GetSummary': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSummary,
+                    request_deserializer=psdist_dot_v1_dot_scheduler__pb2.GetSummaryRequest.FromString,
+                    response_serializer=psdist_dot_v1_dot_scheduler__pb2.GetSummaryResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1145,6 +1162,33 @@ class SchedulerService:
             '/psdist.v1.SchedulerService/Trace',
             psdist_dot_v1_dot_scheduler__pb2.TraceRequest.SerializeToString,
             psdist_dot_v1_dot_scheduler__pb2.TraceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetSummary(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/psdist.v1.SchedulerService/GetSummary',
+            psdist_dot_v1_dot_scheduler__pb2.GetSummaryRequest.SerializeToString,
+            psdist_dot_v1_dot_scheduler__pb2.GetSummaryResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import sys
+import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,6 +37,7 @@ from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.events.cluster_events import Done, Stop
 from psdist_scheduler.events.cluster_state import ClusterSettings, StoredState
 from psdist_scheduler.events.snapshot_events import History
+from psdist_scheduler.run_summary import SummaryKeeper, SummaryWriter, load
 from psdist_scheduler.scheduler import Scheduler
 from psdist_scheduler.service import SERVICE, Service
 from psdist_scheduler.snapshot_io import check_fresh, check_readable, check_writable, read_history
@@ -93,6 +95,8 @@ async def _serve_run(
     now = asyncio.get_running_loop().time()
     cluster = Cluster(_cluster_settings(settings, run_id, opened), stored, now, opened.history)
     scheduler = Scheduler(cluster, store, opened.storage)
+    writer = await _keep_summary(scheduler, opened)
+    writing = asyncio.create_task(writer.run() if writer is not None else asyncio.sleep(0))
     for text in opened.history.skipped if opened.history is not None else ():
         logger.warning("skipped unreadable snapshot: %s", text)
     server = channels.make_server(
@@ -118,6 +122,9 @@ async def _serve_run(
         return await _until_the_end(settings, scheduler, address)
     finally:
         readiness.cancel()
+        writing.cancel()
+        if writer is not None:
+            await writer.write_last()
         if exporter is not None:
             exporter.close()
         if dashboard is not None:
@@ -125,6 +132,22 @@ async def _serve_run(
         scheduler.stop()
         await server.stop(_STOP_SECONDS)
         scheduler.close()
+
+
+async def _keep_summary(scheduler: Scheduler, opened: _Opened) -> SummaryWriter | None:
+    """Keep a summary of the run, and continue the one in its storage. Returns its writer; None without a storage."""
+    run_id, storage = scheduler.cluster.settings.run_id, opened.storage
+    previous = await load(storage, run_id) if storage is not None else None
+    keeper = scheduler.reports.summary = SummaryKeeper(run_id, time.time(), previous)
+    if storage is None or opened.unwritable:
+        return None
+
+    def document(last: bool) -> bytes | None:
+        failed = scheduler.cluster.failed
+        state = "lost" if failed is not None else "ended" if scheduler.has_ended else "stopped" if last else "running"
+        return None if keeper.is_empty else scheduler.summary(state, str(failed or ""))
+
+    return SummaryWriter(storage, run_id, document)
 
 
 async def _follow_readiness(scheduler: Scheduler, probe: health.aio.HealthServicer) -> None:

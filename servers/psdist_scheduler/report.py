@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 
+from psdist.consistency import kind_of
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import convert
 from psdist_scheduler import messages
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.events.cluster_state import Member
+from psdist_scheduler.run_summary import SummaryKeeper
 from psdist_scheduler.samples import SampleHistory
 from psdist_scheduler.snapshots.attempt import Attempt, AttemptPhase
 
@@ -21,6 +23,7 @@ class Reports:
         #: ``host:port`` of the scheduler's metrics; empty without.
         self.metrics_address = ""
         self.samples = SampleHistory()
+        self.summary: SummaryKeeper | None = None
 
     def keep(self, member_id: str, heartbeat: pb.SessionRequest.Heartbeat, now: float) -> None:
         """Keep the parts of a member's heartbeat that the status report shows."""
@@ -34,6 +37,13 @@ class Reports:
             kept.rates.CopyFrom(messages.rates(heartbeat.rates))
         self.samples.on_heartbeat(member_id, heartbeat, now)
         kept.metrics_address = messages.metrics_address(heartbeat.metrics_address)
+
+    def tick(self, cluster: Cluster, now: float) -> None:
+        """Make a sample if one is due, and add it to the run's summary."""
+        sample = self.samples.on_tick(now, time.time())
+        if sample is not None and self.summary is not None:
+            entries = (one.entry for one in cluster.registry.all if one.record)
+            self.summary.add(sample, {entry.spec.name: kind_of(entry.spec.consistency) for entry in entries})
 
     def forget(self, member_id: str) -> None:
         """Forget the reports of a member that was lost."""

@@ -51,10 +51,10 @@ class SampleHistory:
         if heartbeat.HasField("statistics"):
             self._newest_servers[member_id] = now, heartbeat.statistics
 
-    def on_tick(self, now: float, time: float) -> None:
-        """Make a sample if one is due. time: seconds since 1970."""
+    def on_tick(self, now: float, time: float) -> pb.RunSample | None:
+        """Make a sample and return it, if one is due. time: seconds since 1970."""
         if now < self._due:
-            return
+            return None
         self._due = now + SAMPLE_SECONDS
         workers = [self._worker(member_id, totals) for member_id, totals in sorted(self._newest_workers.items())]
         servers = [
@@ -63,14 +63,14 @@ class SampleHistory:
         self._newest_workers.clear()
         self._newest_servers.clear()
         self._number += 1
-        self._keep(
-            pb.RunSample(
-                number=self._number,
-                time=time,
-                workers=[one for one in workers if one is not None],
-                servers=[one for one in servers if one is not None],
-            )
+        sample = pb.RunSample(
+            number=self._number,
+            time=time,
+            workers=[one for one in workers if one is not None],
+            servers=[one for one in servers if one is not None],
         )
+        self._keep(sample)
+        return sample
 
     def forget(self, member_id: str) -> None:
         """Forget the totals of a member that is gone: its successor starts from 0."""

@@ -20,8 +20,11 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from psdist import __version__
+from psdist.errors import NoStorageError
+from psdist.monitoring import run_json
 from psdist.snapshots.storage import Storage
 from psdist.v1 import scheduler_pb2 as pb
+from psdist.wire.limits import EVENTS_MAX
 from psdist_scheduler import messages, report
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.event_history import EventHistory
@@ -115,7 +118,7 @@ class Scheduler:
         while True:
             await asyncio.sleep(self.cluster.settings.tick_seconds)
             self.post(Tick())
-            self.reports.samples.on_tick(self._loop.time(), time.time())
+            self.reports.tick(self.cluster, self._loop.time())
             if self.cluster.machines.exit_requests.is_over(self._loop.time()):
                 self.is_over.set()
 
@@ -155,6 +158,13 @@ class Scheduler:
         status.uptime_seconds = now - self.started
         status.events.extend(map(messages.event, self.history.newest(EVENTS_SHOWN)))
         return status
+
+    def summary(self, state: str = "running", reason: str = "") -> bytes:
+        """Return the summary of the whole run, as its JSON form. Raises NoStorageError if none is kept."""
+        if self.reports.summary is None:
+            raise NoStorageError("this scheduler keeps no summary of its run")
+        status = run_json.status_json(self.status())
+        return self.reports.summary.document(status, self.history.after(0, EVENTS_MAX), time.time(), state, reason)
 
     async def events_after(self, number: int, count: int) -> list[EventRecord]:
         """Return events of the history as ``EventHistory.after``, once they are stored: the next scheduler would give

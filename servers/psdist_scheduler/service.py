@@ -150,6 +150,9 @@ class Service:
     async def GetSamples(self, request: pb.GetSamplesRequest, context: Context) -> pb.GetSamplesResponse:
         return pb.GetSamplesResponse(samples=self._scheduler.reports.samples.after(request.after))
 
+    async def GetSummary(self, request: pb.GetSummaryRequest, context: Context) -> pb.GetSummaryResponse:
+        return pb.GetSummaryResponse(summary=self._scheduler.summary())
+
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Context) -> None:
         """Send the run's history after an event, and with ``follow`` all later events."""
         history, number = self._scheduler.history, request.after

@@ -111,7 +111,8 @@ def test_version() -> None:
 def test_unknown_words() -> None:
     status, _, text = call("frobnicate")
     assert status == 2 and "'frobnicate'" in text
-    assert "run, status, events, trace, explain, snapshot, scale, drain, doctor, bench, chaos, warmup and version" in text
+    commands = "run, status, events, trace, explain, report, snapshot, scale, drain, doctor, bench, chaos, warmup"
+    assert f"{commands} and version" in text
     status, _, text = call()
     assert status == 2 and text.startswith("usage: psdist")
     status, _, text = call("version", "--loud")

@@ -1,0 +1,157 @@
+"""The page of a run's summary, and the file that ``psdist report`` finds and writes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from argparse import Namespace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from psdist.cli.diagnosis import report
+from psdist.errors import ConfigurationError, SchedulerUnreachableError, SnapshotCorruptError, StorageError
+from psdist.monitoring import report_page
+from psdist.monitoring import run_summary as form
+from psdist.snapshots.local import LocalStorage
+
+EVIL = '<script>alert("1")</script>'
+
+
+def summary(run_id: str = "digits", points: int = 20, text: str = "worker-1 was lost") -> form.Summary:
+    return form.Summary(
+        run_id=run_id,
+        psdist_version="1",
+        state="ended",
+        started=1e9,
+        written=1e9 + points,
+        points=[
+            form.Point(
+                time=1e9 + n,
+                seconds=1.0,
+                steps={text: 3.0},
+                samples=64.0,
+                bytes=5e6,
+                reported={}
+                if n == 5
+                else {"accuracy": form.Mean(0.1 * n, 1.0), "loss": form.Mean(-1.0 / (n + 1), 1.0)},
+            )
+            for n in range(points)
+        ],
+        workers={text: form.WorkerPart(form.Phases(3.0, 1.0), 60.0, 1.0, 5e6, 5e6), "idle": form.WorkerPart()},
+        members=[form.MemberPart(id=text, role="worker", state="lost", host=text, reason=text)],
+        parameters=[form.ParametersPart(text, "ready", 2, 100, 1, "bsp", text, 60)],
+        snapshots=[form.SnapshotPart(text, {text: 5}, 1000, 1e9, 0.1, text)],
+        events=[form.EventPart(1, 1e9, "loss", True, text)],
+        environment={"processor": text},
+    )
+
+
+class Checker(HTMLParser):
+    """Collects tags, and attributes that could load something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.loads: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.loads += [name for name, _ in attrs if name in ("src", "href", "srcset", "onload", "onclick")]
+
+
+def checked(page: str) -> Checker:
+    checker = Checker()
+    checker.feed(page)
+    return checker
+
+
+def test_the_page_shows_the_run_and_loads_nothing() -> None:
+    page = report_page.page(summary())
+    found = checked(page)
+    assert not found.loads and not {"script", "link", "img", "iframe"} & set(found.tags)
+    assert "url(" not in page and "@import" not in page
+    for text in ("Run digits", "worker-1 was lost", "75%", "5.0 MB", "2001-09-09 01:46:40 UTC", "time with training"):
+        assert text in page, text
+    # The loss comes first; a point without it interrupts the line.
+    titles = re.findall(r"<figcaption>([^,]*)", page)
+    assert titles[:2] == ["loss", "accuracy"] and "samples per second" in titles[3]
+    assert page.split("</figure>")[0].count("<polyline") == 2
+
+
+def test_texts_from_the_run_are_escaped() -> None:
+    page = report_page.page(summary(run_id="digits", text=EVIL))
+    assert "<script" not in page and page.count("&lt;script&gt;") >= 10
+    assert "script" not in checked(page).tags
+
+
+@pytest.mark.parametrize("points", [0, 1])
+def test_a_run_that_has_hardly_trained_has_a_page(points: int) -> None:
+    assert "</html>" in report_page.page(summary(points=points))
+
+
+def test_the_largest_page_is_below_a_megabyte() -> None:
+    big = summary(points=form.POINTS_MAX)
+    for point in big.points:
+        point.reported = {f"name-{n}": form.Mean(n * point.time, 1.0) for n in range(form.NAMES_MAX)}
+        point.steps = {f"set-{n}": 3.0 for n in range(form.NAMES_MAX)}
+    big.workers = {f"worker-{n}": form.WorkerPart(form.Phases(1.0, 1.0, 1.0, 1.0)) for n in range(form.MEMBERS_MAX)}
+    big.events = [form.EventPart(n, 1e9, "loss", True, "x" * 100) for n in range(form.EVENTS_KEPT)]
+    page = report_page.page(big)
+    assert len(page) < 1_000_000
+    assert "1,500 more are not shown" in page
+
+
+def given(**changes: object) -> Namespace:
+    values = {"scheduler": "", "run_id": "", "token_file": "", "format": "table", "timeout": 1.0, "storage_path": ""}
+    return Namespace(**values | {"out": "-"} | changes)
+
+
+def stored(path: Path, *ids: str) -> str:
+    storage = LocalStorage(str(path))
+    for run_id in ids:
+        data = form.to_bytes(summary(run_id))
+        asyncio.run(storage.create(form.path_of(run_id, 7, data), data))
+    return str(path)
+
+
+def test_a_finished_run_is_found_in_its_storage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place, out = stored(tmp_path / "storage", "digits"), tmp_path / "run.html"
+    assert report.run(given(storage_path=place, out=str(out)), {}) == 0
+    assert "Run digits" in out.read_text() and "run digits (ended)" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["run.html"]
+    assert report.run(given(storage_path=place, format="json", out=str(out)), {}) == 0
+    assert json.loads(out.read_text())["points"][0]["steps"] == {"worker-1 was lost": 3.0}
+    with pytest.raises(ConfigurationError, match="cannot be written: No such file"):
+        report.run(given(storage_path=place, out=str(tmp_path / "missing" / "run.html")), {})
+
+
+def test_a_run_without_a_summary_is_named(tmp_path: Path) -> None:
+    place = stored(tmp_path / "storage", "digits", "faces")
+    with pytest.raises(ConfigurationError, match="choose one of digits, faces by --run-id"):
+        report.run(given(storage_path=place), {})
+    with pytest.raises(StorageError, match="no summary of run 'other': it has digits, faces"):
+        report.run(given(storage_path=place, run_id="other"), {})
+    with pytest.raises(StorageError, match="no summary of a run"):
+        report.run(given(storage_path=str(tmp_path / "empty")), {})
+
+
+def test_the_default_storage_of_a_finished_run_is_found_by_its_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path), "TMPDIR": str(tmp_path)}
+    stored(tmp_path / "psdist-runs" / "digits-1", "digits-1")
+    assert report.run(given(run_id="digits-1", out="out.html"), environ) == 0
+    with pytest.raises(SchedulerUnreachableError, match="For a finished run pass --storage-path"):
+        report.run(given(run_id="digits-2", out="out.html"), environ)
+
+
+def test_a_damaged_summary_is_named(tmp_path: Path) -> None:
+    place = stored(tmp_path, "digits")
+    (path,) = (tmp_path / "summaries" / "digits").iterdir()
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(SnapshotCorruptError, match=r"digits/000000000007-.* is not what was written"):
+        report.run(given(storage_path=place), {})
