@@ -82,7 +82,7 @@ class Change:
     setting: name of the setting.
     text: the change, as the object of "would".
     speedup: predicted speed divided by the current one; of ``unit``.
-    unit: what the speed counts: "steps", "batches" or "pushes".
+    unit: counted by the speed: "steps", "batches" or "pushes".
     """
 
     setting: str

@@ -13,7 +13,7 @@ from typing import Final
 from psdist.monitoring.run_summary import Point, Summary, WorkerPart
 
 #: Rows of the longest tables; the page says how many are left out.
-ROWS_MAX: Final = 500
+ROWS_SHOWN: Final = 500
 _WIDTH: Final = 640
 _HEIGHT: Final = 180
 _PHASES: Final = ("compute", "push", "wait", "pull")
@@ -60,9 +60,9 @@ def page(summary: Summary) -> str:
 
 
 def _overview(summary: Summary) -> str:
-    trained = sum(point.seconds for point in summary.points)
+    trained = sum(point.seconds for point in summary.curves.points)
     steps: dict[str, float] = {}
-    for point in summary.points:
+    for point in summary.curves.points:
         for name, count in point.steps.items():
             steps[name] = steps.get(name, 0.0) + count
     rows = [
@@ -78,25 +78,25 @@ def _overview(summary: Summary) -> str:
 
 
 def _curves(summary: Summary) -> str:
-    reported = list(dict.fromkeys(name for point in summary.points for name in point.reported))
+    reported = list(dict.fromkeys(name for point in summary.curves.points for name in point.reported))
     # The loss is what people look for first.
     reported.sort(key=lambda name: "loss" not in name)
-    names = list(dict.fromkeys(name for point in summary.points for name in point.steps))
+    names = list(dict.fromkeys(name for point in summary.curves.points for name in point.steps))
     charts = [
-        _chart(name, summary.points, [point.reported[name].value if name in point.reported else None
-                                      for point in summary.points])
+        _chart(name, summary.curves.points, [point.reported[name].value if name in point.reported else None
+                                      for point in summary.curves.points])
         for name in reported
     ]  # fmt: skip
     charts += [
-        _chart(f"updates of {name} per second", summary.points, [_rate(point, point.steps.get(name))
-                                                                 for point in summary.points])
+        _chart(f"updates of {name} per second", summary.curves.points, [_rate(point, point.steps.get(name))
+                                                                 for point in summary.curves.points])
         for name in names
     ]  # fmt: skip
-    if any(point.samples for point in summary.points):
-        values = [_rate(point, point.samples) for point in summary.points]
-        charts.append(_chart("samples per second, all workers", summary.points, values))
-    values = [_rate(point, point.bytes / 1e6) for point in summary.points]
-    charts.append(_chart("payload, MB per second, all workers", summary.points, values))
+    if any(point.samples for point in summary.curves.points):
+        values = [_rate(point, point.samples) for point in summary.curves.points]
+        charts.append(_chart("samples per second, all workers", summary.curves.points, values))
+    values = [_rate(point, point.bytes / 1e6) for point in summary.curves.points]
+    charts.append(_chart("payload, MB per second, all workers", summary.curves.points, values))
     return _section("Curves", "".join(charts))
 
 
@@ -104,7 +104,7 @@ def _phases(summary: Summary) -> str:
     key = "".join(f'<span class="{phase}"></span>{phase}' for phase in _PHASES)
     rows = []
     workers = sorted(summary.workers.items(), key=lambda item: (len(item[0]), item[0]))
-    for worker_id, worker in workers[:ROWS_MAX]:
+    for worker_id, worker in workers[:ROWS_SHOWN]:
         shares = _shares(worker)
         bars = "".join(
             f'<div class="{phase}" style="width:{100 * share:.1f}%" title="{phase} {share:.1%}"></div>'
@@ -127,17 +127,17 @@ def _parameters(summary: Summary) -> str:
     rows = [
         _row(one.name, one.state, one.consistency, one.optimizer, f"{one.elements:,}", f"{one.tensors:,}",
              f"{one.slices:,}", "" if one.version_max is None else f"{one.version_max:,}")
-        for one in summary.parameters[:ROWS_MAX]
+        for one in summary.parameters[:ROWS_SHOWN]
     ]  # fmt: skip
     heads = ("name", "state", "consistency", "optimizer", "elements", "tensors", "slices", "version")
     return _section("Parameter sets", _table(heads, rows, len(summary.parameters)))
 
 
 def _faults(summary: Summary) -> str:
-    found = [event for event in summary.events if event.kind in _FAULTS]
+    found = [event for event in summary.history.events if event.kind in _FAULTS]
     if not found:
         return _section("Faults", "<p>None among the events that are kept.</p>")
-    rows = [_row(_time(event.time), event.kind, event.text) for event in found[-ROWS_MAX:]]
+    rows = [_row(_time(event.time), event.kind, event.text) for event in found[-ROWS_SHOWN:]]
     return _section("Faults", _table(("time", "kind", "event"), rows, len(found)))
 
 
@@ -145,7 +145,7 @@ def _snapshots(summary: Summary) -> str:
     if not summary.snapshots:
         return _section("Snapshots", "<p>None in the storage.</p>")
     rows = []
-    for one in summary.snapshots[:ROWS_MAX]:
+    for one in summary.snapshots[:ROWS_SHOWN]:
         steps = ", ".join(f"{name} {step:,}" for name, step in sorted(one.steps.items()))
         rows.append(_row(one.directory, _time(one.time), steps, _size(one.bytes), f"{one.seconds:.2f} s", one.reason))
     heads = ("directory", "time", "steps", "size", "duration", "reason")
@@ -154,7 +154,7 @@ def _snapshots(summary: Summary) -> str:
 
 def _members(summary: Summary) -> str:
     rows = []
-    for one in summary.members[:ROWS_MAX]:
+    for one in summary.members[:ROWS_SHOWN]:
         state = f"{one.state}: {one.reason}" if one.reason else one.state
         threads = f"{one.kernel_threads} of {one.cores}" if one.cores else ""
         memory = _size(one.resident_bytes) if one.resident_bytes else ""
@@ -170,9 +170,9 @@ def _environment(summary: Summary) -> str:
 def _events(summary: Summary) -> str:
     rows = [
         _row(str(event.number), _time(event.time), event.kind, event.text, mark=event.warning)
-        for event in summary.events[-ROWS_MAX:]
+        for event in summary.history.events[-ROWS_SHOWN:]
     ]
-    total = summary.events_omitted + len(summary.events)
+    total = summary.history.omitted + len(summary.history.events)
     return _section("Events", _table(("number", "time", "kind", "event"), rows, total))
 
 

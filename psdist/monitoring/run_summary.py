@@ -17,16 +17,15 @@ import xxhash
 
 from psdist.errors import SnapshotCorruptError, StorageError
 from psdist.snapshots.storage import Storage
+from psdist.wire.limits import SUMMARY_BYTES_MAX
 
 #: Newest version of the JSON form.
 FORMAT: Final = 1
-#: Largest accepted file in bytes.
-BYTES_MAX: Final = 16 << 20
 DIRECTORY: Final = "summaries"
 #: Limits on what is kept: points of the curves, names of reported numbers and of parameter sets, members and events.
-POINTS_MAX: Final = 512
-NAMES_MAX: Final = 16
-MEMBERS_MAX: Final = 1024
+POINTS_KEPT: Final = 512
+NAMES_KEPT: Final = 16
+MEMBERS_KEPT: Final = 1024
 EVENTS_KEPT: Final = 2000
 
 _NAME: Final = re.compile(r"([0-9]{12})-([0-9a-f]{32})\.json")
@@ -41,7 +40,7 @@ class Phases(msgspec.Struct):
     pull: float = 0.0
 
 
-class Mean(msgspec.Struct):
+class MeanValue(msgspec.Struct):
     """Mean of a reported number. weight: number of values in it."""
 
     value: float
@@ -64,7 +63,14 @@ class Point(msgspec.Struct):
     steps: dict[str, float] = {}
     samples: float = 0.0
     bytes: float = 0.0
-    reported: dict[str, Mean] = {}
+    reported: dict[str, MeanValue] = {}
+
+
+class Curves(msgspec.Struct):
+    """Points in the order of time. period_seconds: length of a point."""
+
+    period_seconds: float = 1.0
+    points: list[Point] = []
 
 
 class WorkerPart(msgspec.Struct):
@@ -85,6 +91,13 @@ class EventPart(msgspec.Struct):
     kind: str
     warning: bool
     text: str
+
+
+class HistoryPart(msgspec.Struct):
+    """The newest events, oldest first. omitted: number of older ones."""
+
+    omitted: int = 0
+    events: list[EventPart] = []
 
 
 class MemberPart(msgspec.Struct):
@@ -132,14 +145,11 @@ class Summary(msgspec.Struct, kw_only=True):
     state: "running", "ended", "stopped" (its scheduler ended, and may return) or "lost", with its reason.
     started, written: seconds since 1970.
     schedulers: number of schedulers that have kept this summary, one after another.
-    period_seconds: length of a point.
-    events_omitted: number of older events that are not kept.
     environment: texts about the scheduler's host, by name.
     """
 
     format: int = FORMAT
     run_id: str
-    psdist_version: str
     state: str = "running"
     reason: str = ""
     started: float
@@ -147,14 +157,12 @@ class Summary(msgspec.Struct, kw_only=True):
     schedulers: int = 1
     configuration: dict[str, str | int] = {}
     environment: dict[str, str] = {}
-    period_seconds: float = 1.0
-    points: list[Point] = []
+    curves: Curves = msgspec.field(default_factory=Curves)
     workers: dict[str, WorkerPart] = {}
     members: list[MemberPart] = []
     parameters: list[ParametersPart] = []
     snapshots: list[SnapshotPart] = []
-    events: list[EventPart] = []
-    events_omitted: int = 0
+    history: HistoryPart = msgspec.field(default_factory=HistoryPart)
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
@@ -220,9 +228,9 @@ async def runs(storage: Storage) -> list[str]:
 
 async def read(storage: Storage, path: str) -> Summary:
     """Read a summary. Raises StorageError, UnknownSnapshotError if it is gone, SnapshotCorruptError."""
-    data = await storage.read(path, 0, BYTES_MAX + 1)
-    if len(data) > BYTES_MAX:
-        raise _corrupt(path, f"it is larger than {BYTES_MAX} bytes")
+    data = await storage.read(path, 0, SUMMARY_BYTES_MAX + 1)
+    if len(data) > SUMMARY_BYTES_MAX:
+        raise _corrupt(path, f"it is larger than {SUMMARY_BYTES_MAX} bytes")
     match = _NAME.fullmatch(path.rpartition("/")[2])
     if match is None or xxhash.xxh3_128_hexdigest(data) != match[2]:
         raise _corrupt(path, "its digest is not the one in its name")

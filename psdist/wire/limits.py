@@ -170,6 +170,8 @@ METRIC_LINE_BYTES_MAX: Final = 4096
 #: Events of a run's history that the scheduler keeps, and those in one message.
 EVENTS_MAX: Final = 10_000
 EVENTS_PER_MESSAGE: Final = 256
+#: Largest stored summary of a run that is read, in bytes.
+SUMMARY_BYTES_MAX: Final = 16 << 20
 
 #: Steps of one recording (psdist trace), its longest duration, and the bytes of all its spans, which the scheduler may
 #: hold for a command that does not read them.

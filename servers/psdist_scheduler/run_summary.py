@@ -20,7 +20,7 @@ import msgspec
 from psdist import __version__
 from psdist.errors import PsdistError, StorageError
 from psdist.monitoring import run_summary as form
-from psdist.monitoring.run_summary import Mean, Point, Summary, WorkerPart
+from psdist.monitoring.run_summary import MeanValue, Point, Summary, WorkerPart
 from psdist.snapshots.storage import Storage
 from psdist.v1 import scheduler_pb2 as pb
 from psdist_scheduler.events.cluster_state import EventRecord
@@ -39,8 +39,7 @@ class SummaryKeeper:
     """Adds samples to the summary. previous: the summary that a predecessor of this scheduler has kept."""
 
     def __init__(self, run_id: str, now: float, previous: Summary | None = None) -> None:
-        self._summary = previous or Summary(run_id=run_id, psdist_version=__version__, started=now, written=now)
-        self._summary.psdist_version = __version__
+        self._summary = previous or Summary(run_id=run_id, started=now, written=now)
         self._summary.state, self._summary.reason = "running", ""
         self._summary.environment = environment()
         if previous is not None:
@@ -49,26 +48,23 @@ class SummaryKeeper:
     @property
     def is_empty(self) -> bool:
         """True if no worker has trained yet."""
-        return not self._summary.points
+        return not self._summary.curves.points
 
     def add(self, sample: pb.RunSample, modes: Mapping[str, str]) -> None:
         """Add a sample. modes: kind of consistency by parameter set."""
         if not any(worker.pushes for worker in sample.workers):
             return
         point = _point(sample, modes)
-        points, period = self._summary.points, self._summary.period_seconds
-        if points and 0 <= point.time - points[-1].time < period - 0.5:
-            _merge(points[-1], point)
-        else:
-            points.append(point)
-        if len(points) > form.POINTS_MAX:
-            self._summary.points, self._summary.period_seconds = halved(points, period)
+        curves = self._summary.curves
+        add_point(curves.points, point, curves.period_seconds)
+        if len(curves.points) > form.POINTS_KEPT:
+            self._summary.curves = merged(curves)
         for worker in sample.workers:
             self._add_worker(worker)
 
     def _add_worker(self, worker: pb.WorkerSample) -> None:
         parts = self._summary.workers
-        if worker.worker_id not in parts and len(parts) >= form.MEMBERS_MAX:
+        if worker.worker_id not in parts and len(parts) >= form.MEMBERS_KEPT:
             return
         part = parts.setdefault(worker.worker_id, WorkerPart())
         for phase in ("compute", "push", "wait", "pull"):
@@ -87,14 +83,10 @@ class SummaryKeeper:
         summary.state, summary.reason = state or "running", reason
         summary.configuration = _configuration(status)
         summary.members = msgspec.convert(_newest_members(status["members"]), list[form.MemberPart])
-        summary.parameters = msgspec.convert(status["parameters"][: form.MEMBERS_MAX], list[form.ParametersPart])
+        summary.parameters = msgspec.convert(status["parameters"][: form.MEMBERS_KEPT], list[form.ParametersPart])
         snapshots = status["snapshots"]["committed"] if status["snapshots"] else []
-        summary.snapshots = msgspec.convert(snapshots[: form.MEMBERS_MAX], list[form.SnapshotPart])
-        kept = list(events)
-        summary.events_omitted = (kept[-1].number if kept else 0) - len(kept[-form.EVENTS_KEPT :])
-        summary.events = [
-            form.EventPart(one.number, one.time, one.kind, one.warning, one.text) for one in kept[-form.EVENTS_KEPT :]
-        ]
+        summary.snapshots = msgspec.convert(snapshots[: form.MEMBERS_KEPT], list[form.SnapshotPart])
+        summary.history = _history(list(events))
         return form.to_bytes(summary)
 
 
@@ -102,31 +94,31 @@ def _point(sample: pb.RunSample, modes: Mapping[str, str]) -> Point:
     point = Point(time=sample.time, seconds=max((worker.seconds for worker in sample.workers), default=0.0))
     for worker in sample.workers:
         for name, count in worker.pushes.items():
-            if name in point.steps or len(point.steps) < form.NAMES_MAX:
+            if name in point.steps or len(point.steps) < form.NAMES_KEPT:
                 before = point.steps.get(name, 0.0)
                 point.steps[name] = max(before, count) if modes.get(name) == "bsp" else before + count
         point.samples += worker.samples_per_second * worker.seconds
         point.bytes += sum(each.push_bytes + each.pull_bytes for each in worker.traffic)
         for name, value in worker.reported.items():
             if math.isfinite(value):
-                _add_mean(point.reported, name, Mean(value, 1.0))
+                _add_mean(point.reported, name, MeanValue(value, 1.0))
     return point
 
 
-def _add_mean(means: dict[str, Mean], name: str, new: Mean) -> None:
+def _add_mean(means: dict[str, MeanValue], name: str, new: MeanValue) -> None:
     if (old := means.get(name)) is None:
-        if len(means) < form.NAMES_MAX:
+        if len(means) < form.NAMES_KEPT:
             means[name] = new
         return
     weight = old.weight + new.weight
-    means[name] = Mean(old.value + (new.value - old.value) * (new.weight / weight), weight)
+    means[name] = MeanValue(old.value + (new.value - old.value) * (new.weight / weight), weight)
 
 
 def _merge(point: Point, later: Point) -> None:
     """Add a later point to this one."""
     point.seconds += later.seconds
     for name, count in later.steps.items():
-        if name in point.steps or len(point.steps) < form.NAMES_MAX:
+        if name in point.steps or len(point.steps) < form.NAMES_KEPT:
             point.steps[name] = point.steps.get(name, 0.0) + count
     point.samples += later.samples
     point.bytes += later.bytes
@@ -134,22 +126,33 @@ def _merge(point: Point, later: Point) -> None:
         _add_mean(point.reported, name, mean)
 
 
-def halved(points: Iterable[Point], period: float) -> tuple[list[Point], float]:
-    """Merge points to twice the period, or more, until at most three quarters of ``POINTS_MAX`` remain.
+def add_point(points: list[Point], new: Point, period: float) -> None:
+    """Add a point that is not before the others, or merge it into the last one."""
+    if points and 0 <= new.time - points[-1].time < period - 0.5:
+        _merge(points[-1], new)
+    else:
+        points.append(new)
+
+
+def merged(curves: form.Curves) -> form.Curves:
+    """Merge points to twice the period, or more, until at most three quarters of ``POINTS_KEPT`` remain.
 
     A run that pauses often has points further apart, so that a merge may change nothing at first.
     """
-    kept = list(points)
-    while len(kept) > form.POINTS_MAX * 3 // 4:
+    points, period = curves.points, curves.period_seconds
+    while len(points) > form.POINTS_KEPT * 3 // 4:
         period *= 2
-        merged: list[Point] = []
-        for point in kept:
-            if merged and 0 <= point.time - merged[-1].time < period - 0.5:
-                _merge(merged[-1], point)
-            else:
-                merged.append(point)
-        kept = merged
-    return kept, period
+        fewer: list[Point] = []
+        for point in points:
+            add_point(fewer, point, period)
+        points = fewer
+    return form.Curves(period, points)
+
+
+def _history(records: list[EventRecord]) -> form.HistoryPart:
+    newest = records[-form.EVENTS_KEPT :]
+    parts = [form.EventPart(one.number, one.time, one.kind, one.warning, one.text) for one in newest]
+    return form.HistoryPart(records[-1].number - len(newest) if records else 0, parts)
 
 
 def _configuration(status: Mapping[str, Any]) -> dict[str, str | int]:
@@ -160,8 +163,8 @@ def _configuration(status: Mapping[str, Any]) -> dict[str, str | int]:
 
 
 def _newest_members(members: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the live members first, then those that have gone, at most ``MEMBERS_MAX``."""
-    return sorted(members, key=lambda member: member["state"] != "live")[: form.MEMBERS_MAX]
+    """Return the live members first, then those that have gone, at most ``MEMBERS_KEPT``."""
+    return sorted(members, key=lambda member: member["state"] != "live")[: form.MEMBERS_KEPT]
 
 
 def environment() -> dict[str, str]:
@@ -202,7 +205,7 @@ async def load(storage: Storage, run_id: str) -> Summary | None:
                 except PsdistError as error:
                     logger.warning("skipped a summary of this run: %s", error)
     except (StorageError, TimeoutError) as error:
-        logger.warning("the run's summary starts anew, since the storage cannot be read: %s", error or "no answer")
+        logger.warning("the run's summary is a new one, since the storage cannot be read: %s", error or "no answer")
     return None
 
 

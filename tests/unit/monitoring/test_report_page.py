@@ -23,28 +23,30 @@ EVIL = '<script>alert("1")</script>'
 def summary(run_id: str = "digits", points: int = 20, text: str = "worker-1 was lost") -> form.Summary:
     return form.Summary(
         run_id=run_id,
-        psdist_version="1",
         state="ended",
         started=1e9,
         written=1e9 + points,
-        points=[
-            form.Point(
-                time=1e9 + n,
-                seconds=1.0,
-                steps={text: 3.0},
-                samples=64.0,
-                bytes=5e6,
-                reported={}
-                if n == 5
-                else {"accuracy": form.Mean(0.1 * n, 1.0), "loss": form.Mean(-1.0 / (n + 1), 1.0)},
-            )
-            for n in range(points)
-        ],
+        curves=form.Curves(
+            1.0,
+            [
+                form.Point(
+                    time=1e9 + n,
+                    seconds=1.0,
+                    steps={text: 3.0},
+                    samples=64.0,
+                    bytes=5e6,
+                    reported={}
+                    if n == 5
+                    else {"accuracy": form.MeanValue(0.1 * n, 1.0), "loss": form.MeanValue(-1.0 / (n + 1), 1.0)},
+                )
+                for n in range(points)
+            ],
+        ),
         workers={text: form.WorkerPart(form.Phases(3.0, 1.0), 60.0, 1.0, 5e6, 5e6), "idle": form.WorkerPart()},
         members=[form.MemberPart(id=text, role="worker", state="lost", host=text, reason=text)],
         parameters=[form.ParametersPart(text, "ready", 2, 100, 1, "bsp", text, 60)],
         snapshots=[form.SnapshotPart(text, {text: 5}, 1000, 1e9, 0.1, text)],
-        events=[form.EventPart(1, 1e9, "loss", True, text)],
+        history=form.HistoryPart(0, [form.EventPart(1, 1e9, "loss", True, text)]),
         environment={"processor": text},
     )
 
@@ -93,12 +95,12 @@ def test_a_run_that_has_hardly_trained_has_a_page(points: int) -> None:
 
 
 def test_the_largest_page_is_below_a_megabyte() -> None:
-    big = summary(points=form.POINTS_MAX)
-    for point in big.points:
-        point.reported = {f"name-{n}": form.Mean(n * point.time, 1.0) for n in range(form.NAMES_MAX)}
-        point.steps = {f"set-{n}": 3.0 for n in range(form.NAMES_MAX)}
-    big.workers = {f"worker-{n}": form.WorkerPart(form.Phases(1.0, 1.0, 1.0, 1.0)) for n in range(form.MEMBERS_MAX)}
-    big.events = [form.EventPart(n, 1e9, "loss", True, "x" * 100) for n in range(form.EVENTS_KEPT)]
+    big = summary(points=form.POINTS_KEPT)
+    for point in big.curves.points:
+        point.reported = {f"name-{n}": form.MeanValue(n * point.time, 1.0) for n in range(form.NAMES_KEPT)}
+        point.steps = {f"set-{n}": 3.0 for n in range(form.NAMES_KEPT)}
+    big.workers = {f"worker-{n}": form.WorkerPart(form.Phases(1.0, 1.0, 1.0, 1.0)) for n in range(form.MEMBERS_KEPT)}
+    big.history.events = [form.EventPart(n, 1e9, "loss", True, "x" * 100) for n in range(form.EVENTS_KEPT)]
     page = report_page.page(big)
     assert len(page) < 1_000_000
     assert "1,500 more are not shown" in page
@@ -123,7 +125,7 @@ def test_a_finished_run_is_found_in_its_storage(tmp_path: Path, capsys: pytest.C
     assert "Run digits" in out.read_text() and "run digits (ended)" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["run.html"]
     assert report.run(given(storage_path=place, format="json", out=str(out)), {}) == 0
-    assert json.loads(out.read_text())["points"][0]["steps"] == {"worker-1 was lost": 3.0}
+    assert json.loads(out.read_text())["curves"]["points"][0]["steps"] == {"worker-1 was lost": 3.0}
     with pytest.raises(ConfigurationError, match="cannot be written: No such file"):
         report.run(given(storage_path=place, out=str(tmp_path / "missing" / "run.html")), {})
 

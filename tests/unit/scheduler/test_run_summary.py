@@ -56,7 +56,7 @@ def test_a_summary_has_curves_workers_and_configuration() -> None:
     kept.add(sample(1002.0, loss=math.nan), {"model": "asp"})
     kept.add(pb.RunSample(time=1003.0), {})
     found = document(kept, events=3)
-    first, second = found.points
+    first, second = found.curves.points
     assert (first.steps, second.steps) == ({"model": 3.0}, {"model": 5.0})
     assert (first.samples, first.bytes, first.reported["loss"].value) == (64.0, 300.0, 2.0)
     assert not second.reported
@@ -68,43 +68,47 @@ def test_a_summary_has_curves_workers_and_configuration() -> None:
         "model",
         {"model": 5},
     )
-    assert [one.number for one in found.events] == [1, 2, 3] and found.environment["Python"]
+    assert [one.number for one in found.history.events] == [1, 2, 3] and found.environment["Python"]
 
 
 def test_a_long_run_has_fewer_points_of_the_same_sums() -> None:
     kept = keeper()
-    seconds = 5 * form.POINTS_MAX
+    seconds = 5 * form.POINTS_KEPT
     for second in range(seconds):
         kept.add(sample(1000.0 + second, loss=float(second)), {"model": "bsp"})
     found = document(kept, events=form.EVENTS_KEPT + 10)
-    assert form.POINTS_MAX // 4 < len(found.points) <= form.POINTS_MAX
-    assert found.period_seconds == 8.0
-    assert sum(point.steps["model"] for point in found.points) == 3 * seconds
-    weights = [point.reported["loss"].weight for point in found.points]
-    means = [point.reported["loss"].value for point in found.points]
+    assert form.POINTS_KEPT // 4 < len(found.curves.points) <= form.POINTS_KEPT
+    assert found.curves.period_seconds == 8.0
+    assert sum(point.steps["model"] for point in found.curves.points) == 3 * seconds
+    weights = [point.reported["loss"].weight for point in found.curves.points]
+    means = [point.reported["loss"].value for point in found.curves.points]
     assert sum(weights) == 2 * seconds
     assert sum(w * m for w, m in zip(weights, means, strict=True)) == pytest.approx(sum(range(seconds)) * 2)
-    assert (len(found.events), found.events_omitted, found.events[0].number) == (form.EVENTS_KEPT, 10, 11)
+    assert (len(found.history.events), found.history.omitted, found.history.events[0].number) == (
+        form.EVENTS_KEPT,
+        10,
+        11,
+    )
 
 
 def test_points_far_apart_are_bounded_too() -> None:
     kept = keeper()
-    for number in range(2 * form.POINTS_MAX):
+    for number in range(2 * form.POINTS_KEPT):
         kept.add(sample(1000.0 + 60 * number), {})
-    assert len(document(kept).points) <= form.POINTS_MAX
+    assert len(document(kept).curves.points) <= form.POINTS_KEPT
 
 
 def test_names_and_members_are_limited() -> None:
     kept = keeper()
-    for number in range(form.NAMES_MAX + 5):
+    for number in range(form.NAMES_KEPT + 5):
         kept.add(sample(1000.0, name=f"model-{number}"), {})
     big = pb.RunSample(time=2000.0)
-    for number in range(form.MEMBERS_MAX + 5):
+    for number in range(form.MEMBERS_KEPT + 5):
         big.workers.add(worker_id=f"worker-{number}", seconds=1.0, pushes={"model": 1})
     kept.add(big, {})
     found = document(kept)
-    assert max(len(point.steps) for point in found.points) <= form.NAMES_MAX
-    assert len(found.workers) == form.MEMBERS_MAX
+    assert max(len(point.steps) for point in found.curves.points) <= form.NAMES_KEPT
+    assert len(found.workers) == form.MEMBERS_KEPT
 
 
 @pytest.mark.parametrize(
@@ -135,10 +139,10 @@ async def test_a_restarted_scheduler_continues_the_summary(tmp_path: Path) -> No
     following = keeper(found)
     following.add(sample(1050.0), {})
     after = document(following, state="ended")
-    assert (len(after.points), after.schedulers, after.state, after.started) == (2, 2, "ended", 1000.0)
+    assert (len(after.curves.points), after.schedulers, after.state, after.started) == (2, 2, "ended", 1000.0)
     assert after.workers["worker-0"].pushes == 4.0
     assert await load(storage, "another") is None
-    # A damaged one is skipped, and the run goes on without it.
+    # A damaged one is skipped, and the run continues without it.
     (tmp_path / path).write_bytes((tmp_path / path).read_bytes().replace(b"1001", b"1009"))
     with pytest.raises(SnapshotCorruptError, match="its digest is not the one in its name"):
         await form.read(storage, path)
