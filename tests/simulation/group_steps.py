@@ -5,7 +5,7 @@ have completed a step, each in a group with the other, have the same mean, and t
 of the workers that contributed. No worker goes back by more than the step that it completed last.
 
 A worker that was killed or left out may have completed a step that the others repeat without it, with another mean. It
-is in none of their groups then, and has no say again before it has received their state.
+is then in no group with them, and has no say again before it has received their state.
 """
 
 from __future__ import annotations
