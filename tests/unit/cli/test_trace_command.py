@@ -1,0 +1,73 @@
+"""``psdist trace`` without a scheduler: the file's place, and a report of every gap."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+
+import pytest
+from trace_format import check_trace
+
+from psdist.cli.diagnosis.trace import Recording, _write, _written_whole
+from psdist.errors import InvalidArgumentError
+from psdist.tracing.messages import spans_to_proto
+from psdist.tracing.spans import Span, SpanKind
+from psdist.v1 import scheduler_pb2 as pb
+
+
+def member(name: str, role: pb.Role, **fields: object) -> pb.TraceResponse:
+    return pb.TraceResponse(member=pb.TraceMember(member_id=name, role=role, **fields))  # type: ignore[arg-type]
+
+
+def spans(name: str, recorded: int) -> pb.TraceResponse:
+    message = spans_to_proto([Span(SpanKind.APPLY, 1.0, 2.0, "mlp", 1, 0)])
+    message.recorded = recorded
+    return pb.TraceResponse(member_id=name, spans=message)
+
+
+def test_every_gap_is_reported() -> None:
+    recording = Recording()
+    for answer in (
+        member("worker-0", pb.ROLE_WORKER, offset_ns=1000, uncertainty_ns=10, clock_id="a", done=True),
+        member("worker-1", pb.ROLE_WORKER),
+        member("server-0", pb.ROLE_SERVER, offset_ns=0, clock_id="b", missing="it was expelled (\x1b[31mkilled)"),
+        *(spans(name, 7) for name in ("worker-0", "worker-1")),
+        spans("server-0", 1),
+        pb.TraceResponse(ended=True, reason="600 s are over, which is the limit"),
+    ):
+        recording.on_answer(answer)
+    assert recording.warnings() == [
+        "600 s are over, which is the limit",
+        "server-0 is recorded in part or not at all: it was expelled (?[31mkilled)",
+        "6 spans of worker-0 are lost: its buffer was full. Record fewer steps",
+        "worker-1 is left out: its clock was not compared yet",
+        "6 spans of worker-1 are lost: its buffer was full. Record fewer steps",
+    ]
+    file = io.StringIO()
+    assert _write(file, recording.processes(), recording.facts()) == 2
+    assert {event["ts"] for event in check_trace(file.getvalue())} == {0, 1}, "the worker's clock is 1 us ahead"
+
+
+def test_a_file_is_replaced_only_by_a_whole_one(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text("before")
+    with pytest.raises(KeyError), _written_whole(path) as file:
+        file.write("half")
+        raise KeyError
+    assert path.read_text() == "before"
+    with _written_whole(path) as file:
+        file.write("after")
+    assert path.read_text() == "after" and [one.name for one in tmp_path.iterdir()] == ["trace.json"]
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path, words in (
+        (tmp_path, "exists and is no file"),
+        (tmp_path / "pipe", "exists and is no file"),
+        (tmp_path / "none" / "trace.json", "cannot be written: No such file or directory"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=words), _written_whole(path):
+            raise AssertionError
+    assert [one.name for one in tmp_path.iterdir()] == ["pipe"]
