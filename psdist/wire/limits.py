@@ -207,6 +207,8 @@ SHARED_PARTS: Final = 4
 #: up to four ranks, and of a larger one. More would leave the caches, and fewer cost more steps.
 PIECE_BYTES: Final = 1 << 20
 LARGE_GROUP_PIECE_BYTES: Final = 2 << 20
+#: Bytes of one piece of a call that reads a registered buffer in place.
+IN_PLACE_PIECE_BYTES: Final = 512 << 10
 #: Smallest data of such a call for one rank.
 HOST_MEMORY_BYTES_MIN: Final = 4 << 10
 #: Smallest array that is reduced along a chain of hosts.

@@ -42,6 +42,7 @@ def small_parts() -> Iterator[None]:
         patch.setattr(calls, "EAGER_BYTES", 32)
         patch.setattr(host_memory, "PIECE_BYTES", 512)
         patch.setattr(host_memory, "LARGE_GROUP_PIECE_BYTES", 768)
+        patch.setattr(host_memory, "IN_PLACE_PIECE_BYTES", 64)
         patch.setattr(host_memory, "HOST_MEMORY_BYTES_MIN", 32)
         yield
 

@@ -28,7 +28,7 @@ from psdist.collectives.core.header import NOWHERE
 from psdist.collectives.core.plan import Array, Bytes, Plan, ReducedSegment, cut_segment, flat_bytes
 from psdist.collectives.core.reductions import combine
 from psdist.collectives.core.registered_buffers import RegisteredBuffers
-from psdist.wire.limits import HOST_MEMORY_BYTES_MIN, LARGE_GROUP_PIECE_BYTES, PIECE_BYTES
+from psdist.wire.limits import HOST_MEMORY_BYTES_MIN, IN_PLACE_PIECE_BYTES, LARGE_GROUP_PIECE_BYTES, PIECE_BYTES
 
 #: Beginning of the slots in a rank's memory. Before it there is the number of steps that the rank has completed.
 _HEADER_BYTES: Final = 64
@@ -120,9 +120,10 @@ class HostMoves:
         if plan.whole is not None and plan.position != NOWHERE:
             arrays = memory.buffers.contributions(plan.position, plan.whole[0])
             self._in_place = [cut_segment(array, memory.rank, memory.size) for array in arrays]
-        columns = 1 if self._is_same else memory.size
+        columns = 1 if self._is_same or self.is_in_place else memory.size
+        longest = IN_PLACE_PIECE_BYTES if self.is_in_place else memory.piece_bytes
         #: Bytes of one piece for one rank.
-        self._width = memory.piece_bytes // columns // _ALIGNMENT * _ALIGNMENT
+        self._width = min(longest, memory.piece_bytes // columns // _ALIGNMENT * _ALIGNMENT)
         pieces = -(-largest(plan) // self._width)
         #: Completed steps of a rank that has begun this call, and of one that has completed it.
         self.first = memory.planned
