@@ -203,8 +203,8 @@ EAGER_BYTES: Final = 32 << 10
 PART_BYTES: Final = 1 << 20
 #: Parts in the memory that a worker shares with another one of its host.
 SHARED_PARTS: Final = 4
-#: Bytes of one piece of a call through memory that the ranks of a host map, of which each rank has four: of a group of
-#: up to four ranks, and of a larger one. More would leave the caches, and fewer cost more steps.
+#: Bytes of one piece of a call through memory that the ranks of a host map: of a group of up to four ranks, and of a
+#: larger one. Each rank has four pieces. More bytes would leave the caches, and fewer cost more steps.
 PIECE_BYTES: Final = 1 << 20
 LARGE_GROUP_PIECE_BYTES: Final = 2 << 20
 #: Bytes of one piece of a call that reads a registered buffer in place.

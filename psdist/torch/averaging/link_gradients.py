@@ -68,7 +68,7 @@ class LinkGradients:
 
     wrapped: the parameter set.
     buckets: names of tensors that are reduced together, in order. The last tensors of the set come first.
-    marker: a tensor of one element, of which only the sign matters.
+    marker: a tensor of one element. Only its sign matters.
 
     Other attributes are those of ``wrapped``.
     """
