@@ -67,7 +67,7 @@ class Case:
 
 
 CASES: Mapping[str, Case] = {
-    "link": Case("link", Made(params=1 << 20, megabits=50, compute_ms=50), {"codec": "Int8()"}),
+    "link": Case("link", Made(params=1 << 20, megabits=50, compute_ms=50), {"codec": "int8"}),
     "kernel": Case("server kernel", Made(params=8 << 20, master_dtype="float64"), {"kernel_threads": 2}),
     "straggler": Case("straggler", Made(workers=3, compute_ms=60, straggler_ms=300), {"backup_workers": 1}),
     "script": Case("script", Made(workers=2, compute_ms=300), {"workers": 3}),

@@ -135,12 +135,16 @@ async def _serve_run(
 
 
 async def _keep_summary(scheduler: Scheduler, opened: _Opened) -> SummaryWriter | None:
-    """Keep a summary of the run, and continue the one in its storage. Returns its writer; None without a storage."""
+    """Keep a summary of the run, and continue the one in its storage.
+
+    Returns its writer; None if the run saves nothing.
+    """
     run_id, storage = scheduler.cluster.settings.run_id, opened.storage
     previous = await load(storage, run_id) if storage is not None else None
     keeper = scheduler.reports.summary = SummaryKeeper(run_id, time.time(), previous)
-    if storage is None or opened.unwritable:
-        return None
+    policy = scheduler.cluster.settings.policy
+    if storage is None or not (policy.steps or policy.seconds or policy.at_end):
+        return None  # A run that saves nothing leaves no files.
 
     def document(last: bool) -> bytes | None:
         failed = scheduler.cluster.failed

@@ -30,7 +30,7 @@ logger = logging.getLogger("psdist.scheduler")
 #: Time between two writes.
 WRITE_SECONDS: Final = 60.0
 #: Time for the last write, and for reading the predecessor's summary.
-STORAGE_SECONDS: Final = 5.0
+STORAGE_SECONDS: Final = 2.0
 
 _PACKAGES: Final = ("numpy", "numba", "grpcio", "protobuf", "torch", "jax")
 
