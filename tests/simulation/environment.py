@@ -149,7 +149,7 @@ class InlinePool:
     its simulated time, and at most ``threads`` of them run together."""
 
     def __init__(self, threads: int) -> None:
-        self._free = threads
+        self.threads = self._free = threads
         self._loop = running()
         self._order = itertools.count()
         self._waiting: list[tuple[int, int, Any, Any, Any]] = []

@@ -40,6 +40,7 @@ from tests.simulation.disk import Disk, DiskStore
 from tests.simulation.environment import RunLoop
 from tests.simulation.loop import Node, where
 from tests.simulation.oracle import Life
+from tests.simulation.snapshot_oracle import Saved
 from tests.simulation.snapshots import URL, SnapshotNemesis, SnapshotOptions, SnapshotWorld
 from tests.simulation.storage import DAMAGES
 
@@ -357,6 +358,11 @@ class LostWorld(SnapshotWorld):
         self.oracle.only_readable(self.readable)
         self.counts[f"damaged snapshots: {self.options.how}"] += len(self.damaged)
 
+    def _created(self, path: str) -> None:
+        super()._created(path)
+        if self.oracle.commits and not self._is_whole(self.oracle.commits[-1]):
+            self.oracle.spoilt = True
+
     # --- after the loss -----------------------------------------------------------------------------------------------
 
     @property
@@ -377,7 +383,11 @@ class LostWorld(SnapshotWorld):
     @property
     def _was_under_way(self) -> bool:
         """True if a snapshot of the lost servers was still committed after the loss."""
-        return any(saved.era == self._era for saved in self.oracle.commits[self._commits :])
+        return any(saved.era == self._era and self._is_whole(saved) for saved in self.oracle.commits[self._commits :])
+
+    def _is_whole(self, saved: Saved) -> bool:
+        """Return False if the storage was emptied between the snapshot's files and its record."""
+        return f"snapshots/{saved.directory}/manifest.json" in self.bucket.files
 
     @property
     def is_done(self) -> bool:
@@ -421,6 +431,7 @@ class LostWorld(SnapshotWorld):
         if self.options.damages:
             wanted = (ServerLostError, SnapshotCorruptError, ConfigurationError)
             named = ["held shard"] if self.is_unknown else [*self.damaged, *self.damaged.values()]
+            named += [saved.directory for saved in self.oracle.commits[self._commits :] if not self._is_whole(saved)]
         if not isinstance(end.error, wanted) or not any(name in str(end.error) for name in named):
             self.oracle.violation(f"{end.name} ended with {end.error!r}, after: {self.options.lost}")
         if end.seconds > self.options.end_seconds:

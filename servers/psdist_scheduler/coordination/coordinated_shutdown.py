@@ -181,10 +181,14 @@ class CoordinatedShutdown:
         return self.snapshots.end_snapshot.is_safe(self.snapshots.attempt) or now - self._since >= SAVE_SECONDS
 
     def _gives_up(self, now: float) -> bool:
-        """Return True if workers are to be held where they are: they are already, or no start became known in time."""
+        """Return True if workers are to be held where they are: they are already, or no start became known in time.
+
+        A worker that is busy may know it by now: its answer is awaited.
+        """
         if any(self._get(worker).is_held for worker in self._stopping):
             return True
-        return self.alignment.is_unknown and now - self._since >= UNKNOWN_SECONDS
+        is_late = now - self._since >= UNKNOWN_SECONDS
+        return is_late and self.alignment.is_unknown and not self.alignment.is_asking
 
     @property
     def _is_aligning(self) -> bool:

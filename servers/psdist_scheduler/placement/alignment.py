@@ -117,6 +117,11 @@ class Alignment:
         return len(self.held_names) > 1
 
     @property
+    def is_asking(self) -> bool:
+        """True while workers have been asked for their position, and some have not answered."""
+        return bool(self._participants) and not self._is_gathered
+
+    @property
     def vector(self) -> dict[str, int] | None:
         """Step of each set at the position where all workers are held. None until they are."""
         if (

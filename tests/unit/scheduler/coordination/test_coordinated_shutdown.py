@@ -153,13 +153,28 @@ def asked_with_unknown_iterations() -> Run:
     return run
 
 
-def test_sets_without_iterations_are_saved_with_a_warning() -> None:
-    run = asked_with_unknown_iterations()
+def pass_unknown_seconds(run: Run) -> None:
+    """Pass the time in which workers may learn where an iteration starts. They are busy at the end of it."""
     beats = list(run.cluster.members.sessions.by_call)
     run.tick_and_beat(UNKNOWN_SECONDS / 2, *beats)
-    assert run.told_to(run.workers[0]) == []
     run.tick_and_beat(UNKNOWN_SECONDS, *beats)
+    assert run.told_to(run.workers[0]) == [], "one of them may have learned it"
+
+
+def test_sets_without_iterations_are_saved_with_a_warning() -> None:
+    run = asked_with_unknown_iterations()
+    pass_unknown_seconds(run)
+    for worker in run.workers:
+        run.stands(worker, start=None, mlp=8, b=6)
     assert run.told_to(run.workers[0]) == ["hold"], "they end as scripts with one set do"
+
+
+def test_workers_that_were_busy_meanwhile_finish_their_iteration() -> None:
+    run = asked_with_unknown_iterations()
+    pass_unknown_seconds(run)
+    for worker in run.workers:
+        run.stands(worker, start=12, mlp=7, b=6)
+    assert [run.held(worker).until for worker in run.workers] == [14, 14]
 
 
 def test_iterations_that_become_known_while_a_run_stops_are_finished() -> None:
@@ -190,9 +205,9 @@ def test_workers_that_are_held_where_they_are_stay_there() -> None:
     """They could not run up to a start that becomes known afterwards, and the run would never end."""
     run = asked_with_unknown_iterations()
     zero, one = run.workers
-    beats = list(run.cluster.members.sessions.by_call)
-    run.tick_and_beat(UNKNOWN_SECONDS / 2, *beats)
-    run.tick_and_beat(UNKNOWN_SECONDS, *beats)
+    pass_unknown_seconds(run)
+    for worker in run.workers:
+        run.stands(worker, start=None, mlp=7, b=5)
     assert run.told_to(zero) == run.told_to(one) == ["hold"] and run.held(zero).release
     run.stands(zero, start=12, mlp=7, b=6)
     for worker in run.workers:
