@@ -14,10 +14,8 @@ from psdist.wire.channels import open_channel
 @asynccontextmanager
 async def scheduler_at(address: str, token: str) -> AsyncIterator[Callable[..., Any]]:
     """Yield ``call(method, request, timeout=None, wait_for_ready=False)``, which starts a call with ``token`` and
-    returns an awaitable or a stream of answers. Both raise grpc.aio.AioRpcError.
-
-    wait_for_ready: connect until the timeout. Otherwise the first failed attempt ends the call.
-    """
+    returns an awaitable or a stream of answers. Both raise grpc.aio.AioRpcError. A call that waits connects until its
+    timeout; otherwise the first failed attempt ends it."""
     metadata = auth.metadata(token)
     async with open_channel(address, limits.CONTROL_MESSAGE_BYTES) as channel:
         stub: Any = scheduler_pb2_grpc.SchedulerServiceStub(channel)
