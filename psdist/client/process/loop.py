@@ -64,7 +64,7 @@ def claim(client: Closable) -> None:
         elif other is not running:
             raise ConfigurationError(
                 "this process has a psdist client on another event loop: use AsyncClient in one loop, or Client, but "
-                "not both at once (grpc.aio polls for one loop per process)"
+                "not both (grpc.aio polls for one loop per process)"
             )
     open_clients[id(client)] = (client, running)
 
@@ -100,9 +100,12 @@ class _Call(Generic[T]):
             self._under_way.add(self)
 
     def cancel(self) -> None:
-        """Cancel the coroutine. Runs on the loop."""
+        """Cancel the coroutine after its first step. Runs on the loop.
+
+        Before that, Python would warn of the coroutines that it has not awaited yet.
+        """
         if self._task is not None:
-            self._task.cancel()
+            self._loop.call_soon(self._task.cancel)
 
     def _end(self, task: asyncio.Task[T]) -> None:
         if self._under_way is not None:

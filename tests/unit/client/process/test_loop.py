@@ -1,8 +1,13 @@
-"""End of the synchronous clients' loop."""
+"""End of the synchronous clients' loop, and of its calls."""
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import gc
+import warnings
+from collections.abc import Coroutine
+from typing import Any
 
 import pytest
 
@@ -55,3 +60,23 @@ def test_the_end_waits_for_a_snapshot_however_long_and_for_nothing_else(
         assert client.closed is (saving > 0) and client.asked >= asked
     finally:
         loop.release(client)  # type: ignore[arg-type]
+
+
+async def test_a_call_that_is_cancelled_before_its_first_step_leaves_no_coroutine_unawaited() -> None:
+    async def inner() -> None:
+        await asyncio.get_running_loop().create_future()
+
+    async def outer(awaited: Coroutine[Any, Any, None]) -> None:
+        await awaited
+
+    call = loop._Call(outer(inner()), asyncio.get_running_loop(), set())
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        call.begin()
+        call.cancel()
+        while call.ended.locked():  # noqa: ASYNC110 - yields, and no more
+            await asyncio.sleep(0)
+        with pytest.raises(concurrent.futures.CancelledError):
+            call.result()
+        gc.collect()
+    assert not found
