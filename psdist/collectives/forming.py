@@ -95,11 +95,16 @@ class GroupFormer:
                 if former is not None:
                     self.mesh.remove(former.exchange)
                 if await self._is_confirmed(before):
+                    await self.outlast_stop()
                     return before
         except PsdistError:
             if before is not None and before is not given:
                 self.mesh.remove(before.exchange)
             raise
+
+    async def outlast_stop(self) -> None:
+        """See ``WorkerSession``."""
+        await self._session.outlast_stop()
 
     async def _form_once(
         self, settings: GroupSettings, before: FormedGroup | None, admits: bool, until: float, timeout: float | None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial, wraps
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
@@ -24,10 +25,35 @@ from psdist.errors import (
     ClosedError,
     DTypeMismatchError,
     InvalidArgumentError,
+    PeerUnreachableError,
     PsdistError,
     ShapeMismatchError,
+    WaitTimeoutError,
+    WorkerLostError,
 )
 from psdist.off_loop import off_loop
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+#: Errors of calls that another worker may cause by leaving.
+_LOST: Final = (WorkerLostError, WaitTimeoutError, ClosedError, PeerUnreachableError)
+
+
+def _outlasts_stop(
+    call: Callable[Concatenate[AsyncWorkerGroup, _P], Awaitable[_T]],
+) -> Callable[Concatenate[AsyncWorkerGroup, _P], Coroutine[Any, Any, _T]]:
+    """Let ``call`` raise no error that another worker has caused by leaving, if all workers stop together."""
+
+    @wraps(call)
+    async def outlasting(group: AsyncWorkerGroup, /, *arguments: _P.args, **keywords: _P.kwargs) -> _T:
+        try:
+            return await call(group, *arguments, **keywords)
+        except _LOST:
+            await group._former.outlast_stop()
+            raise
+
+    return outlasting
 
 
 class AsyncWorkerGroup:
@@ -80,6 +106,7 @@ class AsyncWorkerGroup:
         await self._call(calls.all_reduce(self.rank, self.size, result.apart(given), result.memory, op), timeout)
         return result.finish()
 
+    @_outlasts_stop
     async def _compressed(
         self, given: Array, op: str, compression: AllReduceCompression, out: Array, timeout: float | None
     ) -> None:
@@ -223,6 +250,7 @@ class AsyncWorkerGroup:
         await self._call(calls.receive(result.memory, src), timeout, CallLane(src, self.rank, tag))
         return result.finish()
 
+    @_outlasts_stop
     async def recv_any(self, out: Array, tag: int = 0, *, timeout: float | None = None) -> int:
         """Receive the next array that any rank sends with this tag into ``out``, and return its rank.
 
@@ -265,6 +293,7 @@ class AsyncWorkerGroup:
         """The error that ended the group, or None."""
         return self._exchange.error
 
+    @_outlasts_stop
     async def reconfigure(self, *, admit: bool = False, timeout: float | None = None) -> AsyncWorkerGroup:
         """Return the next group, of the members that are left, once each of them has called this.
 
@@ -311,6 +340,7 @@ class AsyncWorkerGroup:
         if rank == self.rank:
             raise InvalidArgumentError(f"rank {rank} is this rank: copy the array")
 
+    @_outlasts_stop
     async def _call(self, plan: Plan, timeout: float | None, lane: CallLane = COLLECTIVES) -> None:
         _check_timeout(timeout)
         if lane == COLLECTIVES and self._order.locked():

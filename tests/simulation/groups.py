@@ -125,6 +125,10 @@ def _pid() -> int:
     return int(running().current().name.rpartition("/")[2])
 
 
+async def _no_stop() -> None:
+    """Stand-in for ``WorkerSession.outlast_stop``: workers of these runs are not asked to end."""
+
+
 class _Processes:
     """Stand-in for ``psdist.link.process_state``: two processes of a host know each other's state."""
 
@@ -293,7 +297,10 @@ class GroupWorld:
         self._begin(life)
         waits, listener = WaitTracker(), SimListener(self.network, life.node, life.member.address)
         registrar, calls = SimpleNamespace(listener=listener), LossyCalls(self, life)
-        session: Any = SimpleNamespace(membership=life.membership, waits=waits, calls=calls, registrar=registrar)
+        session: Any = SimpleNamespace(
+            membership=life.membership, waits=waits, calls=calls, registrar=registrar,
+            outlast_stop=_no_stop,
+        )  # fmt: skip
         life.collectives = AsyncCollectives(session)
         self.loop.create_task(self._beat(life), context=life.node.context)
         await self.work(life)

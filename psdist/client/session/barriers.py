@@ -30,6 +30,7 @@ class Barrier:
         self._membership = session.membership
         self._waits = session.waits
         self._activities = session.activities
+        self._outlast_stop = session.outlast_stop
         self._name = name
         self._origin = session.membership.registration.incarnation
         self._passed = 0
@@ -37,8 +38,16 @@ class Barrier:
         self._turn = asyncio.Lock()
 
     async def reach(self, timeout: float | None) -> None:
-        """See ``AsyncClient.barrier``."""
-        await run_in_incarnation(lambda: self._reach(timeout), self._raise_not_reached)
+        """See ``AsyncClient.barrier``.
+
+        The scheduler waits for no worker that has left: when all stop together, passing means nothing.
+        """
+        try:
+            await run_in_incarnation(lambda: self._reach(timeout), self._raise_not_reached)
+        except WaitTimeoutError:
+            await self._outlast_stop()
+            raise
+        await self._outlast_stop()
 
     async def _raise_not_reached(self, fenced: FencedError, _: int) -> bool:
         raise FencedError(f"barrier {self._name!r} was not reached: {fenced.message}") from None

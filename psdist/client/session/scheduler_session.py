@@ -307,6 +307,16 @@ class WorkerSession:
         view = self.membership.view
         return not self._broken and view.fatal is None and view.fenced is None
 
+    async def outlast_stop(self) -> None:
+        """Return immediately, unless all workers stop together and this one starts no more pushes. Then return when its
+        membership ends.
+
+        Others may leave first, which is no loss that a script should see: its calls wait here until they are cancelled.
+        """
+        view = self.membership.view
+        while self.stopping.holding and view.fatal is None and view.fenced is None:
+            await view.changed()
+
     async def close(self, reason: str = "closed") -> None:
         """Leave, if the scheduler answers within a second, and close the channel."""
         await self.snapshots.close()

@@ -47,8 +47,8 @@ class ElasticDDP(nn.Module):
     joins again by itself. Its next backward pass contributes nothing.
 
     Raises InvalidArgumentError for modules without parameters to train, LateWorkerError if the training is complete,
-    and the errors of ``Context.join_group``. Backward passes raise CollectiveMismatchError if modules differ, and
-    ClosedError.
+    LimitExceededError if the others' state is far larger than this worker's, and the errors of ``Context.join_group``.
+    Backward passes raise CollectiveMismatchError if modules differ, and ClosedError.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class ElasticDDP(nn.Module):
 
         Raises CollectiveMismatchError if others make more steps.
         """
-        loop.shared().call(self._steps.close(), ending=True)
+        loop.shared().call(self._steps.close())
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,149 @@
+"""Calls of a worker whose run is being stopped: another worker that leaves first is no loss that the script sees.
+
+A fake scheduler stops the worker. The test is the other worker of its group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from client_fakes import FakeScheduler
+
+import psdist
+from psdist.collectives.core.machine import needed_ranks
+from psdist.collectives.exchange import Exchange
+from psdist.collectives.forming import GroupFormer
+from psdist.collectives.group import AsyncWorkerGroup
+from psdist.errors import (
+    ClosedError,
+    CollectiveMismatchError,
+    PeerUnreachableError,
+    PsdistError,
+    WaitTimeoutError,
+    WorkerLostError,
+)
+from psdist.types import WorkerEntry
+from psdist.v1 import scheduler_pb2 as pb
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+Call = Callable[[AsyncWorkerGroup], Coroutine[Any, Any, Any]]
+
+CALLS: dict[str, Call] = {
+    "all_reduce": lambda group: group.all_reduce(np.ones(3)),
+    "compressed": lambda group: group.all_reduce(np.ones(3, np.float32), compression="int8"),
+    "barrier": lambda group: group.barrier(),
+    "broadcast": lambda group: group.broadcast(np.ones(3), 1),
+    "recv": lambda group: group.recv(np.ones(3), 1),
+    "recv_any": lambda group: group.recv_any(np.ones(3)),
+}
+ERRORS: tuple[PsdistError, ...] = (
+    ClosedError("rank 1 gave up all_reduce"),
+    WorkerLostError("rank 1 is gone", rank=1),
+    PeerUnreachableError("worker-1 accepts no links"),
+    WaitTimeoutError("rank 1 has not called barrier"),
+)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def scheduler() -> AsyncIterator[FakeScheduler]:
+    scheduler = await FakeScheduler([]).start()
+    yield scheduler
+    await scheduler.stop()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def client(scheduler: FakeScheduler) -> AsyncIterator[psdist.AsyncClient]:
+    client = await psdist.AsyncClient(scheduler.address).connect()
+    yield client
+    await client.close()
+
+
+def group_of(client: psdist.AsyncClient) -> AsyncWorkerGroup:
+    """Return rank 0 of a group of two, whose frames go nowhere."""
+    link = SimpleNamespace(send=lambda *_: None)
+    mesh: Any = SimpleNamespace(link=lambda _: link, drop=lambda _: None)
+    session = client._opened()
+    exchange = Exchange(mesh, session.waits, [0, 1], 0)
+    exchange.open(b"group", [WorkerEntry("worker-0", 1, 0, "a:1"), WorkerEntry("worker-1", 1, 1, "a:2")])
+    former = GroupFormer(session, mesh)
+    return AsyncWorkerGroup(former, former.start(exchange, 0))
+
+
+async def hold(scheduler: FakeScheduler, number: int = 1) -> None:
+    """Tell the worker that all stop together, and wait for its report."""
+    scheduler.news.put_nowait(pb.SessionResponse(stop=pb.StopCommand(number=number, hold=True)))
+    assert (await scheduler.stops.get()).holding
+
+
+async def waits(call: asyncio.Task[Any]) -> bool:
+    """True if the call does not end without another event."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+    return not call.done()
+
+
+@pytest.mark.parametrize("name", CALLS)
+async def test_a_call_outlasts_a_worker_that_leaves_first(
+    name: str, scheduler: FakeScheduler, client: psdist.AsyncClient
+) -> None:
+    group = group_of(client)
+    call = asyncio.create_task(CALLS[name](group))
+    while name != "recv_any" and not needed_ranks(group._exchange._machine):  # noqa: ASYNC110 - yields, and no more
+        await asyncio.sleep(0)
+    await hold(scheduler)
+    group._exchange.abandon(ClosedError("rank 1 gave up all_reduce"))
+    assert group.has_ended and await waits(call)
+    later = asyncio.create_task(CALLS[name](group))
+    assert await waits(later)
+    for task in (call, later):  # As the handler of SIGTERM does when this worker may leave.
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+async def test_each_error_that_a_leaving_worker_can_cause_is_outlasted(
+    error: PsdistError, scheduler: FakeScheduler, client: psdist.AsyncClient
+) -> None:
+    group = group_of(client)
+    group._exchange.abandon(error)
+    with pytest.raises(type(error)):  # The run is not being stopped.
+        await group.barrier()
+    await hold(scheduler)
+    call = asyncio.create_task(group.barrier())
+    assert await waits(call)
+    await client.close()
+    with pytest.raises(type(error)):  # Nobody cancels it, and it ends nevertheless.
+        await call
+
+
+async def test_a_call_that_differs_is_an_error_also_in_the_end(
+    scheduler: FakeScheduler, client: psdist.AsyncClient
+) -> None:
+    group = group_of(client)
+    await hold(scheduler)
+    group._exchange.abandon(CollectiveMismatchError("rank 0 calls barrier, and rank 1 all_reduce"))
+    with pytest.raises(CollectiveMismatchError):
+        await group.barrier()
+
+
+async def test_a_barrier_is_not_passed_because_others_leave(
+    scheduler: FakeScheduler, client: psdist.AsyncClient
+) -> None:
+    call = asyncio.create_task(client.barrier("b"))
+    while not scheduler.barriers:  # noqa: ASYNC110 - yields, and no more
+        await asyncio.sleep(0)
+    await hold(scheduler)
+    scheduler.barrier.set()
+    await hold(scheduler, 2)  # It has received the answer of the barrier, too.
+    assert await waits(call)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
