@@ -30,7 +30,9 @@ from psdist.errors import (
     CollectiveMismatchError,
     ExcludedError,
     FencedError,
+    LimitExceededError,
     PeerUnreachableError,
+    PsdistError,
     WaitTimeoutError,
     WorkerLostError,
 )
@@ -45,6 +47,10 @@ _NEW: Final = -1
 
 class ElasticState(Protocol):
     """State that new workers receive."""
+
+    @property
+    def bytes_max(self) -> int:
+        """The most bytes that another worker's state may have."""
 
     async def export(self) -> NDArray[np.uint8]:
         """Return the state between two steps as bytes."""
@@ -98,7 +104,10 @@ class ElasticSteps:
         return self._group
 
     async def start(self) -> None:
-        """Join the group, and receive its state. Raises as ``join_group``."""
+        """Join the group, and receive its state.
+
+        Raises LimitExceededError if the state has too many bytes, and as ``join_group`` and ``ElasticState.load``.
+        """
         await self._regroup(joins=True)
 
     async def begin_step(self) -> None:
@@ -180,6 +189,9 @@ class ElasticSteps:
                 joins = True
             except _LOST:
                 pass
+            except PsdistError:  # This worker cannot take part, and the others are not to wait for it.
+                await self._group.close()
+                raise
 
     async def _compare(self, group: AsyncWorkerGroup, results: Sequence[Array]) -> bool:
         """Bring all members to one step. Returns True if this one has received the results of its step."""
@@ -228,8 +240,13 @@ class ElasticSteps:
         self._commit(totals, results)
 
     async def _receive_state(self, group: AsyncWorkerGroup, source: int) -> None:
-        step, size = await group.recv(np.zeros(2, np.int64), source)
+        step, size = map(int, await group.recv(np.zeros(2, np.int64), source))
+        if not 0 <= size <= self._state.bytes_max:
+            raise LimitExceededError(
+                f"rank {source} announces a state of {size} bytes, and this worker takes at most "
+                f"{self._state.bytes_max}: give all workers the same model, optimizer and other states"
+            )
         data = np.empty(size, np.uint8)
         await group.recv(data, source)
         await self._state.load(data)
-        self.step, self._is_stale = int(step), True
+        self.step, self._is_stale = step, True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ async def all_reduce_sparse(group: AsyncWorkerGroup, tensor: Tensor, op: str, ti
     op: "sum" or "avg"; InvalidArgumentError for others.
     timeout: seconds for each of the calls.
 
-    Raises ShapeMismatchError if the ranks' shapes differ.
+    Raises ShapeMismatchError if the ranks' shapes differ, or a rank announces more values than the shape has places.
     """
     if op not in ("sum", "avg") or tensor.device.type != "cpu":
         raise InvalidArgumentError(
@@ -28,6 +30,11 @@ async def all_reduce_sparse(group: AsyncWorkerGroup, tensor: Tensor, op: str, ti
     if len({tuple(row) for row in facts[:, 1:]}) > 1:
         raise ShapeMismatchError(
             f"ranks give sparse tensors of shapes {[tuple(row[2:]) for row in facts]}: give one shape"
+        )
+    places = math.prod(own.shape[: own.sparse_dim()])
+    if facts[:, 0].min() < 0 or facts[:, 0].max() > places:
+        raise ShapeMismatchError(
+            f"ranks announce {facts[:, 0].tolist()} values of a sparse tensor with {places} places: give one shape"
         )
     indices = await _gather_uneven(group, own.indices().t(), facts[:, 0], timeout)
     values = await _gather_uneven(group, own.values(), facts[:, 0], timeout)

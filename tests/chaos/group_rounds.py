@@ -35,7 +35,7 @@ from psdist.errors import (
 
 WORKERS = 3
 #: Time limit for the start of processes, and for joins.
-_SECONDS = 120.0
+_SECONDS = 600.0
 
 
 def work() -> None:

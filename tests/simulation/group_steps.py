@@ -30,6 +30,11 @@ class _State:
     def __init__(self, number: int) -> None:
         self.weights = np.array([float(number), *np.zeros(_ELEMENTS)])
 
+    @property
+    def bytes_max(self) -> int:
+        """See ElasticState."""
+        return self.weights.nbytes
+
     async def export(self) -> NDArray[np.uint8]:
         """See ElasticState."""
         return self.weights.copy().view(np.uint8)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import safetensors
@@ -20,7 +20,11 @@ from torch import Tensor, nn
 from psdist.errors import InvalidArgumentError, ShapeMismatchError
 
 #: Tensor that holds the JSON text.
-_TEXT = "psdist/json"
+_TEXT: Final = "psdist/json"
+#: Limit on another worker's state: so many bytes, and so many times the bytes that this worker's state has. Optimizers
+#: create most of their state in their first steps: LBFGS keeps 200 vectors of the size of the model.
+_BYTES: Final = 1 << 30
+_TIMES: Final = 256
 
 
 class Stateful(Protocol):
@@ -39,6 +43,12 @@ class TrainingState:
     def __init__(self, module: nn.Module, others: Mapping[str, Stateful]) -> None:
         self._module = module
         self._others = others
+
+    @property
+    def bytes_max(self) -> int:
+        """See ``ElasticState``."""
+        states = [other.state_dict() for other in self._others.values()]
+        return _BYTES + _TIMES * _count_bytes([*self._tensors().values(), *states])
 
     async def export(self) -> NDArray[np.uint8]:
         """See ``ElasticState``. Raises InvalidArgumentError for states that cannot be sent."""
@@ -81,6 +91,18 @@ class TrainingState:
 
 def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous().clone()
+
+
+def _count_bytes(value: Any) -> int:
+    """Return the bytes of all tensors in a state."""
+    match value:
+        case Tensor():
+            return value.nbytes
+        case dict():
+            return sum(map(_count_bytes, value.values()))
+        case list() | tuple():
+            return sum(map(_count_bytes, value))
+    return 0
 
 
 def _check_equal(mine: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:

@@ -45,6 +45,8 @@ class Worker:
         self.steps = ElasticSteps(lambda: collectives.join_group(self.name, size=SIZE, size_min=self.size_min), self)
         await self.steps.start()
 
+    bytes_max = 1 << 30
+
     async def export(self) -> NDArray[np.uint8]:
         return self.weights.view(np.uint8)
 

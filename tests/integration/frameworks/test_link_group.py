@@ -8,15 +8,18 @@ import sys
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from launched import Run
 
 from psdist import torch_backend
-from psdist.errors import InvalidArgumentError
+from psdist.errors import InvalidArgumentError, ShapeMismatchError
 from psdist.process_group.link_group import LinkGroup, make_group
+from psdist.process_group.sparse import all_reduce_sparse
 from psdist.process_group.work import TensorMemory
 
 _HEAD = """
@@ -216,6 +219,17 @@ def test_what_cannot_be_sent_is_refused() -> None:
     options = SimpleNamespace(global_ranks_in_group=[], group_size=2, group_rank=1)
     with pytest.raises(InvalidArgumentError, match=r"rank 1 of \[0, 1\] is rank 0 of the run: start .* RANK"):
         make_group(options, None, lambda: SimpleNamespace(rank=0))  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.parametrize("count", [-1, 5])
+async def test_a_rank_cannot_announce_more_sparse_values_than_a_tensor_has_places(count: int) -> None:
+    async def all_gather(given: np.ndarray, timeout: float | None) -> np.ndarray:
+        return np.stack([given, [count, *given[1:]]])
+
+    group: Any = SimpleNamespace(all_gather=all_gather, size=2)
+    tensor = torch.sparse_coo_tensor([[0], [1]], torch.ones(1), (2, 2), check_invariants=True)
+    with pytest.raises(ShapeMismatchError, match=rf"announce \[1, {count}\] values .* 4 places"):
+        await all_reduce_sparse(group, tensor, "sum", None)
 
 
 def test_torch_finds_the_backend_of_an_installed_package() -> None:

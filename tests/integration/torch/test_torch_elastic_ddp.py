@@ -162,6 +162,17 @@ async def test_states_that_do_not_fit_change_nothing() -> None:
     assert torch.equal(weight, next(wider.parameters()))
 
 
+def test_the_limit_on_a_state_leaves_room_for_that_of_a_trained_optimizer() -> None:
+    model = nn.Linear(1000, 1000)
+    optimizer = torch.optim.Adam(model.parameters())
+    before = TrainingState(model, {"optimizer": optimizer}).bytes_max
+    assert before == (1 << 30) + 256 * 4 * 1001 * 1000
+    model(torch.ones(1000)).sum().backward()
+    optimizer.step()
+    after = TrainingState(model, {"optimizer": optimizer})
+    assert after.bytes_max == before + 256 * (2 * 4 * 1001 * 1000 + 2 * 4)  # Two moments, and a count for each tensor.
+
+
 async def test_states_that_cannot_be_sent_are_named() -> None:
     class Odd:
         def state_dict(self) -> dict[str, object]:

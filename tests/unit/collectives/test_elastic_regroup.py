@@ -1,4 +1,5 @@
-"""Steps of workers that were all left out, so that nobody has continued: over groups in memory."""
+"""Steps of workers that were all left out, so that nobody has continued, and states of wrong sizes: over groups in
+memory."""
 
 from __future__ import annotations
 
@@ -6,10 +7,11 @@ import asyncio
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from psdist.collectives.elastic import ElasticSteps, StepArrays
-from psdist.errors import ExcludedError
+from psdist.errors import ExcludedError, LimitExceededError
 
 
 class Meeting:
@@ -35,6 +37,13 @@ class Group:
 
     def __init__(self, meeting: Meeting, rank: int, *, fails: bool = False) -> None:
         self.meeting, self.rank, self.fails = meeting, rank, fails
+        self.is_closed = False
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+    async def joined(self) -> Any:
+        return self
 
     async def all_gather(self, array: Any) -> NDArray[Any]:
         return np.stack(await self.meeting.exchange(self.rank, array))
@@ -74,6 +83,8 @@ class Worker:
         self.steps = ElasticSteps(join, self)
         self.rank, self.first = rank, step
 
+    bytes_max = 1 << 30
+
     async def export(self) -> NDArray[np.uint8]:
         return self.state.view(np.uint8)
 
@@ -96,3 +107,18 @@ async def test_workers_that_were_all_left_out_continue_from_the_one_that_is_ahea
     # State, gradient and buffer are those of rank 1: what rank 0 gives belongs to the state that it has replaced.
     assert results == [(1.0, 11.0, 11.0)] * 2
     assert [one.steps.step for one in workers] == [9, 9]
+
+
+@pytest.mark.parametrize("announced", [-1, 9, 1 << 50])
+async def test_a_state_of_another_size_than_expected_is_refused_before_it_is_received(announced: int) -> None:
+    meeting = Meeting()
+    workers = [Worker(rank, [meeting, meeting], 0) for rank in range(2)]
+    joining, group = workers[0], Group(meeting, 0)
+    joining.bytes_max = 8
+    await meeting.sent.put(np.array([3, announced]))
+    ahead = asyncio.create_task(meeting.exchange(1, [5, 5, False, False]))
+    joining.steps._join = group.joined  # type: ignore[method-assign]
+    with pytest.raises(LimitExceededError, match=f"rank 1 announces a state of {announced} bytes.* at most 8"):
+        await joining.steps.start()
+    assert group.is_closed and joining.steps.step == 0, "the others would wait for it"
+    await ahead
