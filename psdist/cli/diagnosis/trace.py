@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 #: Shortest time between two lines on progress.
 _PROGRESS_SECONDS: Final = 1.0
+#: ROLE_WORKER, without an import of the messages.
+_WORKER: Final = 2
 _VIEWERS: Final = "https://ui.perfetto.dev or chrome://tracing"
 
 
@@ -58,7 +60,7 @@ def run(given: Namespace, environ: Mapping[str, str]) -> int:
     Raises InvalidArgumentError for a file that cannot be written, before anything is recorded, and the scheduler's
     error if nothing was recorded.
     """
-    target, recording = find_target(given, environ), Recording()
+    target, recording = find_target(given, environ), Recording(given.steps)
     with _written_whole(Path(given.out)) as file:
         try:
             _record(target, given, recording)
@@ -125,8 +127,9 @@ def _record(target: SchedulerChoice, given: Namespace, recording: Recording) -> 
 
 @dataclass(slots=True)
 class Recording:
-    """The arrived part of a recording. reason: why it ended early; empty if it did not."""
+    """The arrived part of a recording of ``steps`` steps. reason: why it ended early; empty if it did not."""
 
+    steps: int
     members: dict[str, pb.TraceMember] = field(default_factory=dict)
     spans: dict[str, list[pb.TraceSpans]] = field(default_factory=lambda: defaultdict(list))
     reason: str = ""
@@ -144,14 +147,13 @@ class Recording:
         """Return the members with spans and a clock, as ``TracedProcess``: workers by rank, then servers."""
         from psdist.tracing.messages import spans_from_proto
         from psdist.tracing.trace_events import TracedClock, TracedProcess, share_clocks
-        from psdist.v1 import scheduler_pb2 as pb
 
         timed = {name: member for name, member in self.members.items() if member.HasField("offset_ns")}
         clocks = share_clocks({
             name: TracedClock(member.offset_ns, member.uncertainty_ns, member.clock_id)
             for name, member in timed.items()
         })  # fmt: skip
-        traced = [(member.role != pb.ROLE_WORKER, member.rank, name) for name, member in timed.items()]
+        traced = [(member.role != _WORKER, member.rank, name) for name, member in timed.items()]
         return [
             TracedProcess(
                 f"{name} (rank {rank})" if not is_server else name,
@@ -167,7 +169,7 @@ class Recording:
         member = self.members[name]
         return {
             "member": name,
-            "role": "worker" if member.role == 2 else "server",
+            "role": "worker" if member.role == _WORKER else "server",
             "host": member.host,
             "pid": member.pid,
             "clock_offset_us": offset / 1000,
@@ -193,6 +195,8 @@ class Recording:
                 found.append(f"{name} is recorded in part or not at all: {_plain(member.missing)}")
             elif not member.HasField("offset_ns"):
                 found.append(f"{name} is left out: its clock was not compared yet")
+            elif member.done and member.role == _WORKER and member.steps < self.steps:
+                found.append(f"{name} recorded {member.steps} of {self.steps} steps")
             if lost := self.lost(name):
                 found.append(f"{lost} spans of {name} are lost: its buffer was full. Record fewer steps")
         return found

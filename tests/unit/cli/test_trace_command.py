@@ -27,9 +27,9 @@ def spans(name: str, recorded: int) -> pb.TraceResponse:
 
 
 def test_every_gap_is_reported() -> None:
-    recording = Recording()
+    recording = Recording(steps=5)
     for answer in (
-        member("worker-0", pb.ROLE_WORKER, offset_ns=1000, uncertainty_ns=10, clock_id="a", done=True),
+        member("worker-0", pb.ROLE_WORKER, offset_ns=1000, uncertainty_ns=10, clock_id="a", done=True, steps=4),
         member("worker-1", pb.ROLE_WORKER),
         member("server-0", pb.ROLE_SERVER, offset_ns=0, clock_id="b", missing="it was expelled (\x1b[31mkilled)"),
         *(spans(name, 7) for name in ("worker-0", "worker-1")),
@@ -40,6 +40,7 @@ def test_every_gap_is_reported() -> None:
     assert recording.warnings() == [
         "600 s are over, which is the limit",
         "server-0 is recorded in part or not at all: it was expelled (?[31mkilled)",
+        "worker-0 recorded 4 of 5 steps",
         "6 spans of worker-0 are lost: its buffer was full. Record fewer steps",
         "worker-1 is left out: its clock was not compared yet",
         "6 spans of worker-1 are lost: its buffer was full. Record fewer steps",

@@ -144,6 +144,7 @@ def test_a_member_that_is_back_on_another_session_records_no_more() -> None:
     run.start()
     run.spans(WORKER_0)
     run.members.sessions.open(99, "worker-0", 1.0)
+    assert not run.spans(99, 5, done=True)
     run.tick(1.0)
     run.spans(WORKER_1, 5, done=True)
     ended = run.spans(SERVER, done=True)[COMMAND]
