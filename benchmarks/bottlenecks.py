@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contenders import module
+from benchmarks.contenders import compile_kernels, module
 from benchmarks.shaped_hosts import ShapedHosts, hosts_missing
 
 _STOP_SECONDS = 20
@@ -38,6 +38,7 @@ class Made:
 
     megabits: speed of the hosts' links; 0 starts everything on this machine.
     batches: accumulated per push.
+    in_place: gradients are written where the server reads them, and weights are read where it writes them.
     """
 
     params: int = 1000
@@ -47,7 +48,7 @@ class Made:
     batches: int = 1
     codec: str = ""
     backup_workers: int = 0
-    master_dtype: str = "float32"
+    in_place: bool = False
     kernel_threads: int = 1
     transport: str = "auto"
     megabits: int = 0
@@ -67,8 +68,8 @@ class Case:
 
 
 CASES: Mapping[str, Case] = {
-    "link": Case("link", Made(params=1 << 20, megabits=50, compute_ms=50), {"codec": "int8"}),
-    "kernel": Case("server kernel", Made(params=8 << 20, master_dtype="float64"), {"kernel_threads": 2}),
+    "link": Case("link", Made(params=1 << 20, megabits=10, compute_ms=50), {"codec": "int8"}),
+    "kernel": Case("server kernel", Made(params=16 << 20, in_place=True), {"kernel_threads": 2}),
     "straggler": Case("straggler", Made(workers=3, compute_ms=60, straggler_ms=300), {"backup_workers": 1}),
     "script": Case("script", Made(workers=2, compute_ms=300), {"workers": 3}),
     "latency": Case("latency", Made(transport="tcp", compute_ms=1), {"batches": 4}),
@@ -82,22 +83,24 @@ def work(made: Made) -> None:
     import psdist
 
     with psdist.Client() as client:
-        dtype: Any = np.dtype(made.master_dtype)
         shape = (-(-made.params // 1024), min(1024, made.params))
         model = client.parameters(
             "model",
-            {"w": np.zeros(shape, dtype)},
+            {"w": np.zeros(shape, np.float32)},
             psdist.optim.Adam(),
             consistency=psdist.BSP(backup_workers=made.backup_workers),
-            **({"master_dtype": "float64"} if made.master_dtype == "float64" else {}),
             **({"compression": made.codec, "pull_compression": made.codec} if made.codec else {}),
         )
-        gradient = {"w": np.random.default_rng(client.rank).standard_normal(shape).astype(dtype)}
+        gradient: Any = {"w": np.random.default_rng(client.rank).standard_normal(shape, np.float32)}
+        if made.in_place:
+            buffers = model.gradient_buffers()
+            buffers["w"][...] = gradient["w"]
+            gradient = buffers
         seconds = (made.compute_ms + (made.straggler_ms if client.rank == 0 else 0.0)) / 1e3
         while True:
             for _ in range(made.batches):
                 time.sleep(seconds)
-            model.push_pull(gradient)
+            model.push_pull(gradient, copy=not made.in_place)
 
 
 def commands(made: Made, hosts: ShapedHosts | None, address: Path) -> list[tuple[str, ...]]:
@@ -204,6 +207,7 @@ def measure(case: Case, seconds: float) -> dict[str, Any]:
 
 def main(names: Sequence[str], seconds: float = 15.0) -> None:
     """Print a row for each case, and its three sentences."""
+    compile_kernels()
     for name in names or CASES:
         case = CASES[name]
         if case.made.megabits and (reason := hosts_missing()):
