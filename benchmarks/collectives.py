@@ -4,6 +4,8 @@
     python -m benchmarks.collectives --hosts 4             4 hosts with links of 1 Gbit/s, as root
     python -m benchmarks.collectives --hosts 4 --compression int8 --bytes 100000000
 
+On one host psdist takes part twice: with ordinary arrays, and with registered buffers of the group.
+
 Contenders take turns (``contenders``). Each line has the median time of a call, of all ranks together, and the ratio of
 the peer's time to psdist's, above 1 if psdist is faster. Processor time is that of all ranks of one call: on a machine
 with other work it says more than the time. Open MPI takes part on one host once ``--install`` has put it and mpi4py
