@@ -49,9 +49,8 @@ Read = Callable[[int], Awaitable[Reading]]
 class Feed:
     """The newest state of the run, with the difference to the one before it."""
 
-    def __init__(self, read: Read, interval_seconds: float = _INTERVAL_SECONDS) -> None:
+    def __init__(self, read: Read) -> None:
         self._read = read
-        self._interval = interval_seconds
         self._run = RunState()
         self._state: Tree = {}
         self._number = 0
@@ -110,10 +109,10 @@ class Feed:
                 self._has_failed = True
                 logger.exception("the dashboard cannot show the run (logged once)")
             self._publish({**self._state, "unanswered": round(_now() - self._answered)}, [], self._time)
-            return self._interval
+            return _INTERVAL_SECONDS
         self._answered = _now()
         self._publish(state, points, reading.status.time)
-        return max(self._interval, reading.seconds / _LOOP_SHARE)
+        return max(_INTERVAL_SECONDS, reading.seconds / _LOOP_SHARE)
 
     def _publish(self, state: Tree, points: list[Point], time: float) -> None:
         self._number += 1

@@ -14,7 +14,7 @@ from psdist_scheduler.dashboard.curves import Curves, Point, point
 from psdist_scheduler.dashboard.merge_patch import Tree, without_nulls
 
 #: Samples of a worker from which its slowness is judged.
-_WINDOW: Final = 2
+_WINDOW: Final = 3
 #: Events that the page shows.
 EVENTS_SHOWN: Final = 100
 #: A heartbeat that is younger is shown as current: its age would change every second.
@@ -54,12 +54,11 @@ class RunState:
         for table in (self._workers, self._servers):
             for gone in [name for name in table if name not in live]:
                 del table[gone]
-        periods = {name: problems.period(samples) for name, samples in self._workers.items()}
         found = [
             *problems.of_members(status, heartbeat_seconds),
             *problems.of_shards(status),
             *problems.of_snapshots(status),
-            *problems.of_workers(periods),
+            *self._slow_workers(),
         ]
         return without_nulls(
             {
@@ -75,6 +74,14 @@ class RunState:
                 "datasets": {one["name"]: _dataset(one) for one in status["datasets"]},
             }
         )
+
+    def _slow_workers(self) -> list[dict[str, Any]]:
+        """Return the slow workers: by their newest second, so that they are seen soon, and by the window, so that they
+        stay while single seconds differ."""
+        newest = problems.of_workers({name: problems.period([found[-1]]) for name, found in self._workers.items()})
+        named = {one["who"] for one in newest}
+        window = problems.of_workers({name: problems.period(found) for name, found in self._workers.items()})
+        return newest + [one for one in window if one["who"] not in named]
 
     def _worker(self, member: dict[str, Any]) -> Tree:
         samples = self._workers.get(member["id"])

@@ -117,12 +117,13 @@ class DashboardServer:
 
 
 def _bound(endpoint: DashboardEndpoint) -> socket.socket:
-    """Return a bound socket. Raises ConfigurationError."""
+    """Return a listening socket: browsers that connect before the thread runs wait. Raises ConfigurationError."""
     host = endpoint.host.strip("[]")
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, endpoint.port))
+        bound.listen(limits.DASHBOARD_CONNECTIONS_MAX)
     except OSError as error:
         bound.close()
         is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)

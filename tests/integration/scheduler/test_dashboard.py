@@ -1,0 +1,279 @@
+"""The dashboard's server over real sockets: access to it, policies of its page, browsers and schedulers that hang."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import random
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from psdist.errors import ConfigurationError, InsecureBindError
+from psdist.monitoring.dashboard_link import view_key
+from psdist.settings.config import DashboardEndpoint
+from psdist.wire import limits
+from psdist_scheduler.dashboard import feed, pages
+from psdist_scheduler.dashboard.feed import Reading
+from psdist_scheduler.dashboard.run_state import RunState
+from psdist_scheduler.dashboard.server import DashboardServer
+from tests.support.dashboard_runs import advance, sample, status
+
+TOKEN = "secret"
+KEY = view_key(TOKEN, "made-up")
+Read = Callable[[int], Reading]
+
+
+def made_up(workers: int = 3) -> Read:
+    """Return a function that reads a made-up run, which goes on with each reading."""
+    answer, rng = status(workers), random.Random(1)
+
+    def read(after: int) -> Reading:
+        advance(answer, rng)
+        return Reading(answer, [sample(after + 1, workers, 2, rng)], 0.5, 0.0)
+
+    return read
+
+
+@asynccontextmanager
+async def serving(read: Read | None = None, token: str = TOKEN) -> AsyncIterator[int]:
+    """Serve the dashboard. Yields its port."""
+    server = DashboardServer(DashboardEndpoint("127.0.0.1", 0, token), KEY if token else "", read or made_up())
+    try:
+        yield int(server.address.rpartition(":")[2])
+    finally:
+        server.close()
+        assert not server._thread.is_alive()
+
+
+def get(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
+
+
+@contextmanager
+def following(port: int, **headers: str) -> Iterator[Iterator[dict[str, Any]]]:
+    """Follow the events. Yields an iterator over their values."""
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+        connection.request("GET", "/events", headers=headers or {"Authorization": f"Bearer {KEY}"})
+        answer = connection.getresponse()
+        assert answer.status == 200, answer.read()
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        with closing(answer):
+            yield (json.loads(line[6:]) for line in answer if line.startswith(b"data: "))
+
+
+async def test_token_and_key_open_the_stream_and_nothing_else_does() -> None:
+    def check(port: int) -> None:
+        assert get(port, "/events")[0] == get(port, "/session")[0] == 401
+        assert get(port, "/session", "POST", Authorization="Bearer other")[0] == 401
+        for secret in (TOKEN, KEY):
+            code, headers, _ = get(port, "/session", "POST", Authorization=f"Bearer {secret}")
+            cookie = headers["set-cookie"]
+            assert code == 204 and "HttpOnly" in cookie and "SameSite=Strict" in cookie and TOKEN not in cookie
+            assert get(port, "/session", Cookie=cookie.partition(";")[0])[0] == 204
+        with following(port, Cookie=cookie.partition(";")[0]) as events:
+            assert next(events)["state"]["run"]["id"] == "made-up"
+        for path in ("/events", "/", "/dashboard.js"):
+            assert get(port, path, "POST")[0] == get(port, path, "DELETE")[0] == 405
+        assert get(port, "/../server.py")[0] == get(port, "/page")[0] == 404
+
+    async with serving() as port:
+        await asyncio.to_thread(check, port)
+
+
+async def test_without_a_token_a_page_in_a_browser_cannot_use_a_name_of_its_own() -> None:
+    def check(port: int) -> None:
+        with following(port, Host="127.0.0.1") as events:
+            assert "state" in next(events)
+        for path in ("/", "/events", "/session"):
+            assert get(port, path, Host="evil.example")[0] == 403
+
+    async with serving(token="") as port:
+        await asyncio.to_thread(check, port)
+
+
+async def test_the_page_is_small_and_may_load_nothing_from_elsewhere() -> None:
+    def check(port: int) -> None:
+        total = 0
+        for path in ("/", "/dashboard.js", "/dashboard.css", "/uplot.js", "/uplot.css"):
+            code, headers, body = get(port, path)
+            total += len(body)
+            policy = headers["content-security-policy"]
+            assert code == 200 and "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
+            assert headers["x-content-type-options"] == "nosniff" and headers["referrer-policy"] == "no-referrer"
+            assert b"//cdn" not in body and b'src="http' not in body
+        assert total < 300_000
+
+    async with serving() as port:
+        await asyncio.to_thread(check, port)
+
+
+def test_the_page_never_makes_html_of_text() -> None:
+    script = (Path(pages.__file__).parent / "page/dashboard.js").read_text(encoding="utf-8")
+    for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function"):
+        assert word not in script
+    page = (Path(pages.__file__).parent / "page/index.html").read_text(encoding="utf-8")
+    assert "style=" not in page and "onclick" not in page and page.count("<script") == page.count("<script src=")
+
+
+async def test_changes_follow_the_whole_state() -> None:
+    def check(port: int) -> None:
+        with following(port) as events, following(port) as others:
+            first, second = next(events), next(events)
+            assert first["state"]["workers"].keys() == {"worker-0", "worker-1", "worker-2"}
+            assert "state" not in second and second["change"]["parameters"]["model"]["version_max"]
+            assert second["points"][0]["reported"]["loss"] <= 1
+            assert "state" in next(others)
+
+    async with serving() as port:
+        await asyncio.to_thread(check, port)
+
+
+async def test_nobody_is_read_for_while_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "_IDLE_SECONDS", 1e6)
+    read, times = made_up(), []
+    once = asyncio.Event()
+
+    def counted(after: int) -> Reading:
+        times.append(after)
+        once.set()
+        return read(after)
+
+    def check(port: int) -> None:
+        with following(port) as events:
+            while len(times) < 3:
+                next(events)
+
+    async with serving(counted) as port:
+        await once.wait()
+        await asyncio.to_thread(get, port, "/")
+        assert len(times) == 1
+        await asyncio.to_thread(check, port)
+
+
+async def test_a_scheduler_that_hangs_or_fails_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, broken = made_up(), threading.Event()
+
+    def failing(after: int) -> Reading:
+        if broken.is_set():
+            raise TimeoutError
+        return read(after)
+
+    def check(port: int) -> None:
+        with following(port) as events:
+            next(events)
+            broken.set()
+            while "unanswered" not in next(events).get("change", {}):
+                pass
+            broken.clear()
+            while next(events).get("change", {}).get("unanswered", 0) is not None:
+                pass
+
+    async with serving(failing) as port:
+        await asyncio.to_thread(check, port)
+
+
+async def test_the_scheduler_does_not_wait_for_a_dashboard_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread of the dashboard stands still, and the scheduler's loop ends it nevertheless."""
+    blocked, release = threading.Event(), threading.Event()
+    monkeypatch.setattr(RunState, "state", lambda *_: (blocked.set(), release.wait(), {})[-1])
+    server = DashboardServer(DashboardEndpoint("127.0.0.1", 0, TOKEN), KEY, made_up())
+    await asyncio.to_thread(blocked.wait)
+    server.close()
+    assert server._thread.is_alive()
+    release.set()
+    await asyncio.to_thread(server._thread.join)
+
+
+async def test_a_browser_that_never_reads_is_cut_off_and_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "DASHBOARD_STALL_SECONDS", 0.5)
+    monkeypatch.setattr(feed, "_INTERVAL_SECONDS", 0.01)
+    read, rng = made_up(1), random.Random(2)
+
+    def large(after: int) -> Reading:
+        found = read(after)
+        del found.status.events[:]
+        for _ in range(100):  # Each change is large.
+            found.status.events.add(number=rng.randrange(1 << 40), text="x" * 3000)
+        return found
+
+    def check(port: int) -> None:
+        with closing(socket.socket()) as lazy:
+            lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            lazy.connect(("127.0.0.1", port))
+            lazy.sendall(f"GET /events HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n\r\n".encode())
+            lazy.settimeout(60)
+            with following(port) as events:
+                for _ in range(5):
+                    next(events)
+                assert server._server is not None
+                connections = server._server.server_state.connections
+                assert len(connections) == 2
+                while len(connections) > 1:
+                    next(events)
+                next(events)
+
+    server = DashboardServer(DashboardEndpoint("127.0.0.1", 0, TOKEN), KEY, large)
+    try:
+        await asyncio.to_thread(check, int(server.address.rpartition(":")[2]))
+    finally:
+        server.close()
+
+
+def has_ended(connection: socket.socket) -> bool:
+    """Wait for a byte. Returns True if the peer ends the connection instead."""
+    with closing(connection):
+        try:
+            return connection.recv(1) == b""
+        except ConnectionResetError:
+            return True
+
+
+async def test_connections_without_requests_are_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "DASHBOARD_STALL_SECONDS", 0.2)
+
+    def check(port: int) -> None:
+        idle = socket.create_connection(("127.0.0.1", port), timeout=60)
+        idle.sendall(b"GET / HTTP/1.1\r\n")
+        assert has_ended(idle)
+
+    async with serving() as port:
+        await asyncio.to_thread(check, port)
+
+
+async def test_connections_and_readers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "DASHBOARD_READERS_MAX", 2)
+    monkeypatch.setattr(limits, "DASHBOARD_CONNECTIONS_MAX", 4)
+
+    def check(port: int) -> None:
+        with following(port) as first, following(port) as second:
+            assert "state" in next(first) and "state" in next(second)
+            assert get(port, "/events", Authorization=f"Bearer {KEY}")[0] == 503
+            idle = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(2)]
+            assert has_ended(socket.create_connection(("127.0.0.1", port), timeout=60))
+            for each in idle:
+                each.close()
+            assert "change" in next(first)
+
+    async with serving() as port:
+        await asyncio.to_thread(check, port)
+
+
+async def test_ports_and_hosts_that_cannot_be_are_refused() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=f"127.0.0.1:{port}.*--dashboard-port"):
+            DashboardServer(DashboardEndpoint("127.0.0.1", port, TOKEN), KEY, made_up())
+    with pytest.raises(ConfigurationError, match="--dashboard-host"):
+        DashboardServer(DashboardEndpoint("192.0.2.1", 0, TOKEN), KEY, made_up())
+    with pytest.raises(InsecureBindError, match="PSDIST_TOKEN"):
+        DashboardServer(DashboardEndpoint("0.0.0.0", 0, ""), "", made_up())

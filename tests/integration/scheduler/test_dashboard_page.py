@@ -1,0 +1,167 @@
+"""The page of the dashboard in a browser: panels, themes, small screens, keyboard, and hostile names."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from psdist.monitoring.dashboard_link import dashboard_link, view_key
+from psdist.settings.config import DashboardEndpoint
+from psdist_scheduler.dashboard.feed import Reading
+from psdist_scheduler.dashboard.server import DashboardServer
+from tests.support.dashboard_runs import advance, sample, status
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
+pytestmark = [pytest.mark.long, pytest.mark.skipif(not CHROMIUM, reason="there is no Chromium")]
+KEY = view_key("secret", "made-up")
+HOSTILE = "<script>document.title='broken'</script>"
+
+
+class MadeUpRun:
+    """A run with a hostile name for each kind of name, whose problems a test can make. Read in the server's thread."""
+
+    def __init__(self, workers: int, servers: int, shards: int, slices: int) -> None:
+        self.workers, self.servers = workers, servers
+        self.status = status(workers, servers, shards, slices)
+        self.status.run_id = f"run {HOSTILE}"
+        self.status.events.add(number=101, time=1000.0, kind="note", text=HOSTILE, warning=True)
+        self.status.waiting_for.append(f"waiting for {HOSTILE}")
+        self._rng = random.Random(3)
+
+    def read(self, after: int) -> Reading:
+        advance(self.status, self._rng)
+        made = sample(after + 1, self.workers, self.servers, self._rng)
+        for worker in made.workers:
+            worker.reported[HOSTILE] = 1.0
+        return Reading(self.status, [made], 0.5, 0.0)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield launched
+        launched.close()
+
+
+class _Serving:
+    """The dashboard of a made-up run, whose loop runs in a thread: the browser's driver needs this one."""
+
+    def __init__(self, run: MadeUpRun) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+
+        async def start() -> DashboardServer:
+            return DashboardServer(DashboardEndpoint("127.0.0.1", 0, "secret"), KEY, run.read)
+
+        self._server = asyncio.run_coroutine_threadsafe(start(), self._loop).result()
+        self.link = dashboard_link(self._server.address, KEY)
+
+    def close(self) -> None:
+        self._server.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+SMALL, LARGE = (8, 2, 8, 16), (100, 16, 64, 2000)
+
+
+@pytest.fixture
+def run(request: pytest.FixtureRequest) -> MadeUpRun:
+    return MadeUpRun(*getattr(request, "param", SMALL))
+
+
+@pytest.fixture
+def page(browser: Any, run: MadeUpRun) -> Iterator[Any]:
+    """Yield an open page, which may log no error."""
+    serving = _Serving(run)
+    context = browser.new_context(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
+    found, errors = context.new_page(), []
+    found.on("pageerror", lambda error: errors.append(str(error)))
+    found.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    found.link = serving.link
+    found.goto(serving.link)
+    found.wait_for_selector(f"#workers tr:nth-child({run.workers})", timeout=60_000)
+    try:
+        yield found
+    finally:
+        context.close()
+        serving.close()
+    assert errors == []
+
+
+@pytest.mark.parametrize("run", [LARGE], indirect=True)
+def test_the_page_shows_a_large_run_and_takes_names_as_text(page: Any) -> None:
+    assert "#" not in page.url and KEY not in page.url
+    assert page.locator("#workers tr").count() == 100 and page.locator("#servers tr").count() == 16
+    assert page.locator("#shards tbody tr").count() == 64
+    assert "100 of 100 workers" in page.inner_text("#summary")
+    assert HOSTILE in page.inner_text("#events") and HOSTILE in page.inner_text("#waits")
+    assert HOSTILE in page.inner_text("#metric") and HOSTILE in page.inner_text("h1")
+    assert page.title() != "broken" and page.locator("main script").count() == 0
+    assert page.locator("#chart-reported canvas").count() == 1
+
+
+def test_problems_are_named_and_announced(page: Any, run: MadeUpRun) -> None:
+    by_id = {member.member_id: member for member in run.status.members}
+    by_id["worker-7"].state, by_id["worker-7"].reason = "lost", "killed"
+    page.wait_for_function("document.getElementById('live').textContent.includes('worker-7 was lost: killed')")
+    assert "worker worker-7 was lost: killed" in page.inner_text("#problems")
+    page.get_by_label("only those with problems").check()
+    page.wait_for_function("document.querySelectorAll('#workers tr').length === 1")
+    assert page.title().startswith("(1)")
+
+
+@pytest.mark.parametrize("width", [360, 1280, 3840])
+def test_no_screen_is_too_narrow(page: Any, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_themes_follow_the_browser_and_the_button(page: Any) -> None:
+    def back() -> str:
+        return str(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+
+    page.emulate_media(color_scheme="dark")
+    dark = back()
+    page.emulate_media(color_scheme="light")
+    assert back() != dark
+    button = page.get_by_role("button", name="Theme")
+    button.click()
+    button.click()
+    assert back() == dark and "dark" in button.inner_text()
+    page.reload()
+    assert back() == dark
+
+
+def test_keyboard_and_screen_readers_find_everything(page: Any) -> None:
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    names = page.locator("main section").evaluate_all(
+        "all => all.map(one => document.getElementById(one.getAttribute('aria-labelledby')).textContent)"
+    )
+    assert len(names) == 9 and all(names)
+    for region in page.locator(".scroll").all():
+        assert region.get_attribute("tabindex") == "0"
+    bar = page.locator("#workers .bar").first
+    assert bar.get_attribute("role") == "img" and "compute" in bar.get_attribute("aria-label")
+    assert page.locator("th:not([scope])").count() == 0
+
+
+def test_without_the_key_the_page_asks_for_the_token(page: Any) -> None:
+    page.context.clear_cookies()
+    page.goto("about:blank")
+    page.goto(page.link.partition("#")[0])
+    page.get_by_label("Token of the run").fill("secret")
+    page.get_by_role("button", name="Open").click()
+    page.wait_for_selector(f"#workers tr:nth-child({SMALL[0]})", timeout=60_000)
+    assert page.get_by_label("Token of the run").is_hidden()
