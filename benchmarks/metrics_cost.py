@@ -1,8 +1,9 @@
-"""Cost of metrics for Prometheus to a training step: blocks of steps with and without, in turn, in one process.
+"""Cost of metrics and of the dashboard to a training step: blocks of steps with and without, in turn, in one process.
 
     python -m benchmarks.metrics_cost [PARAMETERS [STEPS]]
 
-Scheduler and server serve metrics all the time, and a thread scrapes all processes every second during the blocks with.
+Scheduler and server serve metrics and dashboard all the time. During the blocks with, a thread scrapes all processes
+every second, and another one follows the dashboard as an open page does.
 Prints the median and the tenth percentile of both, which other programs on the machine disturb less, and the cost of
 the end of a step by itself.
 """
@@ -25,6 +26,8 @@ import numpy as np
 import psdist
 from psdist.client.process import loop
 from psdist.launcher.embedded import EmbeddedCluster
+from psdist.launcher.process import free_port
+from psdist.monitoring.dashboard_link import view_key
 from psdist.settings.config import MetricsEndpoint
 
 _BLOCKS: Final = 20
@@ -46,9 +49,17 @@ def scrape(address: str, token: str, ended: threading.Event) -> None:
                 get(f"{target['targets'][0]}/metrics")
 
 
+def watch(port: int, key: str, ended: threading.Event) -> None:
+    """Follow the events of the dashboard until ``ended``."""
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/events", headers={"Authorization": f"Bearer {key}"})
+    with urllib.request.urlopen(request, timeout=60) as events:
+        while not ended.is_set():  # There is an event at least every second.
+            events.readline()
+
+
 @contextmanager
-def serving(client: psdist.Client, cluster: EmbeddedCluster, scheduler: str) -> Iterator[None]:
-    """Serve the worker's metrics, and scrape all."""
+def serving(client: psdist.Client, cluster: EmbeddedCluster, scheduler: str, dashboard: int) -> Iterator[None]:
+    """Serve the worker's metrics, scrape all, and follow the dashboard on this port."""
     handles: Any = client._async.handles
     ended = threading.Event()
 
@@ -60,13 +71,19 @@ def serving(client: psdist.Client, cluster: EmbeddedCluster, scheduler: str) -> 
             handles.metrics = None
 
     loop.shared().call(change())
-    thread = threading.Thread(target=scrape, args=(scheduler, cluster.token, ended))
-    thread.start()
+    key = view_key(cluster.token, cluster.run_id)
+    threads = [
+        threading.Thread(target=scrape, args=(scheduler, cluster.token, ended)),
+        threading.Thread(target=watch, args=(dashboard, key, ended)),
+    ]
+    for thread in threads:
+        thread.start()
     try:
         yield
     finally:
         ended.set()
-        thread.join()
+        for thread in threads:
+            thread.join()
         loop.shared().call(change())
 
 
@@ -82,9 +99,12 @@ def steps(model: Any, gradient: Any, count: int) -> list[float]:
 
 def main(parameters: int = 1000, count: int = 0) -> None:
     """Measure and print."""
-    os.environ["PSDIST_METRICS_PORT"] = "0"
+    dashboard = free_port("127.0.0.1")
+    environ = {"PSDIST_METRICS_PORT": "0", "PSDIST_DASHBOARD_PORT": str(dashboard)}
+    os.environ |= environ
     cluster = EmbeddedCluster(servers=1)
-    del os.environ["PSDIST_METRICS_PORT"]
+    for name in environ:
+        del os.environ[name]
     count = count or max(5, min(500, 2_000_000_000 // (100 * parameters)))
     try:
         with psdist.Client(cluster.address, cluster.token) as client:
@@ -96,17 +116,17 @@ def main(parameters: int = 1000, count: int = 0) -> None:
             times: dict[bool, list[float]] = {False: [], True: []}
             for block in range(_BLOCKS):
                 if block % 2:
-                    with serving(client, cluster, scheduler):
+                    with serving(client, cluster, scheduler, dashboard):
                         times[True] += steps(model, gradient, count)
                 else:
                     times[False] += steps(model, gradient, count)
             for name, place in (("median", 9), ("tenth percentile", 1)):
                 off, on = (1e3 * statistics.quantiles(times[which], n=20)[place] for which in (False, True))
                 print(
-                    f"{parameters:,} parameters, {name}: {off:.4f} ms without, {on:.4f} ms with metrics "
+                    f"{parameters:,} parameters, {name}: {off:.4f} ms without, {on:.4f} ms with metrics and dashboard "
                     f"({on / off - 1:+.2%})"
                 )
-            with serving(client, cluster, scheduler):
+            with serving(client, cluster, scheduler, dashboard):
                 handles: Any = client._async.handles
                 took = min(timeit.repeat(lambda: handles.metrics._push_ended(0), number=1000, repeat=50))
                 print(f"the end of a step takes {1e3 * took:.2f} us more")
