@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.functional import cross_entropy
 
 import psdist
+from psdist.errors import InvalidArgumentError
 from psdist.torch import SyncBatchNorm
 
 WIDTH, HIDDEN, BATCH, MICRO_BATCHES, LR = 64, 128, 64, 4, 1e-3
@@ -50,6 +51,24 @@ def batch_of(step: int) -> tuple[Tensor, Tensor]:
     """Return pixels, float32[BATCH, 64], and digits, int64[BATCH], of scikit-learn's handwritten digits."""
     chosen = torch.randint(len(PIXELS), (BATCH,), generator=torch.Generator().manual_seed(step))
     return PIXELS[chosen].float() / 16, DIGITS[chosen].long()
+
+
+def count_replicas(workers: int, pipeline: int, tensor: int) -> int:
+    """Return the size of the data dimension. Raises InvalidArgumentError unless the workers make up whole models."""
+    if pipeline < 1 or tensor < 1 or HIDDEN % tensor:
+        raise InvalidArgumentError(f"{pipeline} stages x {tensor} parts of each matrix: use parts that divide {HIDDEN}")
+    count, rest = divmod(workers, pipeline * tensor)
+    if not count or rest:
+        raise InvalidArgumentError(
+            f"{workers} workers do not make up models of {pipeline} stages x {tensor} parts of each matrix: use "
+            f"--nproc-per-node {pipeline * tensor} or a multiple of it, or change --pipeline and --tensor"
+        )
+    if BATCH % (count * MICRO_BATCHES):
+        raise InvalidArgumentError(
+            f"{BATCH} samples cannot be divided among {count} models in {MICRO_BATCHES} micro-batches each: use 1, 2, "
+            f"4, 8 or 16 times {pipeline * tensor} workers"
+        )
+    return count
 
 
 def make_part(mesh: DeviceMesh) -> nn.Module:
@@ -117,7 +136,7 @@ def main() -> None:
     parser.add_argument("--compare", action="store_true", help="train once more in one process and compare")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    data = dist.get_world_size() // (options.pipeline * options.tensor)
+    data = count_replicas(dist.get_world_size(), options.pipeline, options.tensor)
     mesh = init_device_mesh("cpu", (data, options.pipeline, options.tensor), mesh_dim_names=NAMES)
     part = make_part(mesh)
     train(part, mesh, options.steps)

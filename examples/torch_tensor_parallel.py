@@ -26,6 +26,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 from torch_chargpt import CHARACTERS, loss_of, read_text, samples
 
+from psdist.errors import InvalidArgumentError
+
 WIDTH, HEAD, CONTEXT = 64, 16, 32
 
 
@@ -69,6 +71,15 @@ def make_model() -> nn.Sequential:
     )
 
 
+def check_workers(workers: int) -> None:
+    """Raise InvalidArgumentError unless each worker gets as many heads and characters as any other."""
+    if (WIDTH // HEAD) % workers or CONTEXT % workers:
+        raise InvalidArgumentError(
+            f"{workers} workers cannot have equal parts of {WIDTH // HEAD} heads of attention and {CONTEXT} "
+            "characters: use --nproc-per-node 1, 2 or 4"
+        )
+
+
 def parallelize(model: nn.Sequential, mesh: DeviceMesh) -> None:
     """Divide the matrices among the workers of ``mesh``. Between layers each worker has some of the characters."""
     inside: dict[str, ParallelStyle] = {
@@ -109,6 +120,7 @@ def main() -> None:
     parser.add_argument("--compare", action="store_true", help="train once more in one process and compare")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    check_workers(dist.get_world_size())
     text, model = read_text(), make_model()
     parallelize(model, init_device_mesh("cpu", (dist.get_world_size(),)))
     train(model, text, options.steps, dist.get_rank())

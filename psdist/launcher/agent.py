@@ -276,6 +276,7 @@ async def _supervise(
             spec=lambda key, attempt: workers.spec(key.number, attempt, environ),
             connected=lambda rank, attempt: workers.connected_file(rank, attempt).exists(),
             script_error=workers.script_error,
+            group_age=workers.group_age,
             policy=RunPolicy(
                 settings.restarts_max,
                 stop_timeout_seconds=settings.stop_timeout_seconds,

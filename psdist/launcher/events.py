@@ -28,6 +28,7 @@ class RunningProcess:
 
     quick_deaths: how many of its previous starts, in a row, ended soon.
     last_error: the report of the previous start (``Exited.error``).
+    was_grouped: True if the previous start made a group of all workers.
     """
 
     started: float
@@ -35,6 +36,7 @@ class RunningProcess:
     connected: bool = False
     quick_deaths: int = 0
     last_error: str = ""
+    was_grouped: bool = False
 
 
 class ProcessTable:
@@ -55,9 +57,19 @@ class ProcessTable:
         """Return the number of this process's current start, from 0."""
         return self._running[key].attempt if key in self._running else 0
 
-    def start(self, key: ProcessKey, now: float, attempt: int = 0, quick_deaths: int = 0, last_error: str = "") -> None:
+    def start(
+        self,
+        key: ProcessKey,
+        now: float,
+        attempt: int = 0,
+        quick_deaths: int = 0,
+        last_error: str = "",
+        was_grouped: bool = False,
+    ) -> None:
         """Add a process that is started now."""
-        self._running[key] = RunningProcess(now, attempt, quick_deaths=quick_deaths, last_error=last_error)
+        self._running[key] = RunningProcess(
+            now, attempt, quick_deaths=quick_deaths, last_error=last_error, was_grouped=was_grouped
+        )
 
     def connect(self, key: ProcessKey) -> None:
         """Record that a worker, which may have ended, registered."""
@@ -80,12 +92,14 @@ class Exited:
     returncode: -n for signal n.
     connected: True if a worker had ever registered.
     error: a worker's report of an error before its first step, as in ``script_errors``.
+    group_age: seconds since a worker made its newest process group of all workers; None if it made none.
     """
 
     key: ProcessKey
     returncode: int
     connected: bool = False
     error: str = ""
+    group_age: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

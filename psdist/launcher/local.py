@@ -215,6 +215,7 @@ async def _supervise(
             spec=spec,
             connected=lambda rank, attempt: workers.connected_file(rank, attempt).exists(),
             script_error=workers.script_error,
+            group_age=workers.group_age,
             servers=settings.servers,
             schedulers=1,
             policy=settings.run_policy,

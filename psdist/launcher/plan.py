@@ -23,7 +23,7 @@ from psdist.launcher.metrics.run_metrics import MetricsOptions
 from psdist.launcher.output import Routing
 from psdist.launcher.process import ProcessSpec
 from psdist.launcher.shutdown import STOP_TIMEOUT_SECONDS
-from psdist.settings import script_errors
+from psdist.settings import group_marks, script_errors
 from psdist.settings.config import START_TIMEOUT_SECONDS, devices_text
 from psdist.settings.declarations import arguments, setting, torchrun_setting
 from psdist.settings.flags import integer, one_of, seconds, text
@@ -242,6 +242,10 @@ class WorkersPlan:
     def script_error(self, rank: int, attempt: int) -> str:
         """Return the report of a worker that failed: see ``script_errors``."""
         return script_errors.read_report(self.connected_file(rank, attempt))
+
+    def group_age(self, rank: int, attempt: int) -> float | None:
+        """Return the seconds since a worker made its newest group of all workers: see ``group_marks``."""
+        return group_marks.age(self.connected_file(rank, attempt))
 
     def spec(self, rank: int, attempt: int, base: Mapping[str, str]) -> ProcessSpec:
         """Return the process of worker ``rank`` at its start number ``attempt``, from 0. Ranks beyond ``ranks`` were

@@ -41,6 +41,7 @@ class ProcessPlan:
     spec: the command of a process's attempt.
     connected: returns True if a rank's attempt has registered.
     script_error: returns the report of a rank's attempt that failed; empty if there is none.
+    group_age: returns the seconds since a rank's attempt made its newest group of all workers; None if it made none.
     lifeline: a pipe that servers and the scheduler inherit, and end with.
     metrics: a pipe that workers inherit, and report on.
     """
@@ -54,6 +55,7 @@ class ProcessPlan:
     lifeline: int | None = None
     metrics: int | None = None
     script_error: Callable[[int, int], str] = lambda rank, attempt: ""
+    group_age: Callable[[int, int], float | None] = lambda rank, attempt: None
 
     @property
     def keys(self) -> list[ProcessKey]:
@@ -189,7 +191,8 @@ class Runner:
             return
         attempt = self._supervisor.table.attempt(key)
         error = self._plan.script_error(key.number, attempt) if returncode else ""
-        self.handle(Exited(key, returncode, self._plan.connected(key.number, attempt), error))
+        connected, age = self._plan.connected(key.number, attempt), self._plan.group_age(key.number, attempt)
+        self.handle(Exited(key, returncode, connected, error, age))
 
     def _tick(self) -> None:
         if self._finished.done():

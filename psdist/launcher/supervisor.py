@@ -8,6 +8,8 @@ During the run:
   everything is stopped, and the first worker that was not restarted is the *cause*: the run ends with its status.
 * In an elastic run the other workers continue instead. The run succeeds if one of them does; otherwise the first one
   that failed is the cause. In every run, a worker that joined too late to take part is left out in the same way.
+* A worker is not restarted if its process group of all workers has a member that has succeeded, and if one succeeds
+  meanwhile it is the cause: it would wait for that member forever.
 * A worker that succeeds without ever having connected is the cause if a connected worker is running, which would wait
   for it forever.
 * The scheduler is restarted, and so is a server whose shards survive in other copies or in a snapshot (``durable``). A
@@ -194,6 +196,8 @@ class Supervisor:
         self._shutdown = Shutdown(self.table, policy)
         #: Workers that succeeded without having connected, in the order of their exits.
         self._unconnected: list[ProcessKey] = []
+        #: The first worker that succeeded as a member of a process group of all workers.
+        self._left_group: ProcessKey | None = None
         #: When the first signal came.
         self._interrupted_at: float | None = None
         #: Elastic: the first worker that failed for good, and True if another one succeeded.
@@ -248,6 +252,10 @@ class Supervisor:
         self._succeeded = True
         if not (process.connected or event.connected):
             self._unconnected.append(event.key)
+        if event.group_age is not None:
+            self._left_group = self._left_group or event.key
+            if waiting := self._check_group(now - event.group_age, now):
+                return waiting
         return self._check_unconnected(now) or self._check_all_ended(now)
 
     def _service_exited(self, event: Exited, process: RunningProcess, now: float) -> list[Effect]:
@@ -275,9 +283,12 @@ class Supervisor:
     def _worker_failed(self, event: Exited, process: RunningProcess, now: float) -> list[Effect]:
         how, most = describe(event.returncode), self._policy.restarts_max
         recurs = _why_it_recurs(event, process)
+        if event.group_age is not None and self._left_group is not None:
+            recurs = recurs or f" ({self._cannot_rejoin(self._left_group)})"
         if process.attempt < most and not recurs:
             attempt = process.attempt + 1
-            self.table.start(event.key, now, attempt, last_error=event.error)
+            grouped = event.group_age is not None
+            self.table.start(event.key, now, attempt, last_error=event.error, was_grouped=grouped)
             return [Say(f"{event.key} failed: {how}; restart {attempt} of {most}"), Start(event.key, attempt)]
         tried = recurs or (f" (--max-restarts {most} used up)" if most else "")
         cause = Finish(status_of(event.returncode), f"{event.key} failed: {how}{tried}", event.key)
@@ -306,6 +317,18 @@ class Supervisor:
             return [Say(f"{name}: the run is already ending; repeat the signal to kill its processes")]
         said = Say(f"{name}: stopping all processes; repeat the signal to kill them")
         return [said, *self._shutdown.start(Finish(exit_codes.SIGNAL_BASE + signum), now)]
+
+    @staticmethod
+    def _cannot_rejoin(member: ProcessKey) -> str:
+        return f"its torch.distributed group needs {member}, which has ended: not restarted"
+
+    def _check_group(self, made: float, now: float) -> list[Effect]:
+        """Give up a restarted worker that waits for a group which a member has left that made it at time ``made``."""
+        for key, worker in self.table.with_role("worker").items():
+            if worker.was_grouped and worker.started > made and self._left_group is not None:
+                message = f"{key} failed before, and cannot continue: {self._cannot_rejoin(self._left_group)}"
+                return self._shutdown.start(Finish(exit_codes.FAILURE, message, key), now)
+        return []
 
     def _check_unconnected(self, now: float) -> list[Effect]:
         waiting = [key for key, worker in self.table.with_role("worker").items() if worker.connected]

@@ -27,6 +27,7 @@ from psdist.process_group import own_run
 from psdist.process_group.monitored import monitored_error
 from psdist.process_group.sparse import all_reduce_sparse
 from psdist.process_group.work import CollectiveWork, SeveralWorks, TensorMemory, rows, set_rows
+from psdist.settings import group_marks
 from psdist.torch_backend import NAME
 
 _OPS: Final = {name: name.lower() for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")}
@@ -376,4 +377,7 @@ def make_group(options: Any, _: Any, context: Callable[[], Context] = init) -> L
             f"rank {options.group_rank} of {ranks} is rank {place.rank} of the run: start torch.distributed with RANK "
             "and WORLD_SIZE as the launcher sets them"
         )
-    return LinkGroup(place.new_group(ranks, ordered=True).wrapped, options.timeout)
+    made = LinkGroup(place.new_group(ranks, ordered=True).wrapped, options.timeout)
+    if 1 < len(ranks) == place.world_size:
+        group_marks.mark()
+    return made

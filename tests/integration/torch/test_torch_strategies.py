@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
 import pytest
 
+from psdist.errors import InvalidArgumentError
 from tests.integration.project.test_examples import ROOT, run
 
 _ALL = """
@@ -89,6 +91,24 @@ def test_an_example_trains_the_weights_of_one_process(words: tuple[str, ...], wo
     assert losses and losses[0] < 3.5, output
     found = differences(output)
     assert found and max(found) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("example", "check", "arguments", "text"),
+    [
+        ("torch_hybrid", "count_replicas", (2, 2, 2), "2 workers do not make up .* 2 stages x 2 parts .*-per-node 4 or"),
+        ("torch_hybrid", "count_replicas", (6, 2, 2), "6 workers do not make up"),
+        ("torch_hybrid", "count_replicas", (3, 1, 3), "3 parts of each matrix: use parts that divide 128"),
+        ("torch_hybrid", "count_replicas", (3, 1, 1), "64 samples cannot be divided among 3 models in 4 micro-batches"),
+        ("torch_tensor_parallel", "check_workers", (3,), "3 workers cannot have equal parts of 4 heads .* 1, 2 or 4"),
+    ],
+)
+def test_numbers_of_workers_that_an_example_refuses(
+    example: str, check: str, arguments: tuple[int, ...], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    with pytest.raises(InvalidArgumentError, match=text):
+        getattr(importlib.import_module(example), check)(*arguments)
 
 
 _COMPARISON = """

@@ -55,6 +55,33 @@ def test_all_workers_end_well() -> None:
     assert machine.on(Exited(SCHEDULER, 0), 2.3) == [Finish(0)]
 
 
+def test_a_worker_is_not_restarted_into_a_group_that_a_member_has_left() -> None:
+    machine = supervisor(restarts=3)
+    assert machine.on(Exited(W0, 0, True, group_age=5.0), 6.0) == []
+    machine.on(Exited(W1, -9, True, group_age=5.0), 7.0)
+    why = " (its torch.distributed group needs worker 0, which has ended: not restarted)"
+    assert finish(machine, {S0, S1, SCHEDULER}) == Finish(137, f"worker 1 failed: killed by SIGKILL{why}", W1)
+
+
+def test_a_restarted_worker_ends_once_a_member_of_its_former_group_has_succeeded() -> None:
+    machine = supervisor(restarts=3)
+    assert Start(W1, 1) in machine.on(Exited(W1, -9, True, group_age=1.0), 2.0)
+    assert machine.on(Exited(W0, 0, True, group_age=2.0), 3.0)[0] == Kill(W1, signal.SIGTERM)
+    machine.on(Exited(W1, -15), 4.0)
+    why = "its torch.distributed group needs worker 0, which has ended: not restarted"
+    cause = f"worker 1 failed before, and cannot continue: {why}"
+    assert finish(machine, {S0, S1, SCHEDULER}) == Finish(1, cause, W1)
+
+
+@pytest.mark.parametrize(("own", "others"), [(None, 2.0), (1.0, 0.5), (1.0, None)])
+def test_other_restarted_workers_continue(own: float | None, others: float | None) -> None:
+    # Without a group, with a group that was made again together, or beside a worker without one.
+    machine = supervisor(restarts=3)
+    assert Start(W1, 1) in machine.on(Exited(W1, -9, True, group_age=own), 2.0)
+    assert machine.on(Exited(W0, 0, True, group_age=others), 3.0) == []
+    assert machine.on(Exited(W1, 0, True, group_age=0.5), 3.0) == [Kill(S0, signal.SIGTERM), Kill(S1, signal.SIGTERM)]
+
+
 def test_a_snapshot_is_taken_between_the_workers_and_the_servers_end() -> None:
     for interrupted in (False, True):
         machine = supervisor(saves=True)
