@@ -340,8 +340,10 @@ def is_placed() -> bool:
     return _current is not None or any(os.environ.get(name) for name in _CONFIGURED)
 
 
-def init_for_all(workers: int) -> tuple[Context, dict[str, str]]:
+def init_for_all(workers: int, host: str | None = None) -> tuple[Context, dict[str, str]]:
     """Start a scheduler and a server for ``workers`` workers on this machine, and connect this one, as ``init`` does.
+
+    host: address on which they listen; None is the loopback address.
 
     Returns the context, and the arguments of ``init`` for the other workers. The token is among them.
     """
@@ -350,7 +352,7 @@ def init_for_all(workers: int) -> tuple[Context, dict[str, str]]:
         if _current is not None:
             raise ConfigurationError("psdist.init() was called before: close that context")
         started = f"no launcher of psdist: a scheduler and one server are started for {workers} workers"
-        _current, others = _with_own_cluster({}, metrics_settings(os.environ), workers, started)
+        _current, others = _with_own_cluster({}, metrics_settings(os.environ), workers, started, host)
         return _current, others
 
 
@@ -390,7 +392,7 @@ def _connect(arguments: dict[str, Any]) -> Context:
 
 
 def _with_own_cluster(
-    arguments: dict[str, Any], metrics: MetricsSettings, workers: int, started: str
+    arguments: dict[str, Any], metrics: MetricsSettings, workers: int, started: str, host: str | None = None
 ) -> tuple[Context, dict[str, str]]:
     """Start a cluster that ends with this process. Returns the context and the arguments that name the cluster.
 
@@ -399,7 +401,7 @@ def _with_own_cluster(
     from psdist.launcher.embedded import EmbeddedCluster
 
     loop.shared().end_on_sigterm()  # From here on SIGTERM raises SystemExit, so that the cluster is closed.
-    cluster = EmbeddedCluster(servers=1, workers=workers)
+    cluster = EmbeddedCluster(servers=1, workers=workers, host=host)
     try:
         _print_line(started)
         named = {"scheduler": cluster.address, "token": cluster.token, "run_id": cluster.run_id}

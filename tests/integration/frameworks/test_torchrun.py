@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from psdist.errors import ConfigurationError
+from psdist.client.session.cluster_view import ClusterView
+from psdist.errors import ConfigurationError, WorkerLostError
 from psdist.process_group import own_run
 
 _HEAD = """
@@ -107,7 +111,10 @@ def test_a_run_of_some_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     ("found", "text"),
     [
         ({"error": "no memory"}, "rank 0 could not start the run: no memory"),
-        ({"host": "elsewhere/1"}, "rank 1 is on .* and rank 0 on elsewhere/1: .* once per node with 'psdist-worker'"),
+        (
+            {"host": "elsewhere/1", "scheduler": "127.0.0.1:1"},
+            "rank 1 is on .* and rank 0 on elsewhere/1, .* once per node with 'psdist-worker'.* PSDIST_INSECURE=1 on",
+        ),
     ],
 )
 def test_a_run_that_cannot_be_joined(found: dict[str, str], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,3 +125,44 @@ def test_a_run_that_cannot_be_joined(found: dict[str, str], text: str, monkeypat
     store.set("psdist/run/", json.dumps(found))
     with pytest.raises(ConfigurationError, match=text):
         own_run.join(store, 1, 2)
+
+
+def test_ranks_of_another_machine_join_if_rank_0_lets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    store, place = dist.HashStore(), {"scheduler": "192.0.2.1:7", "token": "secret", "run_id": "one"}
+    store.set("psdist/run/", json.dumps({"host": "elsewhere/1", "pid": 1, "scope": "elsewhere", **place}))
+    monkeypatch.setattr(own_run, "init", lambda **given: given)
+    assert own_run.join(store, 1, 2) == place
+
+
+@pytest.mark.parametrize(
+    ("local_size", "insecure", "spans"), [("2", "1", False), ("1", "", False), ("1", "0", False), ("1", "yes", True)]
+)
+def test_the_scheduler_listens_beyond_loopback_only_if_told_to(
+    local_size: str, insecure: str, spans: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local_size)
+    monkeypatch.setenv("PSDIST_INSECURE", insecure)
+    monkeypatch.setattr(own_run.addresses, "own_address", lambda: "192.0.2.1")
+    assert own_run._address(2) == ("192.0.2.1" if spans else None)
+    monkeypatch.setenv("PSDIST_INSECURE", "perhaps")
+    if local_size == "1":
+        with pytest.raises(ConfigurationError, match="PSDIST_INSECURE: 'perhaps' is neither 1 nor 0"):
+            own_run._address(2)
+
+
+async def test_the_end_of_rank_0_ends_the_membership_of_the_others() -> None:
+    view = ClusterView()
+    place: Any = SimpleNamespace(client=SimpleNamespace(session=SimpleNamespace(membership=SimpleNamespace(view=view))))
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=subprocess.PIPE)
+    own_run._watch(place, process.pid)
+    assert view.fatal is None
+    await process.communicate()
+    await view.changed(60)
+    assert isinstance(view.fatal, WorkerLostError) and f"rank 0 is gone: its process {process.pid}" in str(view.fatal)
+    later = ClusterView()
+    place.client.session.membership.view = later
+    own_run._watch(place, process.pid)
+    assert isinstance(later.fatal, WorkerLostError)
