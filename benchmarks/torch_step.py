@@ -5,6 +5,8 @@ Both run in the same processes, in turns, so that a noisy moment of the machine 
 python -m benchmarks.torch_step                 # the character transformer: two workers, two servers on this host
 python -m benchmarks.torch_step --example mnist --batch 64 --steps 50
 python -m benchmarks.torch_step --transport tcp --compression bfloat16 --pull-dtype bfloat16
+python -m benchmarks.torch_step --workers 4 --batch 8                     # four workers on this host
+python -m benchmarks.torch_step --workers 4 --batch 8 --transport tcp     # the links between workers by TCP, too
 
 ``psdist`` is ``psdist.torch.DistributedOptimizer``, ``ddp`` the same script with torch's DistributedDataParallel and
 its defaults, ``ddp_tuned`` with ``gradient_as_bucket_view=True`` and fused AdamW, ``ddp_psdist`` over the backend
@@ -243,14 +245,17 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--bucket-cap-mb", type=float, default=8.0)
     parser.add_argument("--compression", default="")
     parser.add_argument("--pull-dtype", default="float32")
-    parser.add_argument("--transport", default="auto")
+    parser.add_argument("--transport", choices=("auto", "shm", "tcp", "grpc"), default="auto", help="grpc is for servers")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=6, help="timed steps of one turn")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.batch < options.workers:
+        parser.error(f"--batch {options.batch} leaves some of {options.workers} workers without samples: raise it")
+    return options
 
 
 def main() -> None:
@@ -261,6 +266,7 @@ def main() -> None:
         worker(options)
         return
     result = summary(torch_workers.run("benchmarks.torch_step", options, arguments))
+    print(f"{options.workers} workers, {options.servers} servers")
     show(result)
     if options.json:
         options.json.write_text(json.dumps(result, indent=1))

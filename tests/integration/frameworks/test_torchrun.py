@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -153,16 +153,23 @@ def test_the_scheduler_listens_beyond_loopback_only_if_told_to(
             own_run._address(2)
 
 
-async def test_the_end_of_rank_0_ends_the_membership_of_the_others() -> None:
-    view = ClusterView()
-    place: Any = SimpleNamespace(client=SimpleNamespace(session=SimpleNamespace(membership=SimpleNamespace(view=view))))
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=subprocess.PIPE)
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process
+
+
+async def test_the_end_of_rank_0_ends_the_membership_of_the_others(process: subprocess.Popen[bytes]) -> None:
+    session = SimpleNamespace(membership=SimpleNamespace(view=ClusterView()))
+    place: Any = SimpleNamespace(client=SimpleNamespace(session=session))
     own_run._watch(place, process.pid)
+    view = session.membership.view
     assert view.fatal is None
-    await process.communicate()
-    await view.changed(60)
+    process.kill()
+    while view.fatal is None:
+        await view.changed()
     assert isinstance(view.fatal, WorkerLostError) and f"rank 0 is gone: its process {process.pid}" in str(view.fatal)
-    later = ClusterView()
-    place.client.session.membership.view = later
+    assert process.poll() is not None  # Reaped: its id names no process any more.
+    session.membership.view = ClusterView()
     own_run._watch(place, process.pid)
-    assert isinstance(later.fatal, WorkerLostError)
+    assert isinstance(session.membership.view.fatal, WorkerLostError)
