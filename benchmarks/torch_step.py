@@ -245,7 +245,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--bucket-cap-mb", type=float, default=8.0)
     parser.add_argument("--compression", default="")
     parser.add_argument("--pull-dtype", default="float32")
-    parser.add_argument("--transport", choices=("auto", "shm", "tcp", "grpc"), default="auto", help="grpc is for servers")
+    parser.add_argument("--transport", choices=("auto", "shm", "tcp", "grpc"), default="auto")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=8)
