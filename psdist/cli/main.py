@@ -40,6 +40,8 @@ PSDIST: Final = Group(
                 lambda: import_module("psdist.cli.run")),
         Command("status", "show the state of a run",
                 lambda: import_module("psdist.cli.status")),
+        Command("top", "watch a run in the terminal: curves, workers, shards, transports, events, snapshots",
+                lambda: import_module("psdist.cli.top.command")),
         Command("events", "print the history of a run: psdist events --follow",
                 lambda: import_module("psdist.cli.diagnosis.events")),
         Command("trace", "record some steps for Perfetto: psdist trace --steps 20 --out trace.json",

@@ -86,7 +86,7 @@ def _head(status: dict[str, Any]) -> list[Text]:
 def _members(members: list[dict[str, Any]], room: int) -> list[Text]:
     """Return a line for each member. If there are too many, those that are not live come first, and the others are
     counted."""
-    ordered = sorted(members, key=lambda member: (member["role"] != "server", _natural(member["id"])))
+    ordered = sorted(members, key=lambda member: (member["role"] != "server", natural(member["id"])))
     rows = [
         (
             member["id"],
@@ -105,7 +105,7 @@ def _members(members: list[dict[str, Any]], room: int) -> list[Text]:
     return [title, *(each[number] for number in sorted(kept)), Text(f"and {len(each) - len(kept)} more members", "dim")]
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
+def natural(name: str) -> list[tuple[int, str]]:
     """Return a sort key that puts server-10 after server-9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 

@@ -45,7 +45,7 @@ def print_status(status: dict[str, Any], file: IO[str] | None = None) -> None:
         console.print(_members(status["members"]))
     if status["parameters"]:
         console.print(_parameters(status["parameters"]))
-    if any(len(_copies(shard)) > 0 or shard["lost"] for one in status["parameters"] for shard in one["shards"]):
+    if any(len(shard_copies(shard)) > 0 or shard["lost"] for one in status["parameters"] for shard in one["shards"]):
         console.print(_shards(status["parameters"]))
     if status["datasets"]:
         console.print(_datasets(status["datasets"]))
@@ -130,7 +130,8 @@ def _parameters(parameters: list[dict[str, Any]]) -> Table:
     return make_table(columns, map(row, parameters))
 
 
-def _copies(shard: dict[str, Any]) -> list[str]:
+def shard_copies(shard: dict[str, Any]) -> list[str]:
+    """Return the servers with a copy of a shard, and those whose copy is being filled."""
     return [*shard["backups"], *(f"{server} (filling)" for server in shard["filling"])]
 
 
@@ -141,16 +142,16 @@ def _shards(parameters: list[dict[str, Any]]) -> Table:
         places: dict[tuple[str, str], list[int]] = {}
         for shard in one["shards"]:
             primary = "lost" if shard["lost"] else shard["primary"]
-            places.setdefault((primary, ", ".join(_copies(shard))), []).append(shard["number"])
+            places.setdefault((primary, ", ".join(shard_copies(shard))), []).append(shard["number"])
         for (primary, copies), numbers in places.items():
             replicas = [each for each in one["replicas"] if each["shard"] in numbers]
             carriers = "; ".join(dict.fromkeys(each["carrier"] for each in replicas if each["carrier"]))
             holder = _state(primary) if primary == "lost" else primary
-            rows.append([one["name"], ", ".join(map(str, numbers)), holder, copies, carriers, _behind(replicas)])
+            rows.append([one["name"], ", ".join(map(str, numbers)), holder, copies, carriers, behind(replicas)])
     return make_table(("shards", "number", "primary", "copies", "by", "behind"), rows)
 
 
-def _behind(replicas: list[dict[str, Any]]) -> str:
+def behind(replicas: list[dict[str, Any]]) -> str:
     """Return how far copies are behind their primaries."""
     filling = [each for each in replicas if each["state"] == "filling"]
     said = [f"{each['server']} does not answer" for each in replicas if each["state"] == "unreachable"]

@@ -10,14 +10,17 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from psdist.errors import InvalidArgumentError, SchedulerUnreachableError
+from psdist.errors import InvalidArgumentError, PsdistError, SchedulerUnreachableError
 from psdist.launcher.run_record import RunRecord, RunRegistry, records_directory
 from psdist.settings import exit_codes
 from psdist.settings.config import find_scheduler, find_token, read_address
 from psdist.settings.flags import Flag, seconds
 from psdist.settings.programs import FORMAT_FLAG, SCHEDULER_FLAG, TOKEN_FILE_FLAG, run_id_flag
+
+if TYPE_CHECKING:
+    import grpc
 
 T = TypeVar("T")
 
@@ -111,16 +114,24 @@ def ask(target: SchedulerChoice, timeout_seconds: float, talk: Callable[[Callabl
 async def _ask(target: SchedulerChoice, timeout_seconds: float, talk: Callable[..., Awaitable[T]]) -> T:
     import grpc
 
-    from psdist.wire import status
     from psdist.wire.scheduler_client import scheduler_at
 
     try:
         async with scheduler_at(target.address, target.token) as call:
             return await talk(call)
     except grpc.aio.AioRpcError as error:
-        if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-            raise SchedulerUnreachableError(
-                f"no scheduler answers at {target.address} ({target.origin}; tried for {timeout_seconds:g} s): "
-                f"{error.details()}"
-            ) from None
-        raise status.from_call(error, f"scheduler {target.address}") from None
+        raise failure(target, timeout_seconds, error) from None
+
+
+def failure(target: SchedulerChoice, timeout_seconds: float, error: grpc.aio.AioRpcError) -> PsdistError:
+    """Return the error of a failed call: SchedulerUnreachableError, which says what was tried, or the scheduler's."""
+    import grpc
+
+    from psdist.wire import status
+
+    if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        return SchedulerUnreachableError(
+            f"no scheduler answers at {target.address} ({target.origin}; tried for {timeout_seconds:g} s): "
+            f"{error.details()}"
+        )
+    return status.from_call(error, f"scheduler {target.address}")

@@ -1,0 +1,322 @@
+"""The panels of ``psdist top`` as lines of text, made from a ``RunHistory``. Pure.
+
+A panel has heads, which stay, and rows, which a filter selects. State is shown by signs and words, and colour only adds
+to them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import datetime
+from itertools import pairwise
+from typing import Any, Final, NamedTuple
+
+from rich.text import Text
+
+from psdist.cli.status_screen import natural
+from psdist.cli.status_table import STATE_STYLES, behind, duration, rate, shard_copies, steps
+from psdist.cli.top.history import RunHistory, mean, phases, stragglers
+from psdist.launcher.final_snapshot import size
+from psdist.launcher.local import plural
+
+_LEVELS: Final = "▁▂▃▄▅▆▇█"
+#: Sign and colour of each phase in a worker's bar.
+PHASE_SIGNS: Final = {"compute": ("█", "green"), "push": ("▓", "blue"), "wait": ("░", "yellow"), "pull": ("▒", "cyan")}
+#: Seconds without a heartbeat after which a live member is marked: they come about once a second.
+_LATE_SECONDS: Final = 3.0
+_BAR_COLUMNS: Final = 24
+
+
+class Panel(NamedTuple):
+    """Lines of a panel. heads: lines that no filter hides."""
+
+    heads: list[Text]
+    rows: list[Text]
+
+    def matching(self, words: str) -> list[Text]:
+        """Return the heads, and the rows that contain ``words`` in any case."""
+        found = [row for row in self.rows if words.lower() in row.plain.lower()]
+        if self.rows and not found:
+            found = [Text(f"none of {plural(len(self.rows), 'line')} contains {words!r}", "dim")]
+        return [*self.heads, *found]
+
+
+def title(run: RunHistory) -> list[Text]:
+    """Return the lines above all panels: the notice if the scheduler does not answer, and the state of the run."""
+    notice = [Text(f"! {printable(run.trouble)}", "bold red")] if run.trouble else []
+    status = run.status
+    if status is None:
+        return [*notice, Text("no status yet")]
+    counted = Counter((member["role"], member["state"]) for member in status["members"])
+    members = ", ".join(
+        f"{count} {role}{'s' * (count > 1)} {state}" for (role, state), count in sorted(counted.items())
+    )
+    head = f"{status['run_id']}: {status['phase']}"
+    facts = f"up {duration(status['uptime_seconds'])}, epoch {status['epoch']}; {members or 'no members'}"
+    return [*notice, Text(printable(head), "bold"), Text(printable(facts))]
+
+
+def waits(run: RunHistory) -> list[Text]:
+    """Return a line for each wait, with its reason."""
+    if run.status is None:
+        return []
+    said = list(run.status["waiting_for"])
+    said += [f"{member['id']} waits {reason}" for member in run.status["members"] for reason in member["waiting_for"]]
+    return [Text(f"… waiting: {printable(wait)}", "yellow") for wait in dict.fromkeys(said)]
+
+
+# --- the six panels ---------------------------------------------------------------------------------------------------
+
+
+def training(run: RunHistory, width: int) -> Panel:
+    """Return reported values such as the loss, and throughput, as curves of the last minutes."""
+    if run.status is None:
+        return Panel([], [])
+    rows: list[Text] = []
+    for name, values in sorted(run.reported_series().items(), key=lambda item: ("loss" not in item[0], item[0])):
+        rows += _curve(name, f"{values[-1]:.4g}", values, width)
+    for one in run.status["parameters"]:
+        values = run.step_series(one["name"], is_shared=one["consistency"] == "bsp")
+        version = "?" if one["version_min"] is None else f"{one['version_min']:,}"
+        rows += _curve(
+            f"{one['name']}, step {version}", f"{rate(values[-1] if values else 0.0)} steps/s", values, width
+        )
+    examples = run.sum_series("samples_per_second")
+    if any(examples):
+        rows += _curve("samples", f"{rate(examples[-1])} samples/s", examples, width)
+    return Panel([] if rows else [Text("no parameters yet", "dim")], rows)
+
+
+def workers(run: RunHistory, width: int) -> Panel:
+    """Return the phases of each worker as a bar. A straggler has the sign ``!``."""
+    members = _members(run, "worker")
+    if not members:
+        return Panel([Text("no workers yet", "dim")], [])
+    recent = run.recent_workers()
+    slow = stragglers(recent)
+    names = max(len(member["id"]) for member in members)
+    bar = max(8, min(_BAR_COLUMNS + (width - 80) // 2, 60))
+    legend = Text.assemble(*((f"{sign} {phase}  ", style) for phase, (sign, style) in PHASE_SIGNS.items()))
+    return Panel([legend], [_worker(member, recent.get(member["id"]), slow, names, bar) for member in members])
+
+
+def shards(run: RunHistory, width: int) -> Panel:
+    """Return the shards of each parameter set by primary, with their copies and lag, and the servers' work."""
+    if run.status is None:
+        return Panel([], [])
+    rows = list(_shard_map(run.status))
+    recent = run.recent_servers()
+    for member in _members(run, "server"):
+        rows.append(_server(member, recent.get(member["id"])))
+    return Panel([] if rows else [Text("no servers yet", "dim")], rows)
+
+
+def transports(run: RunHistory, width: int) -> Panel:
+    """Return the bytes by transport and codec, and how workers reach servers, with the reason."""
+    if run.status is None:
+        return Panel([], [])
+    rows: list[Text] = []
+    for way in ("push", "pull"):
+        values = run.traffic_series(f"{way}_bytes_per_second")
+        rows += _curve(way, f"{size(round(values[-1] if values else 0))}/s", values, width)
+    rows += _traffic(run)
+    ways = Counter(
+        (one["transport"], one["reason"]) for member in run.status["members"] for one in member["connections"]
+    )
+    for (transport, reason), count in sorted(ways.items()):
+        rows.append(Text(printable(f"{transport}: {plural(count, 'connection')}" + (f", {reason}" if reason else ""))))
+    return Panel([], rows)
+
+
+def events(run: RunHistory, width: int) -> Panel:
+    """Return the history of the run, the newest event first. A warning has the sign ``!``."""
+    found = [] if run.status is None else run.status["events"][::-1]
+    rows = []
+    for event in found:
+        time = datetime.fromtimestamp(event["time"]).strftime("%H:%M:%S")
+        text = f"{time} {'!' if event['warning'] else ' '} {event['kind']:<9} {event['text']}"
+        rows.append(Text(printable(text), "yellow" if event["warning"] else ""))
+    return Panel([] if rows else [Text("no events yet", "dim")], rows)
+
+
+def snapshots(run: RunHistory, width: int) -> Panel:
+    """Return the committed snapshots with age and size, and the one under way or the last failure."""
+    found = None if run.status is None else run.status["snapshots"]
+    if not found:
+        return Panel([Text("this run has no storage: it takes no snapshots", "dim")], [])
+    heads = [Text(printable(f"{found['policy']}, in {found['storage']}"))]
+    if attempt := found["attempt"]:
+        heads.append(_attempt(attempt, width))
+    if found["failed"]:
+        text = f"! {plural(found['failed'], 'snapshot')} given up, the last one {found['last_failure']}"
+        heads.append(Text(printable(text), "red"))
+    if one := found["restored"]:
+        heads.append(Text(f"resumed from {one['directory']}, step {steps(one['steps'])}"))
+    rows = [
+        Text(
+            f"{one['directory']}  step {steps(one['steps'])}  {size(one['bytes'])}  "
+            f"{duration(max(0.0, run.time - one['time']))} old  taken in {one['seconds']:.1f} s  {one['reason']}"
+        )
+        for one in found["committed"]
+    ]
+    return Panel(heads if rows else [*heads, Text("none is committed yet", "dim")], rows)
+
+
+#: The panels in the order of their keys.
+PANELS: Final[dict[str, Callable[[RunHistory, int], Panel]]] = {
+    "training": training,
+    "workers": workers,
+    "shards": shards,
+    "transports": transports,
+    "events": events,
+    "snapshots": snapshots,
+}
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+def printable(text: str) -> str:
+    """Return a text of a member without characters that control a terminal."""
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
+def sparkline(values: Sequence[float], columns: int) -> str:
+    """Return a curve of at most ``columns`` characters; each shows the mean of its values."""
+    if not values or columns < 1:
+        return ""
+    count = min(columns, len(values))
+    bounds = [len(values) * number // count for number in range(count + 1)]
+    means = [sum(values[start:end]) / (end - start) for start, end in pairwise(bounds)]
+    low, high = min(means), max(means)
+    if high == low:
+        return _LEVELS[0 if high == 0 else 3] * count
+    return "".join(_LEVELS[int((value - low) / (high - low) * (len(_LEVELS) - 1) + 0.5)] for value in means)
+
+
+def _curve(name: str, value: str, values: Sequence[float], width: int) -> Iterator[Text]:
+    """Yield a line with name, value and bounds, and a curve below it."""
+    bounds = f"  {min(values):.4g} to {max(values):.4g}" if values else ""
+    yield Text.assemble((printable(f"{name}  "), "bold"), value, (bounds, "dim"))
+    if values:
+        yield Text(sparkline(values, width), "cyan")
+
+
+def _members(run: RunHistory, role: str) -> list[dict[str, Any]]:
+    """Return the members of a role: those that are not live first, then in the order of their numbers."""
+    members = [] if run.status is None else [one for one in run.status["members"] if one["role"] == role]
+    return sorted(members, key=lambda member: (member["state"] == "live", natural(member["id"])))
+
+
+def _state(member: dict[str, Any], width: int = 5) -> tuple[str, str]:
+    state = "draining" if member["state"] == "live" and member["draining"] else member["state"]
+    sign = " " if state in ("live", "left") else "✗" if state == "lost" else "…"
+    return f"{sign} {state:<{width}} ", STATE_STYLES.get(state, "yellow")
+
+
+def _late(member: dict[str, Any]) -> str:
+    """Return a note about a live member that has been silent; empty if it has not."""
+    age = member["heartbeat_age_seconds"]
+    return f" ! silent for {age:.0f} s" if member["state"] == "live" and age >= _LATE_SECONDS else ""
+
+
+def _worker(
+    member: dict[str, Any], periods: list[dict[str, Any]] | None, slow: dict[str, float], names: int, bar: int
+) -> Text:
+    line = Text.assemble(f"{member['id']:<{names}} ", _state(member))
+    if member["state"] != "live":
+        return line.append(printable(member["reason"]))
+    speed = ", ".join(map(rate, member["steps_per_second"].values())) or "-"
+    line.append(f"{speed:>6} steps/s ")
+    if periods:
+        shares = phases(periods)
+        line.append_text(_phase_bar(shares, bar))
+        line.append(f" {shares['compute']:4.0%} compute {shares['wait']:4.0%} wait")
+    if (factor := slow.get(member["id"])) is not None:
+        line.append(f" ! straggler, {factor:.1f}x", "bold red")
+    return line.append(_late(member), "yellow")
+
+
+def _phase_bar(shares: dict[str, float], columns: int) -> Text:
+    """Return a bar of exactly ``columns`` characters."""
+    bar, done, drawn = Text(), 0.0, 0
+    for phase, (sign, style) in PHASE_SIGNS.items():
+        done += shares[phase]
+        upto = min(columns, round(columns * done))
+        bar.append(sign * (upto - drawn), style)
+        drawn = upto
+    return bar.append(" " * (columns - drawn))
+
+
+def _shard_map(status: dict[str, Any]) -> Iterator[Text]:
+    for one in status["parameters"]:
+        version = "?" if one["version_min"] is None else f"{one['version_min']:,}"
+        yield Text(
+            f"{one['name']} ({one['optimizer']}, {one['consistency']}) {one['state']}, version {version}, "
+            f"{one['elements']:,} elements, {plural(len(one['shards']), 'shard')}",
+            "bold",
+        )
+        places: dict[tuple[str, str], list[int]] = {}
+        for shard in one["shards"]:
+            primary = "✗ lost" if shard["lost"] else shard["primary"]
+            places.setdefault((primary, ", ".join(shard_copies(shard))), []).append(shard["number"])
+        for (primary, held), numbers in places.items():
+            replicas = [each for each in one["replicas"] if each["shard"] in numbers]
+            lag = behind(replicas)
+            text = f"  {primary}{f' → {held}' if held else ', no copy'}: {_spans(numbers)}"
+            yield Text(text, "red" if primary == "✗ lost" else "").append(f"  ! behind: {lag}" if lag else "", "yellow")
+
+
+def _spans(numbers: Iterable[int]) -> str:
+    """Return ``0-3, 7`` for these numbers, in ascending order."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1][1:] = [number]
+        else:
+            spans.append([number])
+    return ", ".join("-".join(map(str, span)) for span in spans)
+
+
+def _server(member: dict[str, Any], periods: list[dict[str, Any]] | None) -> Text:
+    line = Text.assemble(f"{member['id']}  ", _state(member))
+    if member["state"] != "live":
+        return line.append(printable(member["reason"]))
+    line.append(f"{size(member['resident_bytes'])} in memory")
+    if periods:
+        line.append(f", {rate(mean(periods, 'slices_per_second'))} slices/s")
+        line.append(f", applies {mean(periods, 'apply_share'):.0%} of the time")
+        if held := periods[-1]["waiting_bytes"]:
+            line.append(f", {size(held)} waiting")
+        if lag := periods[-1]["lag_updates"]:
+            line.append(f", copies {lag} updates behind")
+    return line.append(_late(member), "yellow")
+
+
+def _traffic(run: RunHistory) -> Iterator[Text]:
+    """Yield a line for each transport and pair of codecs that moved bytes lately."""
+    totals: dict[tuple[str, str, str], list[float]] = {}
+    for periods in run.recent_workers().values():
+        seconds = sum(period["seconds"] for period in periods)
+        for period in periods:
+            for each in period["traffic"]:
+                entry = totals.setdefault((each["transport"], each["push_codec"], each["pull_codec"]), [0.0, 0.0])
+                entry[0] += each["push_bytes_per_second"] * period["seconds"] / seconds
+                entry[1] += each["pull_bytes_per_second"] * period["seconds"] / seconds
+    for (transport, push, pull), (pushed, pulled) in sorted(totals.items()):
+        yield Text(
+            f"{transport}: push {size(round(pushed))}/s ({push or 'none'}), "
+            f"pull {size(round(pulled))}/s ({pull or 'none'})"
+        )
+
+
+def _attempt(attempt: dict[str, Any], width: int) -> Text:
+    line = Text(f"… snapshot {attempt['number']} under way: {attempt['phase']}", "yellow")
+    if attempt["bytes"]:
+        columns = max(8, min(_BAR_COLUMNS, width // 4))
+        filled = min(columns, columns * attempt["bytes_done"] // attempt["bytes"])
+        line.append(
+            f" [{'#' * filled}{'.' * (columns - filled)}] {size(attempt['bytes_done'])} of {size(attempt['bytes'])}"
+        )
+    return line.append(printable(f", waiting {attempt['waiting_for']}") if attempt["waiting_for"] else "")

@@ -1,0 +1,328 @@
+"""``psdist top``: its panels, and the application with keys, on made states of a run."""
+
+from __future__ import annotations
+
+import re
+import sys
+from argparse import Namespace
+from typing import Any
+
+import pytest
+from rich.text import Text
+from textual.app import App
+
+from psdist.cli.top import command, panels
+from psdist.cli.top.app import PanelView, RunAnswer, TopApp
+from psdist.cli.top.history import SAMPLES_KEPT, RunHistory, stragglers
+from psdist.errors import ConfigurationError, SchedulerUnreachableError, UnauthenticatedError
+from psdist.monitoring.run_json import sample_json, status_json
+from psdist.v1 import scheduler_pb2 as pb
+
+NOW = 1.7e9
+
+
+def made_status(workers: int = 2, servers: int = 2) -> pb.GetStatusResponse:
+    """Status of a run with a copy that lags, a snapshot under way, a wait, and more servers and workers than two."""
+    report = pb.GetStatusResponse(run_id="digits", phase="training", epoch=9, replicas=2, time=NOW, uptime_seconds=75)
+    for number in range(servers):
+        member = report.members.add(member_id=f"server-{number}", role=pb.ROLE_SERVER, state="live")
+        counted = member.statistics.parameters.add(parameters="model", version_min=41, version_max=41)
+        counted.replicas.add(shard=number, server_id=f"server-{1 - number}", state="live", lag_updates=7 * number)
+    for rank in range(workers):
+        member = report.members.add(member_id=f"worker-{rank}", role=pb.ROLE_WORKER, rank=rank, state="live")
+        member.rates.CopyFrom(pb.WorkerRates(seconds=10, waiting_seconds=rank, pushes={"model": 50}))
+        member.connections.add(parameters="model", server_id="server-0", transport="tcp", reason="another host")
+    one = report.parameters.add(state="ready", tensors=2)
+    one.entry.spec.name, one.entry.spec.consistency.kind, one.entry.spec.optimizer.kind = "model", "bsp", "adam"
+    for number in range(2):
+        shard = one.entry.shards.add()
+        shard.primary.server_id = f"server-{number}"
+        shard.backups.add(server_id=f"server-{1 - number}")
+    report.waiting_for.append("for server-9 to start")
+    for number in range(40):
+        report.events.add(number=number, time=NOW + number, kind="join", text=f"worker {number} joined")
+    report.events[-1].kind, report.events[-1].text, report.events[-1].warning = "loss", "lost\x1b[31m worker-7", True
+    report.snapshots.storage, report.snapshots.policy = "/data/digits", "every 10m"
+    report.snapshots.committed.add(
+        directory="0000-step-40", sequence=1, steps={"model": 40}, bytes=1 << 20, time=NOW - 90
+    )
+    report.snapshots.phase, report.snapshots.attempt = "writing", 2
+    report.snapshots.bytes_done, report.snapshots.bytes = 1 << 19, 1 << 20
+    return report
+
+
+def made_samples(count: int = 10, workers: int = 2, slow: int = -1, first: int = 1) -> list[pb.RunSample]:
+    """Samples in which the loss falls, and one worker computes while the others wait for it."""
+    found = []
+    for number in range(first, first + count):
+        sample = pb.RunSample(number=number, time=NOW + number)
+        for rank in range(workers):
+            busy = 0.9 if slow in (-1, rank) else 0.2
+            one = sample.workers.add(
+                worker_id=f"worker-{rank}", seconds=1.0, compute_seconds=busy, wait_seconds=1 - busy,
+                pushes={"model": 10}, reported={"loss": 1 / number}, samples_per_second=320,
+            )  # fmt: skip
+            one.traffic.add(transport="tcp", push_codec="int8", push_bytes=1 << 20, pull_bytes=2 << 20)
+        sample.servers.add(server_id="server-0", seconds=1.0, slices_applied=640, apply_seconds=0.25)
+        found.append(sample)
+    return found
+
+
+def made_run(status: pb.GetStatusResponse | None = None, samples: list[pb.RunSample] | None = None) -> RunHistory:
+    run, status = RunHistory(), made_status() if status is None else status
+    run.add(status_json(status), map(sample_json, made_samples() if samples is None else samples), status.time)
+    return run
+
+
+def texts(panel: panels.Panel) -> list[str]:
+    return [line.plain for line in (*panel.heads, *panel.rows)]
+
+
+# --- panels -----------------------------------------------------------------------------------------------------------
+
+
+def test_training_shows_the_loss_first_and_throughput_with_curves() -> None:
+    loss, curve, steps, _, samples, _ = texts(panels.training(made_run(), 80))
+    assert loss == "loss  0.1  0.1 to 1" and curve.startswith("█▄") and curve.endswith("▁") and len(curve) == 10
+    assert steps.startswith("model, step 41  10.0 steps/s") and samples.startswith("samples  640 samples/s")
+
+
+@pytest.mark.parametrize(
+    ("values", "columns", "curve"),
+    [([], 5, ""), ([0.0, 0.0], 5, "▁▁"), ([3.0], 5, "▄"), ([0.0, 7.0], 5, "▁█"), ([0.0, 2.0, 7.0, 7.0], 2, "▁█")],
+)
+def test_sparklines(values: list[float], columns: int, curve: str) -> None:
+    assert panels.sparkline(values, columns) == curve
+
+
+def test_a_straggler_has_a_sign_and_a_factor() -> None:
+    run = made_run(made_status(workers=4), made_samples(workers=4, slow=2))
+    lines = {line.split()[0]: line for line in texts(panels.workers(run, 80))}
+    assert lines["worker-2"].endswith("! straggler, 4.5x")
+    assert not [line for name, line in lines.items() if name != "worker-2" and "!" in line]
+    assert lines["worker-2"].count("█") == 22 and lines["worker-2"].count("░") == 2  # of 24 columns
+    even = made_run(made_status(workers=4), made_samples(workers=4))
+    assert stragglers(even.recent_workers()) == {}
+
+
+def test_dead_and_silent_members_come_with_sign_and_reason() -> None:
+    status = made_status(workers=3)
+    status.members[2].heartbeat_age_seconds = 8
+    status.members[4].state, status.members[4].reason = "lost", "killed by\nsignal 9"
+    _, dead, silent, _ = texts(panels.workers(made_run(status), 80))
+    assert dead == "worker-2 ✗ lost  killed by signal 9"
+    assert silent.startswith("worker-0   live") and silent.endswith("! silent for 8 s")
+
+
+def test_shards_show_copies_and_lag() -> None:
+    lines = texts(panels.shards(made_run(), 80))
+    assert lines[0] == "model (adam, bsp) ready, version 41, 0 elements, 2 shards"
+    assert lines[1:3] == ["  server-0 → server-1: 0", "  server-1 → server-0: 1  ! behind: 7 updates, 0 B"]
+    assert lines[3].startswith("server-0    live  0 B in memory, 640 slices/s, applies 25% of the time")
+    lost = made_status()
+    lost.parameters[0].entry.shards[1].lost = True
+    assert any(line.startswith("  ✗ lost") for line in texts(panels.shards(made_run(lost), 80)))
+
+
+def test_transports_show_bytes_by_codec_and_reasons() -> None:
+    lines = texts(panels.transports(made_run(), 80))
+    assert lines[0].startswith("push  2.0 MiB/s") and lines[2].startswith("pull  4.0 MiB/s")
+    assert lines[4:] == [
+        "tcp: push 2.0 MiB/s (int8), pull 4.0 MiB/s (none)", "tcp: 2 connections, another host"
+    ]  # fmt: skip
+
+
+def test_events_are_newest_first_and_cannot_control_the_terminal() -> None:
+    first, second, *_ = texts(panels.events(made_run(), 80))
+    assert first.endswith("! loss      lost [31m worker-7") and second.endswith("  join      worker 38 joined")
+
+
+def test_snapshots_show_age_size_and_progress() -> None:
+    lines = texts(panels.snapshots(made_run(), 80))
+    assert lines[0] == "every 10m, in /data/digits"
+    assert lines[1] == "… snapshot 2 under way: writing [##########..........] 512.0 KiB of 1.0 MiB"
+    assert lines[2].startswith("0000-step-40  step 40  1.0 MiB  1 min 30 s old")
+    status = made_status()
+    status.ClearField("snapshots")
+    assert "no storage" in texts(panels.snapshots(made_run(status), 80))[0]
+
+
+def test_a_filter_keeps_heads_and_says_that_nothing_matches() -> None:
+    panel = panels.Panel([Text("head")], [Text("Alpha"), Text("beta")])
+    assert [line.plain for line in panel.matching("ALPHA")] == ["head", "Alpha"]
+    assert [line.plain for line in panel.matching("x")] == ["head", "none of 2 lines contains 'x'"]
+
+
+def test_nothing_is_known_yet() -> None:
+    for panel in panels.PANELS.values():
+        assert not panel(RunHistory(), 80).rows
+    assert panels.title(RunHistory())[0].plain == "no status yet" and panels.waits(RunHistory()) == []
+
+
+def test_samples_are_bounded_and_restart_with_the_scheduler() -> None:
+    run = made_run(samples=made_samples(SAMPLES_KEPT + 50))
+    assert len(run.samples) == SAMPLES_KEPT and run.newest_number == SAMPLES_KEPT + 50
+    run.add(status_json(made_status()), map(sample_json, made_samples(2)), NOW)
+    assert [sample["number"] for sample in run.samples] == [1, 2]
+
+
+# --- the application --------------------------------------------------------------------------------------------------
+
+
+class Scheduler:
+    """Answers ``psdist top``; ``error`` is raised instead if it is set."""
+
+    def __init__(self, status: pb.GetStatusResponse, samples: list[pb.RunSample]) -> None:
+        self.status, self.samples = status, samples
+        self.error: Exception | None = None
+
+    async def ask(self, after: int) -> RunAnswer:
+        if self.error is not None:
+            raise self.error
+        found = [sample_json(each) for each in self.samples if each.number > after]
+        return RunAnswer(status_json(self.status), found, self.status.time)
+
+
+def make(scheduler: Scheduler) -> TopApp:
+    """Return an application that asks only when a test says so, after its first answer."""
+    return TopApp(scheduler.ask, ask_seconds=1e6)
+
+
+def screen_text(app: App[Any]) -> str:
+    """Return what the terminal shows."""
+    strips = app.screen._compositor.render_strips(app.screen.size)
+    return "\n".join("".join(segment.text for segment in strip).rstrip() for strip in strips)
+
+
+def visible_panels(app: App[Any]) -> list[str | None]:
+    return [view.id for view in app.screen.query(PanelView) if view.display]
+
+
+async def test_keys_switch_panels_in_a_small_terminal() -> None:
+    app = make(Scheduler(made_status(), made_samples()))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.pause()
+        shown = screen_text(app)
+        assert shown.startswith("digits: training\nup 1 min 15 s, epoch 9; 2 servers live, 2 workers live\n")
+        assert "… waiting: for server-9 to start" in shown and "loss  0.1" in shown
+        assert all(len(line) <= 80 for line in shown.splitlines()) and visible_panels(app) == ["training"]
+        for key, name, text in (
+            ("2", "workers", "worker-1"), ("3", "shards", "server-0 → server-1: 0"),
+            ("4", "transports", "another host"),
+            ("5", "events", "! loss"), ("6", "snapshots", "0000-step-40"), ("tab", "training", "loss"),
+            ("shift+tab", "snapshots", "under way"),
+        ):  # fmt: skip
+            await pilot.press(key)
+            await pilot.pause()
+            assert visible_panels(app) == [name] and text in screen_text(app), (key, screen_text(app))
+
+
+async def test_a_wide_terminal_shows_all_panels() -> None:
+    app = make(Scheduler(made_status(), made_samples()))
+    async with app.run_test(size=(200, 60)) as pilot:
+        await pilot.pause()
+        shown = screen_text(app)
+        assert visible_panels(app) == list(panels.PANELS)
+        for text in ("loss  0.1", "worker-1", "server-0 → server-1: 0", "another host", "! loss", "0000-step-40"):
+            assert text in shown, shown
+        await pilot.resize_terminal(80, 24)
+        await pilot.pause()
+        assert visible_panels(app) == ["training"]
+
+
+async def test_a_hundred_workers_scroll_and_can_be_filtered() -> None:
+    app = make(Scheduler(made_status(workers=100), made_samples(workers=100, slow=77)))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.press("2")
+        await pilot.pause()
+        assert "worker-0 " in screen_text(app) and "worker-99" not in screen_text(app)
+        await pilot.press("end")
+        await pilot.pause()
+        assert "worker-99" in screen_text(app)
+        await pilot.press("slash", *"gg")
+        await pilot.pause()
+        shown = screen_text(app)
+        assert "worker-77" in shown and "worker-99" not in shown
+        await pilot.press("enter")
+        assert app.focused is not None and app.focused.id == "workers"
+        await pilot.press("escape")
+        await pilot.pause()
+        assert "worker-0 " in screen_text(app)
+
+
+async def test_a_silent_scheduler_leaves_the_last_state_below_a_notice() -> None:
+    scheduler = Scheduler(made_status(), made_samples())
+    app = make(scheduler)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.pause()
+        scheduler.error = SchedulerUnreachableError("no scheduler answers at 10.0.0.1:29600")
+        await app.ask_again()
+        await pilot.pause()
+        shown = screen_text(app)
+        assert re.match(r"! no answer for \d+ s: no scheduler answers at .*\ndigits: training\n", shown)
+        assert "loss  0.1" in shown
+        scheduler.error = None
+        scheduler.samples += made_samples(1, first=11)
+        await app.ask_again()
+        await pilot.pause()
+        assert screen_text(app).startswith("digits: training") and app.run_history.newest_number == 11
+
+
+async def test_another_error_ends_it() -> None:
+    scheduler = Scheduler(made_status(), made_samples())
+    app = make(scheduler)
+    async with app.run_test() as pilot:
+        scheduler.error = UnauthenticatedError("the token is wrong")
+        await app.ask_again()
+        await pilot.pause()
+    assert app.error is scheduler.error
+
+
+async def test_help_opens_and_any_key_closes_it() -> None:
+    app = make(Scheduler(made_status(), made_samples()))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.press("question_mark")
+        await pilot.pause()
+        assert "straggler: computes over twice" in screen_text(app)
+        await pilot.press("x")
+        await pilot.pause()
+        assert len(app.screen_stack) == 1
+
+
+@pytest.mark.parametrize("key", ["q", "ctrl+c"])
+async def test_keys_quit(key: str) -> None:
+    app = make(Scheduler(made_status(), made_samples()))
+    async with app.run_test() as pilot:
+        await pilot.press("slash" if key == "ctrl+c" else "1")
+        await pilot.press(key)
+    assert app.return_value == 0
+
+
+async def test_no_color_leaves_no_colour(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    app = make(Scheduler(made_status(), made_samples(workers=4, slow=1)))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.press("2")
+        await pilot.pause()
+        lines = app.screen._compositor.render_strips(app.screen.size)
+        styles = [
+            segment.style
+            for line in lines
+            for segment in line.apply_filter(app._filters[-1], app.screen.background_colors[1])
+            if segment.style
+        ]
+        assert styles and all(style.color is None or style.color.is_default for style in styles)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_without_textual_the_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "textual", None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'psdist\[tui\]'"):
+        command.run(Namespace(), {})
+
+
+def test_without_a_terminal_the_error_names_status() -> None:
+    with pytest.raises(ConfigurationError, match=r"needs a terminal.*psdist status"):
+        command.run(Namespace(), {})
