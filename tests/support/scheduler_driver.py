@@ -50,6 +50,8 @@ class Driver:
         self.shards_lost: list[ev.ShardsLost] = []
         self.run_ended = 0
         self.notes: list[str] = []
+        #: Kinds of the notes.
+        self.kinds: list[ev.EventKind] = []
         self.map = ClusterMap("run", 0)
         self.attached: list[int] = []
         #: Sessions of servers that were asked whether they have uploaded values. True if all confirm immediately.
@@ -248,6 +250,7 @@ class Driver:
                     self._probes.append(effect)
                 case ev.LogEvent():
                     self.notes.append(effect.text)
+                    self.kinds.append(effect.kind)
 
 
 def _is_about_data_alone(change: ev.Persist) -> bool:

@@ -555,8 +555,8 @@ class Probe:
 
 #: Subject of an entry of the run's history.
 EventKind = Literal[
-    "join", "leave", "loss", "promotion", "replication", "rollback", "snapshot", "snapshot_failed", "scale",
-    "parameters", "data", "shutdown", "note",
+    "join", "leave", "loss", "shard_loss", "promotion", "replication", "rollback", "snapshot", "snapshot_failed",
+    "scale", "parameters", "data", "shutdown", "note",
 ]  # fmt: skip
 
 

@@ -238,11 +238,11 @@ class ReplicaManager:
             if not self._members.workers:
                 # At the orderly end of a run all servers leave. Each departure is logged, and nothing is lost.
                 if member is None or member.state != "left":
-                    effects.append(ev.LogEvent(f"{held}; no worker is left to miss it", kind="loss"))
+                    effects.append(ev.LogEvent(f"{held}; no worker is left to miss it", kind="shard_loss"))
                 continue
             text = f"{held} ({len(numbers)} of {len(after)} shards, at {p.version_text}): {self._registry.remedy}"
             effects.append(ev.Broadcast(ev.ShardsLost(p.name, tuple(numbers), server, p.version, text)))
-            effects.append(ev.LogEvent(f"lost: {text}", "warning", kind="loss"))
+            effects.append(ev.LogEvent(f"lost: {text}", "warning", kind="shard_loss"))
         return effects
 
 

@@ -413,6 +413,7 @@ def test_a_lost_server_loses_its_shards_and_everybody_hears_it() -> None:
     assert d.cluster.phase.startswith("lost: server-1 held shard")
     assert "'mlp'" in d.cluster.phase and "restart the run" in d.cluster.phase
     assert d.lost[0].role == "server"
+    assert d.kinds.count("loss") == 1 and d.kinds.count("shard_loss") == 1, "an alert counts lost members"
     for role in ("server", "worker"):
         with pytest.raises(errors.ServerLostError, match="restart the run"):
             d.register(role)
