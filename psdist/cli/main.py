@@ -11,7 +11,7 @@ from importlib import import_module, metadata
 from typing import Final, NoReturn
 
 from psdist.cli.commands import Command, Group, Leaf, call
-from psdist.cli.standard_streams import UnwritableError, open_closed_streams, tell_errors_apart
+from psdist.cli.terminal.standard_streams import UnwritableError, open_closed_streams, tell_errors_apart
 from psdist.launcher.output import discard
 from psdist.settings import exit_codes
 from psdist.settings.flags import CommandLine
@@ -38,6 +38,8 @@ PSDIST: Final = Group(
     (
         Command("run", "scheduler, servers and workers on this machine: psdist run --nproc-per-node 2 train.py",
                 lambda: import_module("psdist.cli.run")),
+        Command("config", "print a configuration file for psdist run, and where settings come from",
+                lambda: import_module("psdist.cli.config").CONFIG),
         Command("status", "show the state of a run",
                 lambda: import_module("psdist.cli.status")),
         Command("top", "watch a run in the terminal: curves, workers, shards, transports, events, snapshots",

@@ -6,12 +6,19 @@ import sys
 from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
+from typing import Final
 
 from psdist.launcher.local import LocalSettings, run_local
 from psdist.settings.declarations import flags_of, read
-from psdist.settings.flags import CommandLine
+from psdist.settings.flags import CONFIG_NAME, CommandLine, Flag
 
 SCRIPT_USAGE = "script.py [script arguments]"
+
+CONFIG_FLAG: Final = Flag(
+    CONFIG_NAME, "file with settings (TOML): psdist config template prints one. Flags and variables take precedence",
+    Path, None, "FILE",
+)  # fmt: skip
 
 EPILOG = (
     "Flags come before the script; arguments after it are the script's. PSDIST_SOME_FLAG also sets --some-flag. "
@@ -27,7 +34,7 @@ def command_line() -> CommandLine:
     return CommandLine(
         "psdist run",
         "Trains on this machine: starts a scheduler, servers, and workers that run the script.",
-        flags_of(LocalSettings),
+        (*flags_of(LocalSettings), CONFIG_FLAG),
         SCRIPT_USAGE,
         EPILOG,
         first=("--nproc-per-node", "--nservers", "--replicas", "--run-id", "--storage-path"),

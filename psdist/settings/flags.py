@@ -1,8 +1,9 @@
 """Flags: one row each, which gives the option, its underscore spelling, its environment variables and its help.
 
 A flag takes the first of these values that is set: the command line, ``PSDIST_<FLAG>``, the flag's other variables
-(``PET_<FLAG>`` if torchrun has the flag), the default. One function converts all of them, and an error names the source
-of the value. Wrong input ends the program with status 2 before anything is done.
+(``PET_<FLAG>`` if torchrun has the flag), the file of ``--config`` if the program has that flag, the default. One
+function converts all of them, and an error names the source of the value. Wrong input ends the program with status 2
+before anything is done.
 """
 
 from __future__ import annotations
@@ -13,11 +14,15 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, Final, NamedTuple, NoReturn
 
 from psdist.errors import ConfigurationError, InvalidArgumentError
 from psdist.settings import exit_codes
+from psdist.settings.config_file import SourcedText, read_config
 
+#: The flag that names a configuration file.
+CONFIG_NAME: Final = "--config"
 #: Headings of the help: the most used flags, those without a group, and all flags if there are no groups.
 _FIRST_TITLE = "most used"
 _OTHER_TITLE = "other flags"
@@ -58,6 +63,11 @@ class Flag:
     def dest(self) -> str:
         """The flag's name as an attribute."""
         return self.name.lstrip("-").replace("-", "_")
+
+    @property
+    def is_in_file(self) -> bool:
+        """True if a configuration file may set the flag: not the file itself, and no descriptor of the caller."""
+        return self.name != CONFIG_NAME and not self.name.endswith("-fd")
 
     @property
     def environment(self) -> tuple[str, ...]:
@@ -185,25 +195,42 @@ class CommandLine:
     elsewhere: Mapping[str, str] = field(default_factory=dict)
 
     def parse(self, argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace:
-        """Return the values of all flags, ``command`` (the script that follows them), ``words`` (the other arguments)
-        and ``explicit`` (the flags given on the command line). Wrong input ends the program with status 2."""
+        """Return the values of all flags, ``command`` (the script that follows them), ``words`` (the other arguments),
+        ``explicit`` (the flags given on the command line) and ``origins`` (the sources of the values that are no
+        defaults). Wrong input ends the program with status 2."""
         own, command = self.split(argv) if self.script else (list(argv), [])
         if unknown := self.unknown(own):
             fail(self.program, unknown)
         given = vars(self._parser().parse_args(own))
         words = [given.pop(word) for word in self.words]
         try:
-            values = self.values(given, environ)
+            found = self._resolve(given, environ, self._read_file(given, environ))
         except InvalidArgumentError as error:
             fail(self.program, str(error))
-        return argparse.Namespace(command=command, words=words, explicit=frozenset(given), **values)
+        origins = {name: one.origin for name, one in found.items() if one.origin is not None}
+        values = {name: one.value for name, one in found.items()}
+        return argparse.Namespace(command=command, words=words, explicit=frozenset(given), origins=origins, **values)
 
     def values(self, given: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, Any]:
         """Return the values of all flags by their names as attributes. Raises InvalidArgumentError.
 
         given: the texts of flags that take precedence over ``environ``.
         """
-        return {flag.dest: _value(flag, given.get(flag.dest), environ) for flag in self.flags}
+        return {name: found.value for name, found in self._resolve(given, environ, {}).items()}
+
+    def _resolve(
+        self, given: Mapping[str, str], environ: Mapping[str, str], filed: Mapping[str, SourcedText]
+    ) -> dict[str, _Resolved]:
+        return {flag.dest: _resolve(flag, given.get(flag.dest), environ, filed.get(flag.dest)) for flag in self.flags}
+
+    def _read_file(self, given: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, SourcedText]:
+        """Return the values in the file of ``--config``; none without that flag. Raises ConfigurationError."""
+        for flag in self.flags:
+            if flag.name == CONFIG_NAME:
+                path: Path | None = _resolve(flag, given.get(flag.dest), environ).value
+                names = {one.name.lstrip("-"): one.dest for one in self.flags if one.is_in_file}
+                return {} if path is None else read_config(path, names)
+        return {}
 
     def split(self, argv: Sequence[str]) -> tuple[list[str], list[str]]:
         """Split ``argv`` into the program's own flags, and the script with its arguments.
@@ -258,7 +285,7 @@ class CommandLine:
         )
         for word in self.words:
             parser.add_argument(word, help=argparse.SUPPRESS)
-        for title, flags in self._groups().items():
+        for title, flags in self.groups().items():
             group = parser.add_argument_group(title)
             for flag in flags:
                 for number, names in enumerate(_visible_first(flag)):
@@ -266,7 +293,7 @@ class CommandLine:
         group.add_argument("-h", "--help", action="help", help="show this help and exit")
         return parser
 
-    def _groups(self) -> dict[str, list[Flag]]:
+    def groups(self) -> dict[str, list[Flag]]:
         """Return the flags by heading: ``first`` in its order, then groups in the order of their first flag, then flags
         without a group. ``--help`` joins the last."""
         by_name = {flag.name: flag for flag in self.flags}
@@ -296,15 +323,21 @@ def _add(parser: argparse._ActionsContainer, flag: Flag, names: tuple[str, ...],
         parser.add_argument(*names, dest=flag.dest, metavar=flag.metavar, default=argparse.SUPPRESS, help=help_text)
 
 
-def _value(flag: Flag, given: str | None, environ: Mapping[str, str]) -> Any:
-    convert = flag.convert or _switch
-    sources = [(flag.name, given)]
+class _Resolved(NamedTuple):
+    """A flag's value, and its source; None for a default."""
+
+    value: Any
+    origin: SourcedText | None
+
+
+def _resolve(flag: Flag, given: str | None, environ: Mapping[str, str], filed: SourcedText | None = None) -> _Resolved:
+    """Return a flag's value. Raises ConfigurationError, which names its source."""
     # An empty variable is the usual way to unset one.
-    sources += [(variable, environ.get(variable) or None) for variable in flag.environment]
-    for source, value in sources:
+    variables = [(variable, environ.get(variable) or None) for variable in flag.environment]
+    for source, value in [(flag.name, given), *variables, *([filed] if filed is not None else [])]:
         if value is not None:
             try:
-                return convert(value)
+                return _Resolved((flag.convert or _switch)(value), SourcedText(source, value))
             except ValueError as error:
                 raise ConfigurationError(f"{source}: {error}") from None
-    return flag.default if flag.convert is not None else bool(flag.default)
+    return _Resolved(flag.default if flag.convert is not None else bool(flag.default), None)

@@ -1,0 +1,1 @@
+"""A command's terminal: its streams, and bars that show progress."""
