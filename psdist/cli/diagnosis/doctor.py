@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 from argparse import Namespace
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Final
 
 from psdist.cli.commands import show
-from psdist.cli.diagnosis.finding import STATUSES, Finding, worst
+from psdist.cli.diagnosis.finding import STATUSES, Finding, warn, worst
+from psdist.cli.diagnosis.time_limit import Check, TimeLimit
 from psdist.settings.config import address_text, device_text, find_token, storage_text
 from psdist.settings.flags import CommandLine, Flag, integer, seconds
 from psdist.settings.programs import FORMAT_FLAG, TOKEN_FILE_FLAG
@@ -30,14 +33,14 @@ def command_line() -> CommandLine:
         (
             Flag("--connect", "also check the way to this scheduler and its servers", address_text, "", "HOST:PORT",
                  twin=False),
-            Flag("--storage-path", "also check this storage of snapshots", storage_text, "", "PATH", twin=False),
+            Flag("--storage-path", "also check this storage of snapshots", storage_text, None, "PATH", twin=False),
             Flag("--ports", "also check that these ports are free: 29600,29601", _ports, (), "PORTS", twin=False,
                  shown_default="none"),
             Flag("--server-device", "also check that a server can use this device, such as cuda:0", device_text, "cpu",
                  "NAME", twin=False),
             TOKEN_FILE_FLAG,
             FORMAT_FLAG,
-            Flag("--timeout", "longest wait, but for a disk that hangs", seconds(0.01), 10.0, "SECONDS", twin=False),
+            Flag("--timeout", "longest wait of each check", seconds(0.01), 10.0, "SECONDS", twin=False),
         ),
         epilog="Exit status: 0 all is well; 1 the worst is a warning; 69 something fails; 2 wrong use.",
     )  # fmt: skip
@@ -46,30 +49,46 @@ def command_line() -> CommandLine:
 def run(given: Namespace, environ: Mapping[str, str]) -> int:
     """Check, print, and return the exit status."""
     token = find_token(environ, token_file=given.token_file)
-    findings = asyncio.run(_check(given, token))
+    limit = TimeLimit(given.timeout)
+    findings = [*_here(given, limit), *asyncio.run(_cluster(given, token))]
     show(given.format, [asdict(finding) for finding in findings], lambda _: _print(findings))
-    return STATUSES[worst(findings)]
+    status = STATUSES[worst(findings)]
+    if limit.has_abandoned:
+        sys.stdout.flush()
+        os._exit(status)  # The interpreter would wait for threads that wait for a dead disk.
+    return status
 
 
-async def _check(given: Namespace, token: str) -> list[Finding]:
-    return [finding async for finding in _findings(given, token)]
-
-
-async def _findings(given: Namespace, token: str) -> AsyncIterator[Finding]:
-    from psdist.cli.diagnosis.machine import check_machine
+def _here(given: Namespace, limit: TimeLimit) -> Iterator[Finding]:
+    """Yield the findings about this machine and the storage."""
+    from psdist.cli.diagnosis.machine import machine_checks
 
     device = "" if given.server_device == "cpu" else given.server_device
-    for finding in await asyncio.to_thread(lambda: list(check_machine(given.ports, device))):
-        yield finding
-    if given.storage_path:
-        from psdist.cli.diagnosis.storage_check import check_storage
+    for check in machine_checks(given.ports, device):
+        yield from limit.run(check)
+    if given.storage_path == "":
+        yield warn(
+            "storage",
+            "none: no snapshots are taken, and a run that loses its state starts over",
+            "name a directory or URL with --storage-path, or run with --replicas 2",
+        )
+    elif given.storage_path is not None:
+        yield from limit.run(_storage(given.storage_path, given.timeout))
 
-        yield await check_storage(given.storage_path, given.timeout)
-    if given.connect:
-        from psdist.cli.diagnosis.cluster import check_cluster
 
-        async for finding in check_cluster(given.connect, token, given.timeout):
-            yield finding
+def _storage(path: str, timeout_seconds: float) -> Check:
+    from psdist.cli.diagnosis.storage_check import check_storage
+
+    remedy = "is a disk, network file system or bucket dead? See mount and dmesg, or name another --storage-path"
+    return Check("storage", lambda: [asyncio.run(check_storage(path, timeout_seconds))], remedy)
+
+
+async def _cluster(given: Namespace, token: str) -> list[Finding]:
+    if not given.connect:
+        return []
+    from psdist.cli.diagnosis.cluster import check_cluster
+
+    return [finding async for finding in check_cluster(given.connect, token, given.timeout)]
 
 
 def _print(findings: list[Finding]) -> None:

@@ -10,12 +10,14 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterable, Iterator
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Final
 
 from psdist import addresses
 from psdist.cli.diagnosis.finding import Finding, fail, ok, warn
+from psdist.cli.diagnosis.time_limit import Check
 from psdist.errors import PsdistError
 
 _GIB: Final = 1 << 30
@@ -29,31 +31,50 @@ _TEMPORARY_LEAST: Final = 8 * _MIB
 _FILES_LEAST: Final = 128
 _FILES_FEW: Final = 1024
 _LOCKED_FEW: Final = 8 * _MIB
+#: For checks that read a disk.
+_DISK_REMEDY: Final = "is a disk or network file system dead? See mount and dmesg, and remount or unmount it"
 _CGROUP: Final = Path("/sys/fs/cgroup")
 _MEMBERSHIP: Final = Path("/proc/self/cgroup")
 
 
-def check_machine(ports: Iterable[int], device: str = "") -> Iterator[Finding]:
-    """Yield the findings about this machine.
+def machine_checks(ports: Iterable[int], device: str = "") -> Iterator[Check]:
+    """Yield the checks of this machine.
 
     ports: ports that must be free.
     device: a CUDA device that a server is to use; empty looks for none.
     """
-    yield check_python()
-    yield from check_packages()
-    yield check_cores()
-    yield check_memory()
-    yield check_shared_directory()
-    yield check_memory_files()
-    yield check_open_files()
-    yield check_locked_memory()
-    yield check_addresses()
-    yield check_temporary_directory()
-    yield check_home()
-    yield from check_names()
-    yield from (check_port(port) for port in ports)
+    yield Check("python", lambda: [check_python()], _DISK_REMEDY)
+    yield Check("packages", check_packages, _DISK_REMEDY)
+    yield Check("machine", _check_limits, "is the machine overloaded, or /sys/fs/cgroup blocked?")
+    yield Check(
+        "temporary files", lambda: [check_temporary_directory()], f"set TMPDIR to another disk, or: {_DISK_REMEDY}"
+    )
+    yield Check("home", lambda: [check_home()], f"set HOME to another disk, or: {_DISK_REMEDY}")
+    yield Check("host name", check_names, "add this host to /etc/hosts, or correct the name server in /etc/resolv.conf")
+    for port in ports:
+        yield Check(f"port {port}", partial(_check_ports, port), "is the machine overloaded?")
     if device or Path("/dev/nvidiactl").exists():
-        yield check_device(device or "cuda", required=device != "")
+        yield Check(
+            "device",
+            lambda: [check_device(device or "cuda", required=device != "")],
+            "the driver does not answer: see nvidia-smi and dmesg, or train without --server-device",
+        )
+
+
+def _check_limits() -> list[Finding]:
+    return [
+        check_cores(),
+        check_memory(),
+        check_shared_directory(),
+        check_memory_files(),
+        check_open_files(),
+        check_locked_memory(),
+        check_addresses(),
+    ]
+
+
+def _check_ports(port: int) -> list[Finding]:
+    return [check_port(port)]
 
 
 def check_python() -> Finding:

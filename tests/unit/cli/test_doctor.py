@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -21,8 +22,10 @@ import pytest
 
 from psdist.cli.diagnosis import machine
 from psdist.cli.diagnosis.cluster import check_clock, check_connection, check_name, check_version
+from psdist.cli.diagnosis.doctor import _here, command_line
 from psdist.cli.diagnosis.finding import STATUSES, Finding, ok, warn, worst
 from psdist.cli.diagnosis.storage_check import check_storage
+from psdist.cli.diagnosis.time_limit import Check, TimeLimit
 from psdist.errors import DeviceUnavailableError
 from psdist.version import __version__
 
@@ -126,7 +129,8 @@ def test_a_gpu_that_no_server_was_told_to_use_is_no_failure(
 
     monkeypatch.setattr("psdist.device.device.open_device", refuse)
     monkeypatch.setattr(Path, "exists", lambda path: True)
-    assert {finding.check: finding.level for finding in machine.check_machine((), device)}["device"] == level
+    (check,) = [check for check in machine.machine_checks((), device) if check.name == "device"]
+    assert [finding.level for finding in check.run()] == [level]
 
 
 def test_a_port_in_use_is_found() -> None:
@@ -178,3 +182,49 @@ async def test_a_storage_that_cannot_be_written_is_found(tmp_path: Path) -> None
 
 def test_another_version_is_found() -> None:
     assert check_version(__version__).level == "ok" and check_version("0.0.1").level == "fail"
+
+
+def test_a_check_that_does_not_end_fails_with_its_remedy() -> None:
+    limit, release = TimeLimit(0.05), threading.Event()
+    try:
+        assert limit.run(Check("home", lambda: [ok("home", "written")], "r")) == [ok("home", "written")]
+        assert not limit.has_abandoned
+        hung = Check("home", lambda: [ok("home", str(release.wait()))], "remount it")
+        assert limit.run(hung) == [Finding("home", "fail", "no answer within 0.05 s", "remount it")]
+        assert limit.has_abandoned
+    finally:
+        release.set()
+
+
+def test_errors_of_a_check_propagate() -> None:
+    with pytest.raises(ZeroDivisionError):
+        TimeLimit(LONG).run(Check("home", lambda: [ok("home", str(1 // 0))], "r"))
+
+
+def test_a_dead_disk_below_home_and_storage_ends_the_command_with_both_named(tmp_path: Path) -> None:
+    script = """
+import threading
+from psdist.cli import main
+from psdist.cli.diagnosis import machine
+from psdist.snapshots import local
+machine._unwritable = lambda directory: threading.Event().wait()
+local.missing_directories = lambda path: threading.Event().wait()
+import psdist.cli.diagnosis.storage_check as storage_check
+storage_check.missing_directories = local.missing_directories
+main.main()
+"""
+    words = ["doctor", "--format", "json", "--timeout", "3", "--storage-path", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-c", script, *words], capture_output=True, text=True, check=False, timeout=LONG
+    )
+    found = {finding["check"]: finding for finding in json.loads(done.stdout)}
+    assert done.returncode == STATUSES["fail"]
+    assert found["home"]["text"] == found["storage"]["text"] == "no answer within 3 s"
+    assert "set HOME" in found["home"]["remedy"] and "--storage-path" in found["storage"]["remedy"]
+
+
+def test_no_storage_is_a_warning() -> None:
+    line = command_line()
+    given = line.parse(["--storage-path", "none"], {})
+    (finding,) = [one for one in _here(given, TimeLimit(LONG)) if one.check == "storage"]
+    assert finding.level == "warn" and "no snapshots" in finding.text and "--storage-path" in finding.remedy

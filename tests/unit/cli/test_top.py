@@ -189,7 +189,7 @@ def make(scheduler: Scheduler) -> TopApp:
 
 
 def screen_text(app: App[Any]) -> str:
-    """Return what the terminal shows."""
+    """Return the text on the terminal."""
     strips = app.screen._compositor.render_strips(app.screen.size)
     return "\n".join("".join(segment.text for segment in strip).rstrip() for strip in strips)
 

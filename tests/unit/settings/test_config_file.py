@@ -1,4 +1,4 @@
-"""Configuration files: the generated template, what ``--config`` takes from a file, and what it refuses."""
+"""Configuration files: the generated template, precedence of ``--config``, and refused files."""
 
 from __future__ import annotations
 
