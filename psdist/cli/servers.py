@@ -8,13 +8,16 @@ are stable.
 
 from __future__ import annotations
 
+import sys
 import time
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from psdist.cli.commands import Leaf, show
 from psdist.cli.target import SchedulerChoice, ask, find_target, target_flags, time_limit
+from psdist.cli.terminal.progress_bar import count_bar
 from psdist.errors import InternalError, InvalidArgumentError
 from psdist.settings.exit_codes import OK
 from psdist.settings.flags import CommandLine, integer
@@ -134,27 +137,46 @@ def _drain(given: Namespace, environ: Mapping[str, str]) -> int:
     from psdist.wire.scheduler_client import last_answer
 
     server: str = given.words[0]
-    said: list[str] = []
-
-    def report(answer: DrainResponse) -> None:
-        text = _progress(server, answer)
-        if given.format != "json" and text not in said[-1:]:
-            said.append(text)
-            print(text, flush=True)
-
     target, request = find_target(given, environ), scheduler_pb2.DrainRequest(server_id=server)
-    last = ask(target, given.timeout, lambda call: last_answer(call("Drain", request), report))
+    with _drain_progress(server, given.format) as report:
+        last = ask(target, given.timeout, lambda call: last_answer(call("Drain", request), report))
     if last is None or not last.drained:
         raise InternalError(f"the scheduler ended the call before {server} was drained: try again")
-    show(given.format, {"server": server, "drained": True, "shards_moved": last.shards_total}, lambda _: None)
+    result = {"server": server, "drained": True, "shards_moved": last.shards_total}
+    show(given.format, result, lambda _: print(_progress(server, last), flush=True))
     return OK
+
+
+@contextmanager
+def _drain_progress(server: str, form: str) -> Iterator[Callable[[DrainResponse], None]]:
+    """Yield a function that shows an answer: in a bar on a terminal, else as a line if it differs from the last. The
+    result is not shown."""
+    if form == "json":
+        yield lambda answer: None
+    elif sys.stdout.isatty() and sys.stderr.isatty():
+        with count_bar(f"draining {server}", "shards") as bar:
+            yield lambda answer: bar(answer.shards_total - answer.shards_left, answer.shards_total, _reason(answer))
+    else:
+        said: list[str] = []
+
+        def report(answer: DrainResponse) -> None:
+            text = _progress(server, answer)
+            if text not in said[-1:] and not answer.drained:
+                said.append(text)
+                print(text, flush=True)
+
+        yield report
+
+
+def _reason(answer: DrainResponse) -> str:
+    return f"waiting {answer.waiting_for}" if answer.waiting_for else ""
 
 
 def _progress(server: str, answer: DrainResponse) -> str:
     text = f"{answer.shards_total - answer.shards_left} of {answer.shards_total} shards moved"
     if answer.drained:
         return f"{text}; {server} holds nothing and may be stopped"
-    return f"{text}; waiting {answer.waiting_for}" if answer.waiting_for else text
+    return f"{text}; {reason}" if (reason := _reason(answer)) else text
 
 
 DRAIN: Final = Leaf(_drain_line, _drain)

@@ -11,8 +11,7 @@ import asyncio
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from psdist.cli import snapshot_table
 from psdist.cli.commands import Command, Group, Leaf, show
 from psdist.cli.target import ask, find_target, target_flags
+from psdist.cli.terminal.progress_bar import bytes_bar, count_bar
 from psdist.errors import ConfigurationError, InternalError, PsdistError, SnapshotCorruptError, UnknownSnapshotError
 from psdist.launcher import final_snapshot
 from psdist.monitoring.run_json import snapshot_info
@@ -60,28 +60,12 @@ def file_size(value: str) -> int:
     return size
 
 
-@contextmanager
-def _progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function that takes the bytes done and the total. It shows a bar labelled ``what`` on standard error, if
-    that is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total or None)
-
-
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 
 def _save(given: Namespace, environ: Mapping[str, str]) -> int:
     target = find_target(given, environ)
-    with _progress_bar("saving") as bar:
+    with bytes_bar("saving") as bar:
         say = final_snapshot.SaveProgress(lambda text: print(text, file=sys.stderr, flush=True))
 
         def on_answer(answer: SaveSnapshotResponse) -> None:
@@ -130,7 +114,7 @@ async def _verify_one(storage: Storage, one: Any) -> dict[str, Any] | None:
     if isinstance(one, Unreadable):
         return {"name": one.path, "ok": False, "error": error, "bytes": 0}
     try:
-        with _progress_bar(f"verifying {one.directory}") as bar:
+        with bytes_bar(f"verifying {one.directory}") as bar:
             await reader.verify(storage, await reader.load_manifest(storage, one), bar)
     except SnapshotCorruptError as problem:
         if not await reader.is_committed(storage, one):
@@ -155,7 +139,7 @@ async def _export(given: Namespace) -> int:
     )
     storage = _open(given)
     found = await _choose(storage, given)
-    with _progress_bar("exporting") as bar:
+    with bytes_bar("exporting") as bar:
         written = await export(storage, found.manifest, given.out, options, bar)
     report = {
         "snapshot": found.commit.directory,
@@ -178,11 +162,13 @@ async def _delete(given: Namespace) -> int:
     names = [one.path if isinstance(one, Unreadable) else one.directory for one in doomed]
     if doomed and not given.yes:
         _confirm(f"Delete {', '.join(names)} from {storage.url}?")
-    for one in doomed:
-        await storage.delete([one.path])
-        if not isinstance(one, Unreadable):
-            files = await storage.list(layout.directory_path(one.directory))
-            await storage.delete(file.path for file in files)
+    with count_bar("deleting", "snapshots") as bar:
+        for number, one in enumerate(doomed):
+            bar(number, len(doomed), names[number])
+            await storage.delete([one.path])
+            if not isinstance(one, Unreadable):
+                files = await storage.list(layout.directory_path(one.directory))
+                await storage.delete(file.path for file in files)
     show(given.format, {"storage": storage.url, "deleted": names}, snapshot_table.show_deleted)
     return OK
 
