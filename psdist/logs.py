@@ -1,9 +1,10 @@
 """Logging of the server programs: structlog over the standard library, one line per event, to standard error.
 
 ``console`` is for people who watch one process (coloured on a terminal). ``json`` is for collectors of many: one object
-per line with ``timestamp``, ``level``, ``event``, ``logger``, ``role``, ``id``, ``run`` and ``incarnation``. Messages
-of other libraries have the same form. Importing this module configures nothing, and the client library never calls it:
-a script's logging belongs to the script. Launchers and commands print their own messages and configure no logging.
+per line with ``timestamp``, ``level``, ``event``, ``logger``, ``role``, ``id``, ``run`` and ``incarnation``, and with
+``peer`` if the event is about one other member or address. Messages of other libraries have the same form. Importing
+this module configures nothing, and the client library never calls it: a script's logging belongs to the script.
+Launchers and commands print their own messages and configure no logging.
 """
 
 from __future__ import annotations
@@ -11,9 +12,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+from typing import Final
 
 import structlog
 from structlog.types import Processor
+
+#: Field with the member or address that a line is about.
+_PEER: Final = "peer"
 
 
 def configure(
@@ -32,9 +37,13 @@ def configure(
         structlog.processors.TimeStamper(fmt="iso" if as_json else "%H:%M:%S", utc=as_json),
         structlog.processors.StackInfoRenderer(),
     ]
+    # The text of such a line names its peer, which is enough on a console.
+    peer = [structlog.stdlib.ExtraAdder([_PEER]), _without_empty_peer] if as_json else []
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(foreign_pre_chain=[_Identity(), *shared], processors=_rendering(as_json))
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[_Identity(), *peer, *shared], processors=_rendering(as_json)
+        )
     )
     handler.addFilter(_is_news)
     root = logging.getLogger()
@@ -90,6 +99,14 @@ def _rendering(as_json: bool) -> list[Processor]:
             colors=sys.stderr.isatty(), pad_event_to=0, exception_formatter=structlog.dev.plain_traceback
         ),
     ]
+
+
+def _without_empty_peer(
+    logger: structlog.types.WrappedLogger, name: str, event_dict: structlog.types.EventDict
+) -> structlog.types.EventDict:
+    if not event_dict.get(_PEER):
+        event_dict.pop(_PEER, None)
+    return event_dict
 
 
 def _without_constants(

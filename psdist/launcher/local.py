@@ -13,6 +13,7 @@ import secrets
 import shlex
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -120,6 +121,9 @@ def run_local(settings: LocalSettings, environ: Mapping[str, str] | None = None)
     if settings.has_dashboard:
         require_dashboard()
     signals.exit_on(settings.signals)
+    if settings.log_format == "auto":
+        settings = replace(settings, log_format="console" if sys.stderr.isatty() else "json")
+    environ["PSDIST_LOG_FORMAT"] = settings.log_format  # for the library in scripts
     token = find_token(environ) or secrets.token_urlsafe(32)
     # Generated names sort by time.
     run_id = settings.run_id or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"

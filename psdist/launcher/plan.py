@@ -36,6 +36,7 @@ from psdist.settings.programs import (
     RunSettings,
     SchedulerSettings,
     ServerSettings,
+    log_format_setting,
     log_level_setting,
     run_id_setting,
     start_timeout_setting,
@@ -299,6 +300,7 @@ class ServicesSettings(RunSettings):
         group=SERVERS_TITLE,
     )  # fmt: skip
     log_level: str = log_level_setting("least level shown of servers and scheduler", "warning")
+    log_format: str = log_format_setting("console", ". Holds for all processes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,7 +390,7 @@ class ServicesPlan:
             "metrics_host": self.metrics_host or None,
             "run_id": self.link.run_id,
             "lifeline_fd": self.lifeline,
-            "log_format": "console",
+            "log_format": self.settings.log_format,
         }
 
 

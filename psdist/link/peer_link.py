@@ -197,7 +197,7 @@ class PeerLink(MessageReceiver[pb.PeerFrame]):
                 if taken != arena.nonce:
                     return
         except (OSError, SharingUnavailableError) as error:
-            logger.info("no memory is shared with %s: %s", self.peer, error)
+            logger.info("no memory is shared with %s: %s", self.peer, error, extra={"peer": str(self.peer)})
             return
         self._places = SharedPlaces(arena)
 

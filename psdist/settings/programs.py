@@ -62,6 +62,14 @@ def log_level_setting(help_text: str, default: str) -> Any:
     return setting(help_text, levels, default, "LEVEL", group=OUTPUT_TITLE)
 
 
+def log_format_setting(default: str, note: str = "") -> Any:
+    """Declare the form of log lines. note: appended to the help."""
+    return setting(
+        f"console, json (one object per line), or auto: console on a terminal, else json{note}",
+        one_of("auto", "console", "json"), default, "FORMAT", group=OUTPUT_TITLE,
+    )  # fmt: skip
+
+
 def storage_path_setting(default_text: str) -> Any:
     """Declare the storage of snapshots: an absolute path or a URL; empty for none.
 
@@ -196,10 +204,7 @@ class ProgramSettings(MonitoringSettings):
         "allow a --host beyond this machine without encryption (private networks)", group=_NETWORK_TITLE
     )
     token_file: Path | None = token_file_setting()
-    log_format: str = setting(
-        "console, json (one object per line), or auto: console on a terminal, else json",
-        one_of("auto", "console", "json"), "auto", "FORMAT", group=OUTPUT_TITLE,
-    )  # fmt: skip
+    log_format: str = log_format_setting("auto")
     log_level: str = log_level_setting("least level shown", "info")
     lifeline_fd: int | None = setting("inherited pipe; this process ends when it does", integer(0), None, "N")
     token: str = ""

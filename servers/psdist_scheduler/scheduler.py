@@ -188,7 +188,8 @@ class Scheduler:
         """Carry out an effect. Returns the new event of the run's history, if it is one."""
         match effect:
             case LogEvent():
-                logger.log(logging.WARNING if effect.level in ("warning", "wait") else logging.INFO, effect.text)
+                level = logging.WARNING if effect.level in ("warning", "wait") else logging.INFO
+                logger.log(level, effect.text, extra={"peer": effect.peer})
                 if effect.level in ("info", "warning"):
                     return self.history.add(effect, time.time())
             case WriteCommit() | RemoveDirectory() | Prune() | ReadHistory():

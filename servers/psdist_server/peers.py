@@ -174,6 +174,6 @@ class NormGatherer:
                 if logged != str(error):
                     logged = str(error)
                     logger.warning(
-                        "could not fetch gradient norms", server=str(server), parameters=name, step=step, reason=logged
+                        "could not fetch gradient norms", peer=str(server), parameters=name, step=step, reason=logged
                     )
                 await asyncio.sleep(_RETRY_SECONDS)

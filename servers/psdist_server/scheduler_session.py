@@ -83,7 +83,7 @@ class ServerSession:
             nonlocal logged_at
             if now() - logged_at > limits.REPORT_WAIT_SECONDS:
                 logged_at = now()
-                logger.warning("waiting for the scheduler", address=self._connection.address, reason=error.message)
+                logger.warning("waiting for the scheduler", peer=self._connection.address, reason=error.message)
 
         # The scheduler may not have noticed yet that an earlier process with this id ended.
         retried = (ServerUnreachableError, DuplicateMemberError)
@@ -120,7 +120,7 @@ class ServerSession:
                 return
             if self.in_session:  # Logged once, not for each further attempt.
                 backoff.reset()
-                logger.warning("session broken; reconnecting", scheduler=self._connection.address, reason=reason)
+                logger.warning("session broken; reconnecting", peer=self._connection.address, reason=reason)
             await asyncio.sleep(backoff.next_seconds())
 
     async def _session(self, server: ParameterServer) -> None:
@@ -193,7 +193,7 @@ class ServerSession:
                 server.withdraw(response.join_withdrawn.parameters, response.join_withdrawn.worker_id)
             case "member_lost":
                 lost = response.member_lost
-                logger.info("member lost", member=lost.member_id, reason=lost.reason)
+                logger.info("member lost", peer=lost.member_id, reason=lost.reason)
             case "shards_lost":
                 logger.error("shards lost", text=response.shards_lost.text)
             case "snapshot":

@@ -56,6 +56,12 @@ def test_json_lines_have_the_fields_of_servers(monkeypatch: pytest.MonkeyPatch) 
     }  # fmt: skip
 
 
+def test_a_json_line_about_one_peer_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PSDIST_LOG_FORMAT", "json")
+    first, second = stderr(after="log.warning('server-1 is lost', extra={'peer': 'server-1'})").splitlines()
+    assert {json.loads(line).get("peer") for line in (first, second)} == {"server-1", None}
+
+
 def test_json_lines_have_tracebacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PSDIST_LOG_FORMAT", "json")
     after = "try:\n    1 / 0\nexcept ZeroDivisionError:\n    log.warning('failed', exc_info=True)"

@@ -81,3 +81,15 @@ def test_lines_are_json_unless_they_are_on_a_terminal(capsys: pytest.CaptureFixt
     logs.configure("server", run_id="r", log_format="console")
     logging.getLogger("psdist.server").warning("a %s", "message")
     assert "a message" in (shown := capsys.readouterr().err) and "{" not in shown
+
+
+def test_a_line_about_one_peer_names_it(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure("server", log_format="json", run_id="r")
+    logging.getLogger("psdist.scheduler").info("worker-3 left", extra={"peer": "worker-3"})
+    logging.getLogger("psdist.scheduler").info("two members left", extra={"peer": ""})
+    structlog.get_logger("psdist.server").warning("session broken", peer="10.0.0.1:29600")
+    lines = list(map(json.loads, capsys.readouterr().err.splitlines()))
+    assert [line.get("peer") for line in lines] == ["worker-3", None, "10.0.0.1:29600"]
+    logs.configure("server", log_format="console", run_id="r")
+    logging.getLogger("psdist.scheduler").info("worker-3 left", extra={"peer": "worker-3"})
+    assert "peer" not in capsys.readouterr().err

@@ -5,7 +5,7 @@ events in a run of many processes. As soon as the script, or a module that it im
 the ``psdist`` logger, only that handler is used.
 
 With ``PSDIST_LOG_FORMAT=json`` each line is a JSON object with the fields of the servers' lines (``psdist.logs``), and
-the worker's step.
+the worker's step. ``peer`` names the one member or address that a message is about.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ class _JsonFormatter(logging.Formatter):
         line["timestamp"] = datetime.fromtimestamp(record.created, UTC).isoformat().replace("+00:00", "Z")
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
+        if peer := getattr(record, "peer", ""):
+            line["peer"] = peer
         known = {name: value for name, value in _fields().items() if value not in ("", None)}
         return json.dumps({**line, "role": "worker", **known})
 

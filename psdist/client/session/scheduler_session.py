@@ -165,12 +165,17 @@ class WorkerSession:
                 error = refused
             if final:
                 mine = self.membership.registration.worker_id
-                logger.error("%s ended the membership of %s: %s", self.calls.peer, mine, error)
+                logger.error(
+                    "%s ended the membership of %s: %s", self.calls.peer, mine, error, extra={"peer": self.calls.peer}
+                )
                 self.membership.view.on_fatal(error)
                 return
             if not self._broken:
                 logger.warning(
-                    "the session with %s broke (%s); reconnecting while training continues", self.calls.peer, error
+                    "the session with %s broke (%s); reconnecting while training continues",
+                    self.calls.peer,
+                    error,
+                    extra={"peer": self.calls.peer},
                 )
             self._broken = True
             await asyncio.sleep(backoff.next_seconds())
@@ -196,7 +201,7 @@ class WorkerSession:
                 backoff.reset()
                 self._accepted.set()
                 if self._broken:
-                    logger.info("%s is back", self.calls.peer)
+                    logger.info("%s is back", self.calls.peer, extra={"peer": self.calls.peer})
                 self._broken = False
             return SchedulerUnreachableError(f"{self.calls.peer} ended the session")
         except grpc.aio.AioRpcError as failure:
@@ -250,7 +255,7 @@ class WorkerSession:
                 view.on_map(followed.apply(response))
             case "member_lost" if response.member_lost.role == scheduler_pb2.ROLE_SERVER:
                 lost = response.member_lost
-                logger.warning("%s is lost: %s", lost.member_id, lost.reason)
+                logger.warning("%s is lost: %s", lost.member_id, lost.reason, extra={"peer": lost.member_id})
                 view.on_server_lost(lost.member_id, lost.reason)
             case "shards_lost":
                 view.on_shards_lost(response.shards_lost.parameters, response.shards_lost.text)

@@ -565,11 +565,13 @@ class LogEvent:
     """An entry for the log and, unless it is only about a wait, for the list of recent events.
 
     level: "wait" and "call" are about waits. "wait" is a warning, because nobody else reports it.
+    peer: id of the one member that the entry is about; empty if there are several or none.
     """
 
     text: str
     level: Literal["info", "warning", "wait", "call"] = "info"
     kind: EventKind = "note"
+    peer: str = ""
 
 
 #: A wait: its name, the waiting calls, and the reason as text that begins with "for".

@@ -51,7 +51,8 @@ class MemberAdmission:
         workers = max(workers_min, len(self._members.workers))
         lease, heartbeat = self._settings.lease_of(member.role), self._settings.heartbeat_of(member.role, workers)
         answer = Answer(event.call, Registered(member, world_size, lease, heartbeat))
-        return member, [LogEvent(f"{member} registered{where}{incarnation}", kind="join"), answer]
+        log = LogEvent(f"{member} registered{where}{incarnation}", kind="join", peer=member.member_id)
+        return member, [log, answer]
 
     def accept(self, event: Register, reserved: frozenset[str]) -> Member:
         """Return the new incarnation of a member. Raises ProtocolMismatchError, WrongRunError, InvalidArgumentError,

@@ -166,14 +166,15 @@ class Membership:
     def lose(self, member_id: str, reason: str, now: float) -> list[Effect]:
         """End a live member that is lost, and notify everyone."""
         member, session = self.end(member_id, "lost", reason, now)
-        log = LogEvent(f"{member} is lost: {reason}", "warning", kind="loss")
+        log = LogEvent(f"{member} is lost: {reason}", "warning", kind="loss", peer=member_id)
         news = Broadcast(MemberLost(member_id, member.role, reason))
         return [log, news, *([Close(session)] if session else [])]
 
     def leave(self, member_id: str, reason: str, now: float) -> list[Effect]:
         """End a live member that leaves in an orderly way."""
         member, session = self.end(member_id, "left", reason, now)
-        return [LogEvent(f"{member} left: {member.reason}", kind="leave"), *([Close(session)] if session else [])]
+        log = LogEvent(f"{member} left: {member.reason}", kind="leave", peer=member_id)
+        return [log, *([Close(session)] if session else [])]
 
     def open_session(self, event: SessionOpened, now: float) -> tuple[Member, list[Effect]]:
         """Open a member's session after its hello. Raises FencedError."""

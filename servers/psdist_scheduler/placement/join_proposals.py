@@ -344,7 +344,8 @@ def _admit(p: ParameterSet, member: ParametersMember, worker: Member) -> LogEven
     departed = tuple(other for other in p.entry.departed if other.worker_id != member.worker_id)
     p.change(members=p.with_member(member), departed=departed)
     continued = f" and continues as incarnation {member.origin}" if member.origin else ""
-    return LogEvent(f"{worker} joins {p.name!r} at step {member.first_step}{continued}", kind="join")
+    text = f"{worker} joins {p.name!r} at step {member.first_step}{continued}"
+    return LogEvent(text, kind="join", peer=member.worker_id)
 
 
 def _common_start(p: ParameterSet, version: int) -> int | None:

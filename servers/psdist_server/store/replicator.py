@@ -280,11 +280,11 @@ class Replicator:
             return
         if isinstance(error, LimitExceededError | StaleCopyError):
             if isinstance(error, StaleCopyError):
-                logger.warning("a copy is stale", parameters=self.name, server=str(stream.replica), reason=str(error))
+                logger.warning("a copy is stale", parameters=self.name, peer=str(stream.replica), reason=str(error))
             if machine.refused_copy(stream.replica, str(error)):
                 self.network.report()
             return
-        logger.warning("refused by a replica", parameters=self.name, server=str(stream.replica), reason=str(error))
+        logger.warning("refused by a replica", parameters=self.name, peer=str(stream.replica), reason=str(error))
         if int(error.details.get("term", machine.term)) < machine.term:
             stream.restart()  # Only its map is older. On a new stream it waits for the newer one.
             return

@@ -199,7 +199,7 @@ class StreamToReplica:
                 self.reason = f"server {self.replica} ended the stream while it was written to"
             except Exception as error:  # Log defects, and keep retrying.
                 self.reason = f"internal error: {error!r}"
-                logger.error("the stream to a replica failed", server=str(self.replica), exc_info=error)
+                logger.error("the stream to a replica failed", peer=str(self.replica), exc_info=error)
             finally:
                 delay = _RETRY_MIN_SECONDS if self._ended() else min(_RETRY_MAX_SECONDS, 2 * delay)
             await asyncio.sleep(delay * self._replicator.network.rng.uniform(0.5, 1.0))

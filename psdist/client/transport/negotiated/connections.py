@@ -202,7 +202,17 @@ class NegotiatedTransport(Transport, Generic[ConnectionT]):
                 server=route.server_id,
             ) from None
         if self._reasons.get(route.server_id) != error.message:
-            logger.info("%r opened no connection to %s over %s: %s", name, route.peer, self.name, error.message)
+            logger.info(
+                logger.info(
+                    "%r opened no connection to %s over %s: %s", name, route.peer, self.name, error.message,
+                    extra={"peer": str(route.peer)},
+                )  # fmt: skip
+                name,
+                route.peer,
+                self.name,
+                error.message,
+                extra={"peer": str(route.peer)},
+            )
         self._refused.add((route.server_id, route.incarnation))
         self._reasons[route.server_id] = error.message
 
