@@ -203,10 +203,7 @@ class NegotiatedTransport(Transport, Generic[ConnectionT]):
             ) from None
         if self._reasons.get(route.server_id) != error.message:
             logger.info(
-                logger.info(
-                    "%r opened no connection to %s over %s: %s", name, route.peer, self.name, error.message,
-                    extra={"peer": str(route.peer)},
-                )  # fmt: skip
+                "%r opened no connection to %s over %s: %s",
                 name,
                 route.peer,
                 self.name,
