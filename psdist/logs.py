@@ -38,7 +38,7 @@ def configure(
         structlog.processors.StackInfoRenderer(),
     ]
     # The text of such a line names its peer, which is enough on a console.
-    peer = [structlog.stdlib.ExtraAdder([_PEER]), _without_empty_peer] if as_json else []
+    peer: list[Processor] = [structlog.stdlib.ExtraAdder([_PEER]), _without_empty_peer] if as_json else []
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
