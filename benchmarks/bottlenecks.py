@@ -68,7 +68,7 @@ class Case:
 
 
 CASES: Mapping[str, Case] = {
-    "link": Case("link", Made(params=1 << 20, megabits=10, compute_ms=50), {"codec": "int8"}),
+    "link": Case("link", Made(params=1 << 20, megabits=8, compute_ms=50), {"codec": "int8"}),
     "kernel": Case("server kernel", Made(params=16 << 20, in_place=True), {"kernel_threads": 2}),
     "straggler": Case("straggler", Made(workers=3, compute_ms=60, straggler_ms=300), {"backup_workers": 1}),
     "script": Case("script", Made(workers=2, compute_ms=300), {"workers": 3}),

@@ -66,7 +66,7 @@ class Point(msgspec.Struct):
     reported: dict[str, MeanValue] = {}
 
 
-class Curves(msgspec.Struct):
+class RunCurves(msgspec.Struct):
     """Points in the order of time. period_seconds: length of a point."""
 
     period_seconds: float = 1.0
@@ -157,7 +157,7 @@ class Summary(msgspec.Struct, kw_only=True):
     schedulers: int = 1
     configuration: dict[str, str | int] = {}
     environment: dict[str, str] = {}
-    curves: Curves = msgspec.field(default_factory=Curves)
+    curves: RunCurves = msgspec.field(default_factory=RunCurves)
     workers: dict[str, WorkerPart] = {}
     members: list[MemberPart] = []
     parameters: list[ParametersPart] = []

@@ -33,11 +33,11 @@ from psdist.snapshots.opening import open_storage
 from psdist.snapshots.storage import Storage
 from psdist.wire import channels, limits
 from psdist.wire.standard_services import add_standard_services, set_ready
+from psdist_scheduler.activity.run_summary import SummaryKeeper, SummaryWriter, load
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.events.cluster_events import Done, Stop
 from psdist_scheduler.events.cluster_state import ClusterSettings, StoredState
 from psdist_scheduler.events.snapshot_events import History
-from psdist_scheduler.run_summary import SummaryKeeper, SummaryWriter, load
 from psdist_scheduler.scheduler import Scheduler
 from psdist_scheduler.service import SERVICE, Service
 from psdist_scheduler.snapshot_io import check_fresh, check_readable, check_writable, read_history

@@ -8,10 +8,10 @@ from psdist.consistency import kind_of
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import convert
 from psdist_scheduler import messages
+from psdist_scheduler.activity.run_summary import SummaryKeeper
+from psdist_scheduler.activity.samples import SampleHistory
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.events.cluster_state import Member
-from psdist_scheduler.run_summary import SummaryKeeper
-from psdist_scheduler.samples import SampleHistory
 from psdist_scheduler.snapshots.attempt import Attempt, AttemptPhase
 
 

@@ -26,7 +26,7 @@ def summary(run_id: str = "digits", points: int = 20, text: str = "worker-1 was 
         state="ended",
         started=1e9,
         written=1e9 + points,
-        curves=form.Curves(
+        curves=form.RunCurves(
             1.0,
             [
                 form.Point(

@@ -9,8 +9,8 @@ import pytest
 
 from psdist.monitoring.run_json import sample_json
 from psdist.v1 import scheduler_pb2 as pb
-from psdist_scheduler import samples
-from psdist_scheduler.samples import SampleHistory
+from psdist_scheduler.activity import samples
+from psdist_scheduler.activity.samples import SampleHistory
 
 
 def worker(compute: float, wait: float, pushes: int, **others: object) -> pb.SessionRequest.Heartbeat:

@@ -134,7 +134,7 @@ def add_point(points: list[Point], new: Point, period: float) -> None:
         points.append(new)
 
 
-def merged(curves: form.Curves) -> form.Curves:
+def merged(curves: form.RunCurves) -> form.RunCurves:
     """Merge points to twice the period, or more, until at most three quarters of ``POINTS_KEPT`` remain.
 
     A run that pauses often has points further apart, so that a merge may change nothing at first.
@@ -146,7 +146,7 @@ def merged(curves: form.Curves) -> form.Curves:
         for point in points:
             add_point(fewer, point, period)
         points = fewer
-    return form.Curves(period, points)
+    return form.RunCurves(period, points)
 
 
 def _history(records: list[EventRecord]) -> form.HistoryPart:
