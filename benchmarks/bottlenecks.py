@@ -68,7 +68,7 @@ class Case:
 
 
 CASES: Mapping[str, Case] = {
-    "link": Case("link", Made(params=1 << 20, megabits=8, compute_ms=50), {"codec": "int8"}),
+    "link": Case("link", Made(params=1 << 20, megabits=20, compute_ms=50), {"codec": "int8"}),
     "kernel": Case("server kernel", Made(params=16 << 20, in_place=True), {"kernel_threads": 2}),
     "straggler": Case("straggler", Made(workers=3, compute_ms=60, straggler_ms=300), {"backup_workers": 1}),
     "script": Case("script", Made(workers=2, compute_ms=300), {"workers": 3}),
@@ -185,13 +185,18 @@ def explained(environment: Mapping[str, str], seconds: float) -> dict[str, Any]:
     return found
 
 
+def settled(made: Made, seconds: float) -> dict[str, Any]:
+    """Return the explanation of a run that has left its first steps, which compile and connect, behind."""
+    with running(made) as environment:
+        explained(environment, 1.0)
+        time.sleep(seconds)
+        return explained(environment, seconds)
+
+
 def measure(case: Case, seconds: float) -> dict[str, Any]:
     """Return the named bottleneck, and the predicted and measured speedup."""
     changed = replace(case.made, **case.change)
-    with running(case.made) as environment:
-        before = explained(environment, seconds)
-    with running(changed) as environment:
-        after = explained(environment, seconds)
+    before, after = (settled(made, seconds) for made in (case.made, changed))
     unit = before["change"]["unit"]
     speeds = [case.batches(made, one["step_seconds"], unit) for made, one in ((case.made, before), (changed, after))]
     return {

@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Final, NamedTuple
 
-#: Completed steps of each worker that an explanation needs.
-STEPS_MIN: Final = 3
+#: Completed steps of each worker that an explanation needs: one more or less is an error of a fifth.
+STEPS_MIN: Final = 5
 #: Payload of one step in bytes, both directions, from which its time is the link's and not the latency's.
 TRANSFER_BYTES_MIN: Final = 256 << 10
 #: Part of the step by which a worker must exceed a typical one to be a straggler.
