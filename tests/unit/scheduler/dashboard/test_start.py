@@ -1,0 +1,35 @@
+"""Start of the dashboard: off by default, and refused with the remedy where its libraries are missing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.machinery import ModuleSpec
+
+import pytest
+
+from psdist.errors import ConfigurationError
+from psdist.monitoring import dashboard_link
+from psdist.settings.programs import scheduler_settings
+
+
+def test_a_scheduler_without_a_dashboard_imports_none_of_it() -> None:
+    code = "import sys, psdist_scheduler.app; print({'starlette', 'uvicorn', 'anyio'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    present: dict[str, ModuleSpec | None] = {"starlette": ModuleSpec("starlette", None), "uvicorn": None}
+    monkeypatch.setattr(dashboard_link, "find_spec", present.get)
+    with pytest.raises(ConfigurationError, match=r"needs uvicorn: pip install 'psdist\[dashboard\]'"):
+        dashboard_link.require_dashboard()
+
+
+def test_the_flags_of_the_scheduler() -> None:
+    assert scheduler_settings([], {}).dashboard is None
+    endpoint = scheduler_settings(["--dashboard-port", "0"], {"PSDIST_TOKEN": "secret"}).dashboard
+    assert endpoint is not None and (endpoint.port, endpoint.token) == (0, "secret")
+    assert scheduler_settings([], {"PSDIST_DASHBOARD_PORT": "9500", "PSDIST_DASHBOARD_HOST": "::1"}).dashboard == (
+        type(endpoint)("::1", 9500, "")
+    )
