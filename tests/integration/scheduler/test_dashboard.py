@@ -31,7 +31,7 @@ Read = Callable[[int], Reading]
 
 
 def made_up(workers: int = 3) -> Read:
-    """Return a function that reads a made-up run, which goes on with each reading."""
+    """Return a function that reads a made-up run, which continues with each reading."""
     answer, rng = status(workers), random.Random(1)
 
     def read(after: int) -> Reading:
@@ -183,7 +183,7 @@ async def test_a_scheduler_that_hangs_or_fails_is_shown(monkeypatch: pytest.Monk
 
 
 async def test_the_scheduler_does_not_wait_for_a_dashboard_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread of the dashboard stands still, and the scheduler's loop ends it nevertheless."""
+    """The thread of the dashboard hangs, and the scheduler's loop ends it nevertheless."""
     blocked, release = threading.Event(), threading.Event()
     monkeypatch.setattr(RunState, "state", lambda *_: (blocked.set(), release.wait(), {})[-1])
     server = DashboardServer(DashboardEndpoint("127.0.0.1", 0, TOKEN), KEY, made_up())
