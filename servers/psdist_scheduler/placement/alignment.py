@@ -67,6 +67,8 @@ class Alignment:
     #: True if no worker that has reported could tell where an iteration starts. Workers are then released and asked
     #: again later.
     is_unknown: bool = False
+    #: True while workers have been asked for their position, and some have not answered.
+    is_asking: bool = False
     _retry_at: float = 0.0
     #: True if the workers of parts turned out not to wait for each other.
     _is_apart: bool = False
@@ -117,11 +119,6 @@ class Alignment:
         return len(self.held_names) > 1
 
     @property
-    def is_asking(self) -> bool:
-        """True while workers have been asked for their position, and some have not answered."""
-        return bool(self._participants) and not self._is_gathered
-
-    @property
     def vector(self) -> dict[str, int] | None:
         """Step of each set at the position where all workers are held. None until they are."""
         if (
@@ -170,6 +167,7 @@ class Alignment:
         if self._until is not None and not self.names and event.position > self._until:
             self.restart()  # It has trained on, for example because it had lost its session.
         if self._until is None and self._is_gathered:
+            self.is_asking = False
             positions = [report.position for report in self._reports.values()]
             if not self.names and max(positions) - min(positions) > _sets_of_a_worker(self.parts):
                 self._is_apart = True  # They do not wait for each other.
@@ -198,6 +196,7 @@ class Alignment:
         if participants.keys() != self._participants.keys() or names != self._names or not participants:
             self._participants, self._names, self._until = participants, names, None
             self._reports.clear()
+            self.is_asking = bool(participants)
             self.number += 1
         return self._command_all()
 
@@ -271,6 +270,7 @@ class Alignment:
         sent, self._sent = self._sent, {}
         self._participants, self._until = {}, None
         self._reports.clear()
+        self.is_asking = False
         live = {self.members.sessions.call_of(worker.member_id) for worker in self.members.workers}
         return [Answer(session, AlignCommand(self.number, release=True)) for session in sent if session in live]
 
