@@ -89,8 +89,10 @@ class Feed:
                     await asyncio.wait_for(self._wanted.wait(), _IDLE_SECONDS)
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yield the whole state, and then what changes, as server-sent events. The first may be a reading old."""
+        """Yield the whole state, and then what changes, as server-sent events. The first is a new reading: while
+        nobody looked, the state has become old."""
         seen = -1
+        await self._changed.wait()
         while True:
             if self._number and seen == self._number - 1:
                 yield self._change
