@@ -324,23 +324,6 @@ def rates(message: pb.WorkerRates) -> pb.WorkerRates:
     return pb.WorkerRates(seconds=message.seconds, waiting_seconds=message.waiting_seconds, pushes=pushes)
 
 
-def totals(message: pb.WorkerTotals) -> pb.WorkerTotals | None:
-    """Return a copy of a worker's totals, limited to what is kept; None if they are not plausible."""
-    seconds = (message.compute_seconds, message.push_seconds, message.wait_seconds, message.pull_seconds)
-    if not all(0 <= one < math.inf for one in seconds) or not 0 <= message.samples_per_second < math.inf:
-        return None
-    if max(len(message.pushes), len(message.reported), len(message.traffic)) > PARAMETERS_MAX:
-        return None
-    if any(len(name) > TEXT_CHARACTERS_MAX for names in (message.pushes, message.reported) for name in names):
-        return None
-    if any(len(f"{one.transport}{one.push_codec}{one.pull_codec}") > TEXT_CHARACTERS_MAX for one in message.traffic):
-        return None
-    kept = pb.WorkerTotals()
-    kept.CopyFrom(message)
-    kept.DiscardUnknownFields()
-    return kept
-
-
 def metrics_address(value: str) -> str:
     """Return where a member says that it shows its metrics; empty unless that is an address."""
     if not value or len(value) > TEXT_CHARACTERS_MAX:

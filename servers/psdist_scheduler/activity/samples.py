@@ -6,13 +6,14 @@ fewer samples, and each of its periods lasts from heartbeat to heartbeat.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import server_pb2
-from psdist_scheduler import messages
+from psdist.wire.limits import PARAMETERS_MAX, TEXT_CHARACTERS_MAX
 
 #: Time between two samples.
 SAMPLE_SECONDS: Final = 1.0
@@ -46,7 +47,7 @@ class SampleHistory:
 
     def on_heartbeat(self, member_id: str, heartbeat: pb.SessionRequest.Heartbeat, now: float) -> None:
         """Keep the totals of a member's heartbeat for the next sample."""
-        if heartbeat.HasField("totals") and (totals := messages.totals(heartbeat.totals)) is not None:
+        if heartbeat.HasField("totals") and (totals := _checked(heartbeat.totals)) is not None:
             self._newest_workers[member_id] = totals
         if heartbeat.HasField("statistics"):
             self._newest_servers[member_id] = now, heartbeat.statistics
@@ -167,3 +168,20 @@ def _traffic(
             )
         )
     return found
+
+
+def _checked(message: pb.WorkerTotals) -> pb.WorkerTotals | None:
+    """Return a copy of a worker's totals, limited to what is kept; None if they are not plausible."""
+    seconds = (message.compute_seconds, message.push_seconds, message.wait_seconds, message.pull_seconds)
+    if not all(0 <= one < math.inf for one in seconds) or not 0 <= message.samples_per_second < math.inf:
+        return None
+    if max(len(message.pushes), len(message.reported), len(message.traffic)) > PARAMETERS_MAX:
+        return None
+    if any(len(name) > TEXT_CHARACTERS_MAX for names in (message.pushes, message.reported) for name in names):
+        return None
+    if any(len(f"{one.transport}{one.push_codec}{one.pull_codec}") > TEXT_CHARACTERS_MAX for one in message.traffic):
+        return None
+    kept = pb.WorkerTotals()
+    kept.CopyFrom(message)
+    kept.DiscardUnknownFields()
+    return kept
