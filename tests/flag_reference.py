@@ -45,11 +45,12 @@ def page() -> str:
 
 
 def time_limits() -> dict[tuple[str, str], set[str]]:
-    """Return the programs that have each time limit, by flag and default. Those of chaos runs are no limits."""
+    """Return the programs that have each time limit, by flag and default. Those of chaos runs are no limits, and
+    ``psdist config show`` shows those of a run."""
     found: dict[tuple[str, str], set[str]] = {}
     for line in command_lines():
         for flag in line.flags:
-            if flag.metavar == "SECONDS" and line.program != "psdist chaos":
+            if flag.metavar == "SECONDS" and line.program not in ("psdist chaos", "psdist config show"):
                 found.setdefault((flag.name, flag.default_text), set()).add(line.program)
     return found
 
