@@ -261,6 +261,7 @@ class AsyncWorkerGroup:
         await self.recv(out, source, tag, timeout=timeout)
         return source
 
+    @_outlasts_stop
     async def allocate_buffer(
         self, shape: int | Sequence[int], dtype: DTypeLike = np.float32, *, timeout: float | None = None
     ) -> Array:

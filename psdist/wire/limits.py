@@ -216,9 +216,10 @@ CHAIN_BYTES_MIN: Final = 256 << 10
 #: Groups of one worker with such memory, and ranks of one of them.
 HOST_GROUPS_MAX: Final = 16
 HOST_RANKS_MAX: Final = 64
-#: Registered buffers of a group, and the smallest one.
+#: Registered buffers of a group, the smallest one, and the largest one: what a process can address.
 BUFFERS_MAX: Final = 64
 BUFFER_BYTES_MIN: Final = 64 << 10
+BUFFER_BYTES_MAX: Final = 1 << 47
 #: Calls of collectives that one peer may make before this worker has made them, over all groups and tags.
 EARLY_CALLS_MAX: Final = 1024
 #: Handle of a worker in a process group that torchft configures, in characters.

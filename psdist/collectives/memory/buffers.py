@@ -23,7 +23,7 @@ from psdist.collectives.memory.host_sharing import HostSharing
 from psdist.errors import DTypeMismatchError, InvalidArgumentError
 from psdist.link import fd_passing
 from psdist.v1 import worker_pb2 as pb
-from psdist.wire.limits import BUFFERS_MAX, DIMENSIONS_MAX
+from psdist.wire.limits import BUFFER_BYTES_MAX, BUFFERS_MAX, DIMENSIONS_MAX
 
 #: Longest wait for the others' memory: for a rank that hands it to another one first.
 MAP_SECONDS: Final = 2 * fd_passing.HANDOVER_SECONDS
@@ -50,6 +50,10 @@ class BufferType:
         except TypeError:
             raise DTypeMismatchError(f"dtype={dtype!r:.60} is not one of numpy") from None
         check_dtype(known)
+        if math.prod(max(1, size) for size in sizes) > (elements := BUFFER_BYTES_MAX // known.itemsize):
+            raise InvalidArgumentError(
+                f"shape={shape!r:.60} is too large: a buffer holds at most {elements} elements of dtype {known.name}"
+            )
         return cls(sizes, known)
 
     @property

@@ -53,6 +53,8 @@ def test_a_buffer_lasts_as_long_as_any_view_of_it() -> None:
         ((3, 2.5), "float32", InvalidArgumentError),
         ("abc", "float32", InvalidArgumentError),
         ((1,) * 100, "float32", InvalidArgumentError),
+        (2**46, "float32", InvalidArgumentError),
+        ((0, 10**30), "float32", InvalidArgumentError),
         (3, "U7", DTypeMismatchError),
         (3, "no dtype", DTypeMismatchError),
         (3, ">f4", DTypeMismatchError),
