@@ -290,6 +290,7 @@ class SetsWorld(OrdinaryWorld):
         assert script.client is not None
         client, part, oracle = script.client, self.parts[life.number][name], self.oracle.by_name[name]
         acked, before = oracle.acked, handle.statistics()
+        self._note_incarnation(life, name, client, handle)  # The set may have followed a push of another one.
         push = oracle.begins(part, handle.step)
         life.pushes.append(push)
         self.oracle.made.append(SetPush(name, push, step))
