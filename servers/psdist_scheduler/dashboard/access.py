@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Mapping
-from http.cookies import CookieError, SimpleCookie
 
 from psdist import addresses
 
@@ -43,8 +42,6 @@ class Access:
         """Return True if a request with these headers may read the state of the run."""
         if not self._token or self.set_cookie(headers.get("authorization", "")) is not None:
             return True
-        try:
-            cookie = SimpleCookie(headers.get("cookie", "")).get(self.cookie)
-        except CookieError:
-            return False
-        return cookie is not None and hmac.compare_digest(cookie.value.encode(), self._key)
+        # Not http.cookies: that drops all cookies if one of them is malformed, and other ports of a host share theirs.
+        given = (part.strip().partition("=") for part in headers.get("cookie", "").split(";"))
+        return any(name == self.cookie and hmac.compare_digest(value.encode(), self._key) for name, _, value in given)

@@ -27,6 +27,7 @@ def test_token_and_key_are_exchanged_for_a_cookie(secret: str) -> None:
     cookie = access.set_cookie(f"Bearer {secret}")
     assert cookie == f"psdist-dashboard-80={KEY}; Path=/; HttpOnly; SameSite=Strict"
     assert access.may_read({"cookie": f"other=1; {cookie.partition(';')[0]}"})
+    assert access.may_read({"cookie": f'other={{"a": [1, 2]}}; {cookie.partition(";")[0]}'})  # Not a valid cookie.
     assert access.may_read({"authorization": f"bearer {secret}"})
 
 
