@@ -145,18 +145,22 @@ class _BrowserConnection(H11Protocol):
         if len(self.connections) > limits.DASHBOARD_CONNECTIONS_MAX:
             transport.abort()
             return
-        self._watch(None)
+        self._watch(0, None)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
         super().connection_lost(exc)
 
-    def _watch(self, before: int | None) -> None:
-        """Look whether the connection makes progress. before: bytes that it had not sent at the last look; None at the
-        first one."""
+    def _watch(self, unsent_before: int, awaiting_before: tuple[bool, Any] | None) -> None:
+        """Look whether the connection makes progress.
+
+        unsent_before: bytes that it had not sent at the last look; 0 at the first one. awaiting_before: whether it
+        awaited a request then, and after which one; a request that never ends must not hold its place.
+        """
         unsent: int = self.transport.get_write_buffer_size()
-        if before is not None and (self.scope is None or (unsent and unsent >= before > 0)):
+        awaiting = (not unsent and (self.cycle is None or self.cycle.response_complete), self.cycle)
+        if unsent >= unsent_before > 0 or (awaiting[0] and awaiting == awaiting_before):
             self.transport.abort()
             return
-        self._timer = self.loop.call_later(limits.DASHBOARD_STALL_SECONDS, self._watch, unsent)
+        self._timer = self.loop.call_later(limits.DASHBOARD_STALL_SECONDS, self._watch, unsent, awaiting)

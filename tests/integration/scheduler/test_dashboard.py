@@ -250,6 +250,21 @@ async def test_connections_without_requests_are_broken(monkeypatch: pytest.Monke
         await asyncio.to_thread(check, port)
 
 
+async def test_a_later_request_that_never_ends_is_broken_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "DASHBOARD_STALL_SECONDS", 1.0)
+
+    def check(port: int) -> None:
+        with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+            connection.request("GET", "/session")
+            assert connection.getresponse().read()
+            connection.sock.settimeout(10)
+            connection.sock.sendall(b"GET / HTTP/1.1\r\n")  # It ends the wait for another request.
+            assert has_ended(connection.sock)
+
+    async with serving() as port:
+        await asyncio.to_thread(check, port)
+
+
 async def test_connections_and_readers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "DASHBOARD_READERS_MAX", 2)
     monkeypatch.setattr(limits, "DASHBOARD_CONNECTIONS_MAX", 4)
