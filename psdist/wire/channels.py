@@ -5,6 +5,8 @@
 * ``so_reuseport`` is off. A second process on a taken port must fail instead of sharing the port silently.
 * Keepalive sets ``ping_timeout_ms``. Without it grpcio 1.85 takes a minute to notice a frozen peer. Keepalive is the
   second line of defence; application heartbeats are the first.
+* A peer has as long to greet as it allows its own clients. gRPC takes ``min_reconnect_backoff_ms`` as the time limit of
+  an attempt to connect. If that is shorter than a greeting takes on a busy machine, each attempt fails, forever.
 * Stream windows are fixed and the bandwidth probe is off. This bounds how much the transport reads ahead.
 """
 
@@ -58,7 +60,7 @@ def open_channel(
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", round(1e3 * limits.GREETING_SECONDS)),
         ("grpc.max_reconnect_backoff_ms", 1_000),
     ]
     return grpc.aio.insecure_channel(address, options=options)
