@@ -53,18 +53,21 @@ class _EventStream(StreamingResponse):
 def application(feed: Feed, access: Access) -> ASGIApp:
     """Return the dashboard's application."""
 
-    async def session(request: Request) -> Response:
-        if request.method == "GET":
-            return Response(status_code=204) if access.may_read(request.headers) else _refused()
-        cookie = access.set_cookie(request.headers.get("authorization", ""))
-        return _refused() if cookie is None else Response(status_code=204, headers={"set-cookie": cookie})
-
-    async def events(request: Request) -> Response:
+    def refusal(request: Request) -> Response | None:
         if not access.may_read(request.headers):
             return _refused()
         if feed.readers >= limits.DASHBOARD_READERS_MAX:
             return Response(f"{feed.readers} pages follow this run already: close one", status_code=503)
-        return _EventStream(feed)
+        return None
+
+    async def session(request: Request) -> Response:
+        if request.method == "GET":
+            return refusal(request) or Response(status_code=204)
+        cookie = access.set_cookie(request.headers.get("authorization", ""))
+        return _refused() if cookie is None else Response(status_code=204, headers={"set-cookie": cookie})
+
+    async def events(request: Request) -> Response:
+        return refusal(request) or _EventStream(feed)
 
     routes = [Route(path, _file(name, kind)) for path, (name, kind) in _FILES.items()]
     routes += [Route("/session", session, methods=["GET", "POST"]), Route("/events", events, methods=["GET"])]

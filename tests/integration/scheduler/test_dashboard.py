@@ -272,7 +272,9 @@ async def test_connections_and_readers_are_bounded(monkeypatch: pytest.MonkeyPat
     def check(port: int) -> None:
         with following(port) as first, following(port) as second:
             assert "state" in next(first) and "state" in next(second)
-            assert get(port, "/events", Authorization=f"Bearer {KEY}")[0] == 503
+            for path in ("/events", "/session"):  # A page asks the second, which has a text that it can show.
+                code, _, text = get(port, path, Authorization=f"Bearer {KEY}")
+                assert code == 503 and b"2 pages follow this run already: close one" in text
             idle = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(2)]
             assert has_ended(socket.create_connection(("127.0.0.1", port), timeout=60))
             for each in idle:

@@ -88,7 +88,7 @@ def page(browser: Any, run: MadeUpRun) -> Iterator[Any]:
     found, errors = context.new_page(), []
     found.on("pageerror", lambda error: errors.append(str(error)))
     found.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
-    found.link = serving.link
+    found.link, found.errors = serving.link, errors
     found.goto(serving.link)
     found.wait_for_selector(f"#workers tr:nth-child({run.workers})", timeout=60_000)
     try:
@@ -114,10 +114,11 @@ def test_the_page_shows_a_large_run_and_takes_names_as_text(page: Any) -> None:
 def test_problems_are_named_and_announced(page: Any, run: MadeUpRun) -> None:
     by_id = {member.member_id: member for member in run.status.members}
     by_id["worker-7"].state, by_id["worker-7"].reason = "lost", "killed"
-    page.wait_for_function("document.getElementById('live').textContent.includes('worker-7 was lost: killed')")
+    # Not wait_for_function: the page's policy forbids the eval by which that polls.
+    page.locator("#live", has_text="worker-7 was lost: killed").wait_for(state="attached")
     assert "worker worker-7 was lost: killed" in page.inner_text("#problems")
     page.get_by_label("only those with problems").check()
-    page.wait_for_function("document.querySelectorAll('#workers tr').length === 1")
+    page.locator("#workers tr:only-child").wait_for()
     assert page.title().startswith("(1)")
 
 
@@ -159,9 +160,17 @@ def test_keyboard_and_screen_readers_find_everything(page: Any) -> None:
 
 def test_without_the_key_the_page_asks_for_the_token(page: Any) -> None:
     page.context.clear_cookies()
+    page.clock.install()
     page.goto("about:blank")
     page.goto(page.link.partition("#")[0])
+    page.get_by_label("Token of the run").fill("wrong")
+    page.get_by_role("button", name="Open").click()
+    page.locator("#login-error", has_text="not the token").wait_for()
+    page.clock.fast_forward(10_000)
+    assert page.inner_text("#connection") == "locked"
     page.get_by_label("Token of the run").fill("secret")
     page.get_by_role("button", name="Open").click()
     page.wait_for_selector(f"#workers tr:nth-child({SMALL[0]})", timeout=60_000)
     assert page.get_by_label("Token of the run").is_hidden()
+    assert all("401 (Unauthorized)" in error for error in page.errors)
+    page.errors.clear()

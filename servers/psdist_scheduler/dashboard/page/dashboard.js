@@ -11,6 +11,7 @@
   let serverTime = 0;
   let heardAt = performance.now();
   let stream = null;
+  let refusal = "";  // Why this page does not follow the run; empty if it does.
   let scheduled = false;
   const curves = { recent: [], whole: [], stride: 1, skipped: 0 };
 
@@ -434,8 +435,9 @@
     const silent = Math.round((performance.now() - heardAt) / 1000);
     const late = silent >= LATE_SECONDS;
     const stalled = state && state.unanswered;
-    $("connection").classList.toggle("late", Boolean(late || stalled));
-    if (late) set($("connection"), `no news for ${duration(silent)}: the scheduler is gone, or cannot be reached`);
+    $("connection").classList.toggle("late", Boolean(refusal || late || stalled));
+    if (refusal) set($("connection"), refusal);
+    else if (late) set($("connection"), `no news for ${duration(silent)}: the scheduler is gone, or cannot be reached`);
     else if (stalled) set($("connection"), "the scheduler does not answer its dashboard: this state is old");
     else set($("connection"), state ? "live" : "connecting");
   }
@@ -462,9 +464,12 @@
         await exchange(secret);
       }
       const answer = await fetch("session");
-      $("login").hidden = answer.ok;
+      $("login").hidden = answer.status !== 401;
+      refusal = answer.ok ? "" : answer.status === 401 ? "locked" : await answer.text();
+      showConnection();
       if (answer.ok) follow();
-      else { set($("connection"), "locked"); $("token").focus(); }
+      else if (answer.status === 401) $("token").focus();
+      else setTimeout(enter, 3000);
     } catch (error) {
       setTimeout(enter, 3000);
     }
