@@ -19,8 +19,9 @@ from psdist.wire.limits import PARAMETERS_MAX, TEXT_CHARACTERS_MAX
 SAMPLE_SECONDS: Final = 1.0
 #: Samples that are kept: five minutes.
 SAMPLES_KEPT: Final = 300
-#: Limit on the periods of members in all kept samples, some 300 bytes each. In a large run fewer samples are kept.
-PERIODS_KEPT: Final = 60_000
+#: Limit on the bytes of all kept samples, which are sent in one message. A member's period has some 200 bytes, and more
+#: with many parameter sets or reported numbers. In a large run fewer samples are kept.
+BYTES_KEPT: Final = 16 << 20
 
 
 class _ServerTotals(NamedTuple):
@@ -36,7 +37,9 @@ class SampleHistory:
 
     def __init__(self) -> None:
         self._samples: deque[pb.RunSample] = deque()
-        self._periods = 0
+        #: Bytes of each kept sample, and their sum.
+        self._sizes: deque[int] = deque()
+        self._bytes = 0
         self._number = 0
         self._due = 0.0
         #: By member: totals in its last heartbeat before the sample that is being made, and its newest ones.
@@ -85,9 +88,11 @@ class SampleHistory:
 
     def _keep(self, sample: pb.RunSample) -> None:
         self._samples.append(sample)
-        self._periods += _periods(sample)
-        while len(self._samples) > SAMPLES_KEPT or (self._periods > PERIODS_KEPT and len(self._samples) > 1):
-            self._periods -= _periods(self._samples.popleft())
+        self._sizes.append(sample.ByteSize())
+        self._bytes += self._sizes[-1]
+        while len(self._samples) > SAMPLES_KEPT or (self._bytes > BYTES_KEPT and len(self._samples) > 1):
+            self._samples.popleft()
+            self._bytes -= self._sizes.popleft()
 
     def _worker(self, member_id: str, totals: pb.WorkerTotals) -> pb.WorkerSample | None:
         """Return a worker's period that ends with ``totals``; None for its first ones."""
@@ -134,10 +139,6 @@ class SampleHistory:
             resident_bytes=counted.resident_bytes,
             lag_updates=sum(copy.lag_updates for one in counted.parameters for copy in one.replicas),
         )
-
-
-def _periods(sample: pb.RunSample) -> int:
-    return len(sample.workers) + len(sample.servers)
 
 
 def _seconds(totals: pb.WorkerTotals) -> float:

@@ -95,13 +95,17 @@ def test_implausible_totals_are_not_kept(heartbeat: pb.SessionRequest.Heartbeat)
 
 def test_kept_samples_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samples, "SAMPLES_KEPT", 5)
-    monkeypatch.setattr(samples, "PERIODS_KEPT", 6)
     history = SampleHistory()
     for time in range(10):
         history.on_tick(time, time)
     assert [sample.number for sample in history.after(0)] == [6, 7, 8, 9, 10]
-    for time in range(10, 14):
-        for rank in range(3):
-            history.on_heartbeat(f"worker-{rank}", worker(time, 0.0, time), time)
+
+
+def test_kept_samples_are_limited_in_bytes_whatever_workers_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported = {f"{number:01000}": 1.0 for number in range(10)}
+    monkeypatch.setattr(samples, "BYTES_KEPT", 40_000)
+    history = SampleHistory()
+    for time in range(10):
+        history.on_heartbeat("worker-0", worker(time, 0.0, time, reported=reported), time)
         history.on_tick(time, time)
-    assert [sample.number for sample in history.after(0)] == [13, 14]  # Three periods each.
+    assert [sample.number for sample in history.after(0)] == [8, 9, 10]  # Some 10 kB each.
