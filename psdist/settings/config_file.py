@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from psdist.errors import ConfigurationError
+
+#: Largest file that is read: the template has some 10 kB.
+_BYTES_MAX: Final = 1 << 20
 
 
 class SourcedText(NamedTuple):
@@ -18,13 +21,14 @@ class SourcedText(NamedTuple):
     text: str
 
 
-def read_config(path: Path, names: Mapping[str, str]) -> dict[str, SourcedText]:
+def read_config(path: Path, names: Mapping[str, str], switches: Collection[str]) -> dict[str, SourcedText]:
     """Return the values of a configuration file by the flags' names as attributes. An empty text is no value.
 
     names: from each accepted key to the flag's name as an attribute.
+    switches: those of these names that take a boolean.
 
-    Raises ConfigurationError if the file cannot be read, a key is unknown or given twice, or a value is no text, number
-    or boolean.
+    Raises ConfigurationError if the file cannot be read or is too large, a key is unknown or given twice, a value is no
+    text, number or boolean, or a boolean is given to a flag that is no switch.
     """
     found: dict[str, SourcedText] = {}
     for key, value in _load(path).items():
@@ -36,19 +40,31 @@ def read_config(path: Path, names: Mapping[str, str]) -> dict[str, SourcedText]:
             )
         if name in found:
             raise ConfigurationError(f"{path} sets {key} twice, once as {found[name].source.rpartition(' ')[2]}")
+        if isinstance(value, bool) and name not in switches:
+            # As a text it would be 1 or 0, and dashboard-port = false would open a port.
+            raise ConfigurationError(
+                f"{path}: {key} is no switch, so it cannot be {str(value).lower()}: give its value, or leave it out"
+            )
         found[name] = SourcedText(f"{path}: {key}", _text(path, key, value))
     return {name: value for name, value in found.items() if value.text}
 
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            content = file.read(_BYTES_MAX + 1)
+        if len(content) > _BYTES_MAX:
+            raise ConfigurationError(
+                f"the configuration file {path} has more than {_BYTES_MAX} bytes: pass another one"
+            )
+        return tomllib.loads(content.decode())
     except OSError as error:
         raise ConfigurationError(f"the configuration file {path} cannot be read: {error.strerror}") from None
     except ValueError as error:  # Of the encoding, or of TOML.
         raise ConfigurationError(
             f"the configuration file {path} is not valid TOML: {error}. psdist config template prints a valid one"
         ) from None
+    raise ConfigurationError(f"the configuration file {path} has more than {_BYTES_MAX} bytes: pass another one")
 
 
 def _known(names: Mapping[str, str]) -> str:

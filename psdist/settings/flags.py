@@ -229,7 +229,8 @@ class CommandLine:
             if flag.name == CONFIG_NAME:
                 path: Path | None = _resolve(flag, given.get(flag.dest), environ).value
                 names = {one.name.lstrip("-"): one.dest for one in self.flags if one.is_in_file}
-                return {} if path is None else read_config(path, names)
+                switches = {one.dest for one in self.flags if one.convert is None}
+                return {} if path is None else read_config(path, names, switches)
         return {}
 
     def split(self, argv: Sequence[str]) -> tuple[list[str], list[str]]:

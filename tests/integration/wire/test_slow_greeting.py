@@ -31,7 +31,8 @@ async def test_connects_to_a_peer_that_greets_late() -> None:
             async with asyncio.timeout(GREETING_SECONDS):
                 while data := await near.read(1 << 16):
                     held += data
-            return near_writer.close()  # The client has given up.
+            near_writer.close()  # The client has given up.
+            return
         far, far_writer = await asyncio.open_connection("127.0.0.1", port)
         far_writer.write(held)
         await asyncio.gather(copy_bytes(near, far_writer), copy_bytes(far, near_writer))

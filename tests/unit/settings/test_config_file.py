@@ -66,7 +66,12 @@ def test_each_source_takes_precedence_over_the_next(tmp_path: Path) -> None:
         ('config = "other.toml"', "unknown key 'config'"),
         ("lifeline-fd = 3", "unknown key 'lifeline-fd'"),
         ("keep-last = 0", "run.toml: keep-last: 0 is too small"),
-        ("keep-last = true\nfresh = 7", "neither 1 nor 0"),
+        ("fresh = 7", "neither 1 nor 0"),
+        (
+            "dashboard-port = false",
+            "dashboard-port is no switch, so it cannot be false: give its value, or leave it out",
+        ),
+        ("#" * (1 << 20) + "\n", "bytes: pass another one\n"),
         ("keep-last = [1]", "keep-last is neither a text, a number nor a boolean"),
         ("keep-last = 1\nkeep_last = 2", "sets keep_last twice"),
         ("keep-last = ", "is not valid TOML"),
