@@ -53,11 +53,8 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             content = file.read(_BYTES_MAX + 1)
-        if len(content) > _BYTES_MAX:
-            raise ConfigurationError(
-                f"the configuration file {path} has more than {_BYTES_MAX} bytes: pass another one"
-            )
-        return tomllib.loads(content.decode())
+        if len(content) <= _BYTES_MAX:
+            return tomllib.loads(content.decode())
     except OSError as error:
         raise ConfigurationError(f"the configuration file {path} cannot be read: {error.strerror}") from None
     except ValueError as error:  # Of the encoding, or of TOML.
