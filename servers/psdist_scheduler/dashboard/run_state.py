@@ -32,6 +32,8 @@ class RunState:
         self.curves = Curves()
         self._workers: dict[str, deque[dict[str, Any]]] = {}
         self._servers: dict[str, dict[str, Any]] = {}
+        self._places: dict[tuple[str, int], tuple[str, int]] = {}
+        self._links_judged_after = 0
         self.last_sample = 0
 
     def add_samples(self, samples: list[dict[str, Any]]) -> list[Point]:
@@ -54,8 +56,10 @@ class RunState:
         for table in (self._workers, self._servers):
             for gone in [name for name in table if name not in live]:
                 del table[gone]
+        members = problems.of_members(status, heartbeat_seconds)
+        self._follow_servers(status, members)
         found = [
-            *problems.of_members(status, heartbeat_seconds),
+            *members,
             *problems.of_shards(status),
             *problems.of_snapshots(status),
             *self._slow_workers(),
@@ -81,7 +85,22 @@ class RunState:
         newest = problems.of_workers({name: problems.period([found[-1]]) for name, found in self._workers.items()})
         named = {one["who"] for one in newest}
         window = problems.of_workers({name: problems.period(found) for name, found in self._workers.items()})
-        return newest + [one for one in window if one["who"] not in named]
+        slow = newest + [one for one in window if one["who"] not in named]
+        return [one for one in slow if one["kind"] != "link" or self.last_sample >= self._links_judged_after]
+
+    def _follow_servers(self, status: dict[str, Any], members: list[dict[str, Any]]) -> None:
+        """Judge no links while a server is silent, or after shards moved, until the samples before that are out of the
+        window: a worker that such a server keeps waiting seems to send all the time."""
+        servers = {member["id"] for member in status["members"] if member["role"] == "server"}
+        places = {
+            (one["name"], shard["number"]): (shard["primary"], shard["term"])
+            for one in status["parameters"]
+            for shard in one["shards"]
+        }
+        moved = any(self._places.get(shard, place) != place for shard, place in places.items())
+        if moved or any(one["kind"] == "silent" and one["who"] in servers for one in members):
+            self._links_judged_after = self.last_sample + _WINDOW
+        self._places = places
 
     def _worker(self, member: dict[str, Any]) -> Tree:
         samples = self._workers.get(member["id"])

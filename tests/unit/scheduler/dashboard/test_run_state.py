@@ -78,6 +78,26 @@ def test_the_worker_for_which_the_others_wait_is_named(slow: tuple[float, float,
     assert "the others wait for it" in found["worker-1"][1]
 
 
+def test_a_server_that_fails_makes_no_link_slow() -> None:
+    run, answer = RunState(), status()
+    made = seconds({f"worker-{rank}": (0.2, 0.05, 0.7, 0.05) for rank in range(3)})
+    made.workers[0].push_seconds, made.workers[0].wait_seconds = 0.75, 0.0
+
+    def kinds(number: int) -> list[str]:
+        made.number = number
+        run.add_samples([sample_json(made)])
+        return [one["kind"] for one in run.state(status_json(answer), 0.5)["problems"]]
+
+    server = next(member for member in answer.members if member.member_id == "server-0")
+    assert kinds(1) == ["link"]
+    server.heartbeat_age_seconds = 1.2
+    assert kinds(2) == ["silent"]
+    server.heartbeat_age_seconds = 0.0
+    answer.parameters[0].entry.shards[0].term = 2
+    assert kinds(3) == kinds(4) == kinds(5) == []
+    assert kinds(6) == ["link"]
+
+
 def test_a_slow_worker_is_named_where_nobody_waits_for_it() -> None:
     made = seconds({"worker-0": (0.8, 0.1, 0.0, 0.1), "worker-1": (0.95, 0.05, 0.0, 0.0)})
     made.workers[1].pushes["model"] = 3
