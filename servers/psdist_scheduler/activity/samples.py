@@ -153,22 +153,28 @@ def _grown(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
 def _traffic(
     now: Iterable[pb.WorkerTotals.Traffic], before: Iterable[pb.WorkerTotals.Traffic]
 ) -> list[pb.WorkerTotals.Traffic]:
-    """Return the traffic of a period. A handle that changed its transport counts its bytes again under the new one, so
-    a transport that was not there before starts with the next period."""
-    known = {(one.transport, one.push_codec, one.pull_codec): one for one in before}
+    """Return the traffic of a period. A handle that changed its transport counts all of its bytes under the new one:
+    those by which another transport has shrunk are not of this period."""
+    old, new = _bytes_by_transport(before), _bytes_by_transport(now)
+    moved = [sum(max(0, size[way] - new.get(key, (0, 0))[way]) for key, size in old.items()) for way in (0, 1)]
     found = []
-    for one in now:
-        old = known.get((one.transport, one.push_codec, one.pull_codec), one)
+    for key, size in new.items():
+        grown = [max(0, size[way] - old.get(key, (0, 0))[way]) for way in (0, 1)]
+        for way in (0, 1):
+            kept = min(moved[way], grown[way])
+            moved[way] -= kept
+            grown[way] -= kept
         found.append(
             pb.WorkerTotals.Traffic(
-                transport=one.transport,
-                push_codec=one.push_codec,
-                pull_codec=one.pull_codec,
-                push_bytes=max(0, one.push_bytes - old.push_bytes),
-                pull_bytes=max(0, one.pull_bytes - old.pull_bytes),
+                transport=key[0], push_codec=key[1], pull_codec=key[2], push_bytes=grown[0], pull_bytes=grown[1]
             )
         )
     return found
+
+
+def _bytes_by_transport(traffic: Iterable[pb.WorkerTotals.Traffic]) -> dict[tuple[str, str, str], tuple[int, int]]:
+    """Return pushed and pulled bytes by transport, codec of pushes, and codec of pulls."""
+    return {(one.transport, one.push_codec, one.pull_codec): (one.push_bytes, one.pull_bytes) for one in traffic}
 
 
 def _checked(message: pb.WorkerTotals) -> pb.WorkerTotals | None:

@@ -79,6 +79,18 @@ def test_a_member_that_starts_again_counts_from_zero() -> None:
     assert not history.after(2)[0].workers
 
 
+def test_the_first_bytes_count_and_bytes_that_move_to_another_transport_do_not_count_again() -> None:
+    history = SampleHistory()
+    for time, (transport, sent) in enumerate([("grpc", 0), ("shm", 100), ("shm", 160), ("tcp", 200)]):
+        heartbeat = worker(time, 0.0, time)
+        heartbeat.totals.traffic[0].transport = transport
+        heartbeat.totals.traffic[0].push_bytes = sent
+        history.on_heartbeat("worker-0", heartbeat, time)
+        history.on_tick(time, time)
+    sizes = [[(one.transport, one.push_bytes) for one in sample.workers[0].traffic] for sample in history.after(1)]
+    assert sizes == [[("shm", 100)], [("shm", 60)], [("tcp", 40)]]
+
+
 @pytest.mark.parametrize(
     "heartbeat",
     [worker(math.inf, 0.0, 1), worker(-1.0, 0.0, 1), worker(math.nan, 0.0, 1),
