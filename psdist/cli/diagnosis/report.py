@@ -6,6 +6,7 @@ A live run's scheduler is asked; the summary of a finished one is read from its 
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import sys
 import tempfile
@@ -55,7 +56,9 @@ def run(given: Namespace, environ: Mapping[str, str]) -> int:
     is_json = given.format == "json"
     content = run_summary.to_bytes(summary) if is_json else report_page.page(summary).encode()
     if given.out == "-":
-        sys.stdout.buffer.write(content)
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(encoding="utf-8")  # In any locale, as the page says.
+        sys.stdout.write(content.decode())
         return OK
     write(Path(given.out), content)
     print(f"{given.out}: run {summary.run_id} ({summary.state}), {len(content) / 1000:.0f} kB")
@@ -100,7 +103,7 @@ async def _read(place: str, run_id: str) -> Summary:
         what = f"run {run_id!r}" if run_id else "a run"
         raise StorageError(
             f"{storage.url} has no summary of {what}{': it has ' + ', '.join(found) if found else ''}. Runs write it "
-            "once a minute and at their end, if they have a storage"
+            "once a minute and at their end, if they have a storage and a worker has trained"
         )
     if not run_id and len(found) > 1:
         raise ConfigurationError(f"{storage.url} has summaries of several runs: choose one of {', '.join(found)} by "
@@ -116,6 +119,10 @@ async def _read(place: str, run_id: str) -> Summary:
 
 def write(path: Path, content: bytes) -> None:
     """Write a file atomically. Raises ConfigurationError, and then leaves the old file as it was."""
+    if path.exists() and not path.is_file():  # The file would take the place of a device, such as /dev/stdout.
+        raise ConfigurationError(
+            f"{path} exists and is no file: choose another file by --out, or - for standard output"
+        )
     try:
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     except OSError as error:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import os
 import re
+import sys
 from argparse import Namespace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from psdist.cli.diagnosis import report
+from psdist.cli.terminal.standard_streams import UnwritableError
 from psdist.errors import ConfigurationError, SchedulerUnreachableError, SnapshotCorruptError, StorageError
 from psdist.monitoring import report_page
 from psdist.monitoring import run_summary as form
@@ -157,3 +161,22 @@ def test_a_damaged_summary_is_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(SnapshotCorruptError, match=r"digits/000000000007-.* is not what was written"):
         report.run(given(storage_path=place), {})
+
+
+def test_a_device_or_directory_is_not_replaced_by_the_report(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "folder"):
+        with pytest.raises(ConfigurationError, match="is no file: choose another file by --out"):
+            report.write(tmp_path / name, b"page")
+    assert (tmp_path / "pipe").is_fifo() and len(list(tmp_path.iterdir())) == 2
+
+
+def test_lost_output_is_the_same_error_as_of_other_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class FullDisk(io.StringIO):
+        def write(self, text: str, /) -> int:
+            raise UnwritableError(28, "No space left on device", f"stdout, {len(text)} characters")
+
+    monkeypatch.setattr(sys, "stdout", FullDisk())
+    with pytest.raises(UnwritableError):
+        report.run(given(storage_path=stored(tmp_path, "digits")), {})
