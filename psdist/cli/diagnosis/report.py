@@ -120,9 +120,7 @@ async def _read(place: str, run_id: str) -> Summary:
 def write(path: Path, content: bytes) -> None:
     """Write a file atomically. Raises ConfigurationError, and then leaves the old file as it was."""
     if path.exists() and not path.is_file():  # The file would take the place of a device, such as /dev/stdout.
-        raise ConfigurationError(
-            f"{path} exists and is no file: choose another file by --out, or - for standard output"
-        )
+        raise ConfigurationError(f"{path} exists and is no file: choose another by --out, or - for standard output")
     try:
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     except OSError as error:

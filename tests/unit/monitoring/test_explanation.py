@@ -10,6 +10,8 @@ import pytest
 from psdist.cli.diagnosis import explain as command
 from psdist.cli.target import SchedulerChoice
 from psdist.errors import WaitTimeoutError
+from psdist.cli.diagnosis import explain as command
+from psdist.errors import WaitTimeoutError
 from psdist.monitoring.explanation import Explanation, Pending, explain
 
 
@@ -197,3 +199,8 @@ def test_the_command_gives_the_reason_when_its_wait_ends(
     answers[0] = explain(status(1), samples(period(0.5, 0.4)), 10.0)
     assert command.run(given, {}) == 0
     assert '"bottleneck": "script"' in capsys.readouterr().out
+
+
+def test_texts_of_members_do_not_control_the_terminal() -> None:
+    with pytest.raises(WaitTimeoutError, match=r"the run waits for \?\[31mred"):
+        command._wait(lambda: Pending("the run waits for \x1b[31mred"), 0.0)

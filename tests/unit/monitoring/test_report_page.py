@@ -167,7 +167,7 @@ def test_a_device_or_directory_is_not_replaced_by_the_report(tmp_path: Path) -> 
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     for name in ("pipe", "folder"):
-        with pytest.raises(ConfigurationError, match="is no file: choose another file by --out"):
+        with pytest.raises(ConfigurationError, match="is no file: choose another by --out"):
             report.write(tmp_path / name, b"page")
     assert (tmp_path / "pipe").is_fifo() and len(list(tmp_path.iterdir())) == 2
 
