@@ -10,8 +10,6 @@ import pytest
 from psdist.cli.diagnosis import explain as command
 from psdist.cli.target import SchedulerChoice
 from psdist.errors import WaitTimeoutError
-from psdist.cli.diagnosis import explain as command
-from psdist.errors import WaitTimeoutError
 from psdist.monitoring.explanation import Explanation, Pending, explain
 
 
