@@ -305,10 +305,11 @@ def _traffic(run: RunHistory) -> Iterator[Text]:
                 entry[0] += each["push_bytes_per_second"] * period["seconds"] / seconds
                 entry[1] += each["pull_bytes_per_second"] * period["seconds"] / seconds
     for (transport, push, pull), (pushed, pulled) in sorted(totals.items()):
-        yield Text(
+        line = (
             f"{transport}: push {size(round(pushed))}/s ({push or 'none'}), "
             f"pull {size(round(pulled))}/s ({pull or 'none'})"
         )
+        yield Text(printable(line))
 
 
 def _attempt(attempt: dict[str, Any], width: int) -> Text:
