@@ -263,10 +263,17 @@ async def _supervise(
 
 
 def _dashboard_port(settings: LocalSettings, host: str) -> int | None:
-    """Return the port of the dashboard, which a restarted scheduler keeps; None without one."""
+    """Return the port of the dashboard, which a restarted scheduler keeps; None without one. Raises ConfigurationError
+    if its host is none of this machine's addresses."""
     if not settings.has_dashboard:
         return None
-    return settings.dashboard_port or free_port(settings.dashboard_host or host)
+    chosen = settings.dashboard_host or host
+    try:
+        return settings.dashboard_port or free_port(chosen.strip("[]"))
+    except OSError as error:
+        raise ConfigurationError(
+            f"the dashboard cannot be served on {chosen}: {error.strerror or error}. Correct --dashboard-host"
+        ) from None
 
 
 def _dashboard_link(
