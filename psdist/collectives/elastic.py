@@ -32,7 +32,6 @@ from psdist.errors import (
     FencedError,
     LimitExceededError,
     PeerUnreachableError,
-    PsdistError,
     WaitTimeoutError,
     WorkerLostError,
 )
@@ -189,7 +188,7 @@ class ElasticSteps:
                 joins = True
             except _LOST:
                 pass
-            except PsdistError:  # This worker cannot take part, and the others are not to wait for it.
+            except Exception:  # This worker cannot take part, and the others are not to wait for it.
                 await self._group.close()
                 raise
 

@@ -25,6 +25,8 @@ _TEXT: Final = "psdist/json"
 #: create most of their state in their first steps: LBFGS keeps 200 vectors of the size of the model.
 _BYTES: Final = 1 << 30
 _TIMES: Final = 256
+#: Errors of JSON text that is none, or not that of ``_pack``.
+_UNREADABLE: Final = (AttributeError, KeyError, RecursionError, TypeError, ValueError)
 
 
 class Stateful(Protocol):
@@ -72,21 +74,22 @@ class TrainingState:
         try:
             tensors = safetensors.torch.load(data.tobytes())
             trees = json.loads(tensors.pop(_TEXT).numpy().tobytes())
-        except (safetensors.SafetensorError, KeyError, ValueError) as error:
+            states = {name: _unpack(tree, tensors) for name, tree in trees.items()}
+        except (safetensors.SafetensorError, *_UNREADABLE) as error:
             raise InvalidArgumentError(f"the state of another worker cannot be read: {error}") from None
         mine = self._tensors()
         given = {name.removeprefix("module/"): one for name, one in tensors.items() if name.startswith("module/")}
         _check_equal(mine, given)
-        if trees.keys() != self._others.keys():
+        if states.keys() != self._others.keys():
             raise InvalidArgumentError(
-                f"another worker has the states {sorted(trees)}, and this one {sorted(self._others)}: give all workers "
-                "the same"
+                f"another worker has the states {sorted(states)}, and this one {sorted(self._others)}: give all "
+                "workers the same"
             )
         with torch.no_grad():
             for name, tensor in mine.items():
                 tensor.copy_(given[name])
         for name, other in self._others.items():
-            other.load_state_dict(_unpack(trees[name], tensors))
+            other.load_state_dict(states[name])
 
 
 def _copied(tensor: Tensor) -> Tensor:

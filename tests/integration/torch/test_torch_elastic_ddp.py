@@ -9,7 +9,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -160,6 +162,32 @@ async def test_states_that_do_not_fit_change_nothing() -> None:
     with pytest.raises(InvalidArgumentError, match="give all workers the same"):
         await TrainingState(mine, {}).load(data)
     assert torch.equal(weight, next(wider.parameters()))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        "[]",
+        '{"optimizer": {}}',
+        '{"optimizer": {"tensor": "none"}}',
+        '{"optimizer": {"tensor": []}}',
+        '{"optimizer": {"dict": [[[], 1]]}}',
+        '{"optimizer": {"list": 1}}',
+    ],
+    ids=["deep", "no dict", "no kind", "no tensor", "no name", "no key", "no items"],
+)
+async def test_states_in_another_form_are_refused_and_change_nothing(text: str) -> None:
+    module = nn.Linear(2, 1)
+    before = module.weight.detach().clone()
+    tensors = {f"module/{name}": torch.ones_like(tensor) for name, tensor in module.named_parameters()}
+    tensors["psdist/json"] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.raises(InvalidArgumentError, match="the state of another worker cannot be read"):
+        await TrainingState(module, {"optimizer": optimizer}).load(
+            np.frombuffer(safetensors.torch.save(tensors), np.uint8)
+        )
+    assert torch.equal(module.weight, before)
 
 
 def test_the_limit_on_a_state_leaves_room_for_that_of_a_trained_optimizer() -> None:

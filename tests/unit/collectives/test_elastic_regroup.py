@@ -122,3 +122,22 @@ async def test_a_state_of_another_size_than_expected_is_refused_before_it_is_rec
         await joining.steps.start()
     assert group.is_closed and joining.steps.step == 0, "the others would wait for it"
     await ahead
+
+
+async def test_a_worker_that_cannot_load_the_state_ends_the_group() -> None:
+    meeting = Meeting()
+    workers = [Worker(rank, [meeting, meeting], 0) for rank in range(2)]
+    joining, group = workers[0], Group(meeting, 0)
+
+    async def load(_: NDArray[np.uint8]) -> None:
+        raise ValueError("loaded state dict has a different number of parameter groups")
+
+    joining.steps._join = group.joined  # type: ignore[method-assign]
+    joining.load = load  # type: ignore[method-assign]
+    for array in (np.array([3, 8]), np.zeros(8, np.uint8)):
+        await meeting.sent.put(array)
+    ahead = asyncio.create_task(meeting.exchange(1, [5, 5, False, False]))
+    with pytest.raises(ValueError, match="number of parameter groups"):
+        await joining.steps.start()
+    assert group.is_closed and joining.steps.step == 0, "the others would wait for it"
+    await ahead
