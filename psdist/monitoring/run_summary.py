@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 import xxhash
@@ -69,7 +69,7 @@ class Point(msgspec.Struct):
 class RunCurves(msgspec.Struct):
     """Points in the order of time. period_seconds: length of a point."""
 
-    period_seconds: float = 1.0
+    period_seconds: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     points: list[Point] = []
 
 

@@ -111,7 +111,9 @@ def _add_mean(means: dict[str, MeanValue], name: str, new: MeanValue) -> None:
             means[name] = new
         return
     weight = old.weight + new.weight
-    means[name] = MeanValue(old.value + (new.value - old.value) * (new.weight / weight), weight)
+    # Their difference may exceed the largest number, and JSON has none for infinity.
+    mean = old.value * (old.weight / weight) + new.value * (new.weight / weight)
+    means[name] = MeanValue(mean, weight)
 
 
 def _merge(point: Point, later: Point) -> None:
@@ -127,8 +129,8 @@ def _merge(point: Point, later: Point) -> None:
 
 
 def add_point(points: list[Point], new: Point, period: float) -> None:
-    """Add a point that is not before the others, or merge it into the last one."""
-    if points and 0 <= new.time - points[-1].time < period - 0.5:
+    """Add a point, or merge it into the last one. A clock that is set back makes a point that is before the last."""
+    if points and abs(new.time - points[-1].time) < period - 0.5:
         _merge(points[-1], new)
     else:
         points.append(new)

@@ -6,7 +6,6 @@ fewer samples, and each of its periods lasts from heartbeat to heartbeat.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
@@ -22,6 +21,8 @@ SAMPLES_KEPT: Final = 300
 #: Limit on the bytes of all kept samples, which are sent in one message. A member's period has some 200 bytes, and more
 #: with many parameter sets or reported numbers. In a large run fewer samples are kept.
 BYTES_KEPT: Final = 16 << 20
+#: Limit on a worker's seconds, and its samples a second: sums of all workers stay finite, which their JSON forms need.
+_PLAUSIBLE_MAX: Final = 1e15
 
 
 class _ServerTotals(NamedTuple):
@@ -180,7 +181,7 @@ def _bytes_by_transport(traffic: Iterable[pb.WorkerTotals.Traffic]) -> dict[tupl
 def _checked(message: pb.WorkerTotals) -> pb.WorkerTotals | None:
     """Return a copy of a worker's totals, limited to what is kept; None if they are not plausible."""
     seconds = (message.compute_seconds, message.push_seconds, message.wait_seconds, message.pull_seconds)
-    if not all(0 <= one < math.inf for one in seconds) or not 0 <= message.samples_per_second < math.inf:
+    if not all(0 <= one <= _PLAUSIBLE_MAX for one in (*seconds, message.samples_per_second)):
         return None
     if max(len(message.pushes), len(message.reported), len(message.traffic)) > PARAMETERS_MAX:
         return None

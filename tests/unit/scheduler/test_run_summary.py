@@ -177,3 +177,23 @@ async def test_nothing_is_written_before_a_worker_has_trained(tmp_path: Path) ->
     storage = LocalStorage(str(tmp_path))
     await SummaryWriter(storage, "digits", lambda last: None).write()
     assert await storage.list() == []
+
+
+def test_a_clock_that_is_set_back_again_and_again_leaves_the_curves_limited() -> None:
+    kept = keeper()
+    for number in range(2 * form.POINTS_KEPT):
+        kept.add(sample(1e6 - 10 * number), {})
+    points = document(kept).curves.points
+    assert len(points) <= form.POINTS_KEPT and sum(point.steps["model"] for point in points) == 10 * form.POINTS_KEPT
+
+
+def test_means_of_the_largest_numbers_can_be_read_again() -> None:
+    kept = keeper()
+    for loss in (1.7e308, -1.7e308, 1.7e308):
+        kept.add(sample(1000.0, loss=loss), {})
+    assert abs(document(kept).curves.points[0].reported["loss"].value) < 1.7e308
+
+
+def test_a_summary_with_an_impossible_period_is_refused() -> None:
+    with pytest.raises(SnapshotCorruptError, match="period_seconds"):
+        form.parse(b'{"format": 1, "run_id": "r", "started": 0, "written": 0, "curves": {"period_seconds": 0}}', "file")
