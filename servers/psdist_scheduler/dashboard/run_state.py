@@ -52,12 +52,14 @@ class RunState:
     def state(self, status: dict[str, Any], heartbeat_seconds: float) -> Tree:
         """Return the state for a status in the form of ``status_json``. heartbeat_seconds: between two heartbeats of a
         member."""
-        live = {member["id"] for member in status["members"] if member["state"] == "live"}
+        members = problems.of_members(status, heartbeat_seconds)
+        self._follow_servers(status, members)
+        # What a silent member did before says nothing about now.
+        silent = {one["who"] for one in members if one["kind"] == "silent"}
+        live = {member["id"] for member in status["members"] if member["state"] == "live"} - silent
         for table in (self._workers, self._servers):
             for gone in [name for name in table if name not in live]:
                 del table[gone]
-        members = problems.of_members(status, heartbeat_seconds)
-        self._follow_servers(status, members)
         found = [
             *members,
             *problems.of_shards(status),

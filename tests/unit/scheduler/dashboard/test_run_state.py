@@ -98,6 +98,16 @@ def test_a_server_that_fails_makes_no_link_slow() -> None:
     assert kinds(6) == ["link"]
 
 
+def test_a_frozen_worker_is_silent_and_not_slow_by_what_it_did_before() -> None:
+    answer = status()
+    next(member for member in answer.members if member.member_id == "worker-1").heartbeat_age_seconds = 5.0
+    run, shares = RunState(), {f"worker-{rank}": (0.2, 0.05, 0.7, 0.05) for rank in range(3)}
+    run.add_samples([sample_json(seconds(shares | {"worker-1": (0.6, 0.2, 0.1, 0.1)}))])
+    state = run.state(status_json(answer), 0.5)
+    assert [one["kind"] for one in state["problems"]] == ["silent"]
+    assert "phases" not in state["workers"]["worker-1"] and "phases" in state["workers"]["worker-0"]
+
+
 def test_a_slow_worker_is_named_where_nobody_waits_for_it() -> None:
     made = seconds({"worker-0": (0.8, 0.1, 0.0, 0.1), "worker-1": (0.95, 0.05, 0.0, 0.0)})
     made.workers[1].pushes["model"] = 3
