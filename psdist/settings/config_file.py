@@ -6,12 +6,10 @@ import difflib
 import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from psdist.errors import ConfigurationError
-
-#: Largest file that is read: the template has some 10 kB.
-_BYTES_MAX: Final = 1 << 20
+from psdist.wire.limits import CONFIG_FILE_BYTES_MAX
 
 
 class SourcedText(NamedTuple):
@@ -52,8 +50,8 @@ def read_config(path: Path, names: Mapping[str, str], switches: Collection[str])
 def _load(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
-            content = file.read(_BYTES_MAX + 1)
-        if len(content) <= _BYTES_MAX:
+            content = file.read(CONFIG_FILE_BYTES_MAX + 1)
+        if len(content) <= CONFIG_FILE_BYTES_MAX:
             return tomllib.loads(content.decode())
     except OSError as error:
         raise ConfigurationError(f"the configuration file {path} cannot be read: {error.strerror}") from None
@@ -61,7 +59,9 @@ def _load(path: Path) -> dict[str, Any]:
         raise ConfigurationError(
             f"the configuration file {path} is not valid TOML: {error}. psdist config template prints a valid one"
         ) from None
-    raise ConfigurationError(f"the configuration file {path} has more than {_BYTES_MAX} bytes: pass another one")
+    raise ConfigurationError(
+        f"the configuration file {path} has more than {CONFIG_FILE_BYTES_MAX} bytes: pass another one"
+    )
 
 
 def _known(names: Mapping[str, str]) -> str:

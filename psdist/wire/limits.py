@@ -151,6 +151,8 @@ RUN_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 TOKEN_CHARACTERS_MAX: Final = 4096
 #: Bytes read from the file with a scheduler's address.
 ADDRESS_FILE_BYTES_MAX: Final = 512
+#: Largest configuration file that is read: the template has some 10 kB.
+CONFIG_FILE_BYTES_MAX: Final = 1 << 20
 #: Bytes read from a launcher's record of its run.
 RUN_RECORD_BYTES_MAX: Final = 16 << 10
 #: Bytes of an unfinished output line of a child process; longer lines are shown in pieces.
