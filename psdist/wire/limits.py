@@ -244,3 +244,5 @@ VALUE_BYTES_MAX: Final = 1 << 20
 REPORT_WAIT_SECONDS: Final = 10.0
 #: Time after which a server sends the reason of a wait, so that the worker can include it in its own report.
 WAIT_REASON_SECONDS: Final = 5.0
+#: Limit on a worker's seconds, and its samples a second: sums of all workers stay finite, which their JSON forms need.
+WORKER_TOTAL_MAX: Final = 1e15

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import server_pb2
-from psdist.wire.limits import PARAMETERS_MAX, TEXT_CHARACTERS_MAX
+from psdist.wire.limits import PARAMETERS_MAX, TEXT_CHARACTERS_MAX, WORKER_TOTAL_MAX
 
 #: Time between two samples.
 SAMPLE_SECONDS: Final = 1.0
@@ -21,8 +21,6 @@ SAMPLES_KEPT: Final = 300
 #: Limit on the bytes of all kept samples, which are sent in one message. A member's period has some 200 bytes, and more
 #: with many parameter sets or reported numbers. In a large run fewer samples are kept.
 BYTES_KEPT: Final = 16 << 20
-#: Limit on a worker's seconds, and its samples a second: sums of all workers stay finite, which their JSON forms need.
-_PLAUSIBLE_MAX: Final = 1e15
 
 
 class _ServerTotals(NamedTuple):
@@ -181,7 +179,7 @@ def _bytes_by_transport(traffic: Iterable[pb.WorkerTotals.Traffic]) -> dict[tupl
 def _checked(message: pb.WorkerTotals) -> pb.WorkerTotals | None:
     """Return a copy of a worker's totals, limited to what is kept; None if they are not plausible."""
     seconds = (message.compute_seconds, message.push_seconds, message.wait_seconds, message.pull_seconds)
-    if not all(0 <= one <= _PLAUSIBLE_MAX for one in (*seconds, message.samples_per_second)):
+    if not all(0 <= one <= WORKER_TOTAL_MAX for one in (*seconds, message.samples_per_second)):
         return None
     if max(len(message.pushes), len(message.reported), len(message.traffic)) > PARAMETERS_MAX:
         return None
