@@ -157,8 +157,9 @@ class PhaseClock:
         return PhaseTimes(*self.seconds(now))
 
     def seconds(self, now: float) -> list[float]:
-        """Return the same as ``times`` by ``Phase``, in a fraction of the time."""
-        self.advance(now)
+        """Return the same as ``times`` by ``Phase``, in a fraction of the time. It does not start the clock."""
+        if self._since is not None:
+            self.advance(now)
         return self._seconds[:]
 
     def _next_phase(self) -> Phase:

@@ -181,7 +181,7 @@ class PhaseTimer:
             return self.machine.times(self.clock())
 
     def seconds(self) -> list[float]:
-        """Return the same as ``times`` by ``Phase``, in a fraction of the time."""
+        """Return the same as ``times`` by ``Phase``, in a fraction of the time. Zeros before the first call."""
         with self.lock:
             return self.machine.seconds(self.clock())
 

@@ -113,6 +113,13 @@ def test_time_begins_with_the_first_event_or_when_it_is_started() -> None:
     assert clock.times(9.0) == PhaseTimes(compute=4)
 
 
+def test_a_reading_does_not_start_the_clock() -> None:
+    clock = PhaseClock()
+    assert clock.seconds(5.0) == [0.0] * 4
+    clock.start(7.0)
+    assert clock.seconds(9.0) == [2.0, 0.0, 0.0, 0.0]
+
+
 def test_times_are_added_and_subtracted() -> None:
     first, second = PhaseTimes(1, 2, 3, 4), PhaseTimes(2, 2, 4, 8)
     assert first + second == PhaseTimes(3, 4, 7, 12) and second - first == PhaseTimes(1, 0, 1, 4)
