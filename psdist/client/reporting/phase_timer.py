@@ -148,10 +148,10 @@ class TracedWork:
 
 
 class PhaseTimer:
-    """Timer of one client. clock: seconds, monotonic."""
+    """Timer of one client. clock: seconds, monotonic; None is the computer's."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.clock = clock
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        self.clock = clock or time.monotonic
         self.machine = PhaseClock()
         self.lock = threading.Lock()
         self._calls = {phase: TimedCall(self, phase) for phase in (Phase.PUSH, Phase.WAIT)}
