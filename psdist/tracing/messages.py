@@ -23,7 +23,7 @@ def spans_to_proto(spans: Sequence[Span]) -> pb.TraceSpans:
     starts = [_nanoseconds(span.start) for span in spans]
     return pb.TraceSpans(
         origin_ns=origin,
-        kinds=[int(span.kind) for span in spans],  # type: ignore[misc]
+        kinds=[int(span.kind) for span in spans],  # type: ignore[misc]  # enums of protobuf are numbers to mypy
         starts=[start - origin for start in starts],
         durations=[max(0, _nanoseconds(span.end) - start) for span, start in zip(spans, starts, strict=True)],
         steps=[span.step for span in spans],

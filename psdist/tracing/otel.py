@@ -54,7 +54,7 @@ class StepTracer:
             return
         try:
             self._emit(parameters, step, start, now)
-        except Exception as error:
+        except Exception as error:  # Training continues without the tracer.
             self._has_failed = True
             logger.warning("OpenTelemetry receives no more steps, because its tracer failed: %r", error)
         earliest = min(self._ends.values())

@@ -32,7 +32,7 @@ class TimeLimit:
         def work() -> None:
             try:
                 results.put(list(check.run()))
-            except Exception as error:
+            except Exception as error:  # The caller raises it.
                 results.put(error)
 
         # Nothing can interrupt a thread that waits for a disk, so nobody waits for it.

@@ -93,7 +93,7 @@ class TopApp(App[int]):
 
     TITLE = "psdist top"
     ENABLE_COMMAND_PALETTE = False
-    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (160, "-wide")]  # noqa: RUF012
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (160, "-wide")]  # noqa: RUF012 - textual declares it so
     CSS = """
     Screen { background: ansi_default; color: ansi_default; }
     #title { height: auto; max-height: 4; }

@@ -45,7 +45,7 @@ def run(given: Namespace, environ: Mapping[str, str]) -> int:
 def require_textual() -> Callable[..., TopApp]:
     """Return the application's class. Raises ConfigurationError if textual is missing."""
     try:
-        import textual  # noqa: F401
+        import textual  # noqa: F401 - an import error is handled below
     except ImportError as error:
         raise ConfigurationError(
             f"psdist top needs the package textual: pip install 'psdist[tui]' ({error}). Without it: psdist status "

@@ -58,7 +58,7 @@ class TimedCall:
 
 @dataclass(slots=True)
 class _RequestTimes:
-    """Times of a request; None for what has not happened."""
+    """Times of a request; None for those that have not come yet."""
 
     opened: float
     sent: float | None = None

@@ -109,7 +109,7 @@ class Feed:
             began = _now()
             points = self._run.add_samples([sample_json(one) for one in reading.samples])
             state = self._run.state(status_json(reading.status), reading.heartbeat_seconds)
-        except Exception as error:
+        except Exception as error:  # The page keeps its last state.
             if not isinstance(error, TimeoutError) and not self._has_failed:
                 self._has_failed = True
                 logger.exception("the dashboard cannot show the run (logged once)")
