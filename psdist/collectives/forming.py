@@ -39,6 +39,8 @@ _LONGEST_PAUSE: Final = 0.05
 _ANSWER_SECONDS: Final = 1.0
 #: Longest time in which the members of a new group confirm it.
 _CONFIRM_SECONDS: Final = 5.0
+#: Pause before they tell the scheduler of it, meanwhile.
+_TELL_SECONDS: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ class GroupFormer:
                 former, before = before, await self._form_once(settings, before, admits, until, timeout)
                 if former is not None:
                     self.mesh.remove(former.exchange)
-                if await self._is_confirmed(before):
+                if await self._is_confirmed(settings, before):
                     await self.outlast_stop()
                     return before
         except PsdistError:
@@ -235,16 +237,32 @@ class GroupFormer:
         self.mesh.enter(exchange, settings.name, epoch, members)
         return FormedGroup(epoch, rank, exchange, self._draw())
 
-    async def _is_confirmed(self, formed: FormedGroup) -> bool:
+    async def _is_confirmed(self, settings: GroupSettings, formed: FormedGroup) -> bool:
         """Return True once all members have entered a group. Raises what ends this worker's membership."""
         exchange = formed.exchange
+        telling = asyncio.ensure_future(self._tell_scheduler(settings, formed))
         try:
-            call_id = exchange.start(COLLECTIVES, calls.barrier(formed.rank, len(exchange.members)))
-            await exchange.result(call_id, "the first call of a group", _CONFIRM_SECONDS)
-        except PsdistError:
+            # Not a timeout of the call: a script that was confirmed in the last moment would get an error that names a
+            # timeout it has not set.
+            async with asyncio.timeout(_CONFIRM_SECONDS):
+                call_id = exchange.start(COLLECTIVES, calls.barrier(formed.rank, len(exchange.members)))
+                await exchange.result(call_id, "the first call of a group", None)
+        except (PsdistError, TimeoutError):
             self._session.membership.raise_if_expelled(self._mine.incarnation)
             return False
+        finally:
+            telling.cancel()
         return True
+
+    async def _tell_scheduler(self, settings: GroupSettings, formed: FormedGroup) -> None:
+        """Tell the scheduler of a group until all have entered it. A scheduler that restarted after it formed the group
+        does not know of it, and the members that had no answer would wait for the others to ask."""
+        request = self._request(settings, formed, admits=False)
+        request.ticket = 0
+        while True:
+            await asyncio.sleep(_TELL_SECONDS)
+            with suppress(PsdistError):
+                await self._ask_once(request)
 
     async def count_newcomers(self, settings: GroupSettings, formed: FormedGroup) -> int:
         """Return the number of workers that wait to be added; 0 if the scheduler does not answer.

@@ -16,9 +16,9 @@ BRIEFLY = 8
 #: Seeds that once showed a defect: a call that differed while others still confirmed the group, groups left over after
 #: joins that failed, workers that were taken in again and again though members could not reach them, and members fewer
 #: than ``size_min`` that waited for new workers and did not take them in. Then a frozen worker that alone has the mean
-#: of a step, which the others repeat without it; one that is cut off completes a step after them; and one that was left
-#: out asks a scheduler that has restarted.
-REGRESSIONS = (117, 55, 250, 700035, 802513, 1000110, 1000559)
+#: of a step, which the others repeat without it; one that is cut off completes a step after them; one that was left out
+#: asks a scheduler that has restarted; and one learns of its group from nobody, as its scheduler is gone.
+REGRESSIONS = (117, 55, 250, 700035, 802513, 1000110, 1000559, 1003465)
 #: Paths that these seeds must have taken.
 PATHS = (
     "results of all_reduce",
