@@ -236,7 +236,12 @@ class RunNotStartedError(PsdistError, code="run_not_started", status="FAILED_PRE
 
 
 class StorageError(PsdistError, code="storage", status="UNAVAILABLE"):
-    """The storage for a run's snapshots cannot be read or written. The message says what failed, and why."""
+    """The storage for a run's snapshots, or the scheduler's store, cannot be read or written. The message says what
+    failed, and why."""
+
+
+class LeadershipLostError(PsdistError, code="leadership_lost", status="UNAVAILABLE"):
+    """A scheduler does not lead its run any more, because its lease in etcd has ended. Another one may lead it."""
 
 
 class NoStorageError(PsdistError, code="no_storage", status="FAILED_PRECONDITION"):

@@ -285,7 +285,7 @@ BAD: dict[Rule, tuple[tuple[str, str], ...]] = {
     arrows: (
         ("psdist.client.core", "import psdist_server.core.shard"),
         ("psdist.launcher.local", "def f():\n    from psdist_scheduler import app"),
-        ("psdist_server.app", "from psdist_scheduler.sqlite_store import Store"),
+        ("psdist_server.app", "from psdist_scheduler.stores.store import Store"),
         ("psdist_scheduler.app", "import psdist_server"),
     ),
     purity: (
@@ -293,7 +293,7 @@ BAD: dict[Rule, tuple[tuple[str, str], ...]] = {
         ("psdist_server.core.gates", "from grpc import aio"),
         ("psdist_scheduler.members.membership", "import random"),
         ("psdist_scheduler.placement.placement", "from psdist.v1 import common_pb2"),
-        ("psdist_scheduler.placement.placement", "from psdist_scheduler.sqlite_store import Store"),
+        ("psdist_scheduler.placement.placement", "from psdist_scheduler.stores.store import Store"),
         ("psdist.client.core.flat_vector", "import numpy as np\nx = np.random.default_rng()"),
         ("psdist.client.core.push_sequence", "def f():\n    return open('x')"),
     ),

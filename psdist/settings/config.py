@@ -47,6 +47,7 @@ _CONNECT_SECONDS_MIN: Final = 1.0
 _STORAGE_SCHEMES: Final = ("file", "s3", "gs", "az")
 #: The ``--storage-path`` that means no snapshots. A directory of this name is written ``./none``.
 _NO_STORAGE: Final = "none"
+_ETCD_FORM: Final = "etcd://HOST:PORT,HOST:PORT/PREFIX"
 _PORT_LAST: Final = 65535
 _DEVICE: Final = re.compile(r"cpu|cuda(?::\d{1,3})?")
 
@@ -129,9 +130,35 @@ def check_run_id(value: str) -> str:
     return value
 
 
-def store_file(value: str) -> Path | None:
-    """Return the value of ``--store`` as a path; None for ``memory`` and for an empty value."""
-    return None if value in ("", "memory") else Path(value)
+@dataclass(frozen=True, slots=True)
+class EtcdLocation:
+    """A store in etcd. endpoints: HOST:PORT of members of the etcd cluster. prefix: of its keys, without a slash at the
+    end."""
+
+    endpoints: tuple[str, ...]
+    prefix: str
+
+    def __str__(self) -> str:
+        return f"etcd://{','.join(self.endpoints)}/{self.prefix}"
+
+
+def store_location(value: str) -> Path | EtcdLocation | None:
+    """Return the value of ``--store``: a file or a prefix in etcd; None for ``memory`` and for an empty value. Raises
+    ConfigurationError."""
+    if value in ("", "memory"):
+        return None
+    scheme, separator, rest = value.partition("://")
+    if not separator:
+        return Path(value)
+    if scheme != "etcd":
+        raise ConfigurationError(f"--store {value}: {scheme}:// is no store; use a file, memory or {_ETCD_FORM}")
+    hosts, _, prefix = rest.partition("/")
+    prefix = prefix.strip("/")
+    if not prefix:
+        raise ConfigurationError(f"--store {value} names no prefix for the keys of this run: use {_ETCD_FORM}")
+    for endpoint in hosts.split(","):
+        parse_address(endpoint)
+    return EtcdLocation(tuple(hosts.split(",")), prefix)
 
 
 def default_store(environ: Mapping[str, str], run_id: str, port: int) -> Path | None:

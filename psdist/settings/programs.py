@@ -20,6 +20,7 @@ from psdist.settings import exit_codes, preflight
 from psdist.settings.config import (
     START_TIMEOUT_SECONDS,
     DashboardEndpoint,
+    EtcdLocation,
     MetricsEndpoint,
     TransportName,
     address_text,
@@ -32,7 +33,7 @@ from psdist.settings.config import (
     find_token,
     is_loopback,
     storage_text,
-    store_file,
+    store_location,
 )
 from psdist.settings.declarations import flags_of, read, setting
 from psdist.settings.flags import CommandLine, Flag, fail, integer, one_of, seconds, text
@@ -243,10 +244,11 @@ class SchedulerSettings(RunSettings, DashboardSettings, ProgramSettings):
         "fail before psdist.init(); 0 waits for ever", 0.0,
     )  # fmt: skip
     store: str | None = setting(
-        "SQLite file from which a restarted scheduler continues the run, or memory for none (default: a file below "
-        "$XDG_STATE_HOME/psdist if --run-id and --port are given, otherwise none). It is deleted when the run ends in "
-        "order", str, None, "FILE",
+        "SQLite file from which a restarted scheduler continues the run, or etcd://HOST:PORT,.../PREFIX, where another "
+        "scheduler can take over, or memory for none (default: a file below $XDG_STATE_HOME/psdist if --run-id and "
+        "--port are given, otherwise none). It is deleted when the run ends in order", str, None, "FILE|URL",
     )  # fmt: skip
+    standby: bool = setting("wait until no other scheduler leads the run, then lead it (needs --store etcd://...)")
     address_file: Path | None = setting("file to write HOST:PORT into once listening", Path, None, "FILE")
     #: If the storage cannot be written, start anyway and save nothing.
     storage_optional: bool = setting(
@@ -255,8 +257,8 @@ class SchedulerSettings(RunSettings, DashboardSettings, ProgramSettings):
     create_token: bool = setting(
         "if the token's file does not exist, write a new random token to it", group=_NETWORK_TITLE
     )
-    #: File of the store; None keeps it in memory.
-    store_path: Path | None = None
+    #: Place of the store; None keeps it in memory.
+    store_place: Path | EtcdLocation | None = None
 
     @property
     def dashboard(self) -> DashboardEndpoint | None:
@@ -292,15 +294,19 @@ def scheduler_settings(argv: Sequence[str], environ: Mapping[str, str] | None = 
     environ = os.environ if environ is None else environ
     line = scheduler_line()
     given = line.parse(argv, environ)
-    store = default_store(environ, given.run_id, given.port) if given.store is None else store_file(given.store)
     try:
+        store = default_store(environ, given.run_id, given.port) if given.store is None else store_location(given.store)
+        if given.standby and not isinstance(store, EtcdLocation):
+            raise ConfigurationError(
+                "--standby needs a store that two schedulers can reach: --store etcd://HOST:PORT/PREFIX"
+            )
         _ = read(SchedulerSettings, given).policy  # Raises if it is wrong.
         if given.create_token:
             create_token_file(environ, given.token_file)
     except ConfigurationError as error:
         fail(line.program, str(error))
     token = _program_token(line.program, given, environ)
-    return read(SchedulerSettings, given, store_path=store, host=_host(given), token=token)
+    return read(SchedulerSettings, given, store_place=store, host=_host(given), token=token)
 
 
 # --- psdist-server ----------------------------------------------------------------------------------------------------

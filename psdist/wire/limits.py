@@ -171,6 +171,14 @@ METRIC_LINE_BYTES_MAX: Final = 4096
 
 #: Events of a run's history that the scheduler keeps, and those in one message.
 EVENTS_MAX: Final = 10_000
+
+#: Largest value that the scheduler's store writes to one key of etcd, whose requests are limited to 1.5 MiB by default.
+ETCD_VALUE_BYTES: Final = 512 << 10
+#: Keys that one answer of etcd may have, and the largest answer: 100 such values.
+ETCD_PAGE_KEYS: Final = 100
+ETCD_ANSWER_BYTES: Final = 56 << 20
+#: Operations in one transaction of etcd: fewer than its default limit of 128.
+ETCD_OPERATIONS_MAX: Final = 100
 EVENTS_PER_MESSAGE: Final = 256
 #: Largest stored summary of a run that is read, in bytes.
 SUMMARY_BYTES_MAX: Final = 16 << 20

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import os
 import secrets
+import select
 import sys
 import time
 from contextlib import suppress
@@ -41,7 +42,8 @@ from psdist_scheduler.events.snapshot_events import History
 from psdist_scheduler.scheduler import Scheduler
 from psdist_scheduler.service import SERVICE, Service
 from psdist_scheduler.snapshot_io import check_fresh, check_readable, check_writable, read_history
-from psdist_scheduler.sqlite_store import Store, open_store
+from psdist_scheduler.stores.opening import open_store
+from psdist_scheduler.stores.store import Store
 
 logger = logging.getLogger("psdist.scheduler")
 
@@ -58,10 +60,12 @@ def main(settings: SchedulerSettings) -> int:
     logs.configure("scheduler", run_id=settings.run_id, log_format=settings.log_format, level=settings.log_level)
     try:
         store, run_id = open_store(
-            settings.store_path,
+            settings.store_place,
             settings.run_id,
             partial(_new_run_id, settings.storage),
             optional=settings.store_optional,
+            standby=settings.standby,
+            wait=partial(_wait, settings.lifeline_fd),
         )
         logs.identify(run=run_id)
         status: int = uvloop.run(signals.ignored_after(_serve(settings, store, run_id)))
@@ -349,7 +353,7 @@ def _cluster_settings(settings: SchedulerSettings, run_id: str, opened: _Opened)
         idle_timeout_seconds=settings.idle_timeout_seconds,
         start_timeout_seconds=settings.start_timeout_seconds,
         salt=secrets.token_hex(6),
-        store=str(settings.store_path) if settings.store_optional and settings.store_path is not None else "",
+        store=str(settings.store_place) if settings.store_optional and settings.store_place is not None else "",
     )
 
 
@@ -371,6 +375,13 @@ def _write_address(path: Path, address: str) -> None:
             f"the address file {path} cannot be written: {error.strerror}. Choose another --address-file, or free some "
             "space there (psdist run: set TMPDIR to a directory on another disk)"
         ) from None
+
+
+def _wait(lifeline_fd: int | None, seconds: float) -> None:
+    """Wait, unless the lifeline breaks: then the process ends."""
+    broken, _, _ = select.select([] if lifeline_fd is None else [lifeline_fd], [], [], seconds)
+    if broken:
+        raise SystemExit(exit_codes.OK)
 
 
 def _watch_lifeline(fd: int, ended: asyncio.Event) -> None:

@@ -44,7 +44,7 @@ from psdist_scheduler.events.snapshot_events import Prune, ReadHistory, RemoveDi
 from psdist_scheduler.open_calls import OpenCalls
 from psdist_scheduler.probe import Probes
 from psdist_scheduler.snapshot_io import SnapshotIo
-from psdist_scheduler.sqlite_store import Store
+from psdist_scheduler.stores.store import Store
 
 logger = logging.getLogger("psdist.scheduler")
 
@@ -98,6 +98,7 @@ class Scheduler:
             await self._pending.wait()
             self._pending.clear()
             batch = self._take()
+            self._store.check()
             changes = [effect for effect in batch if isinstance(effect, Persist)]
             if changes:
                 await self._loop.run_in_executor(self._writer, self._store.write, merge(changes))
@@ -117,6 +118,7 @@ class Scheduler:
         """Notify the machine of the passage of time, forever."""
         while True:
             await asyncio.sleep(self.cluster.settings.tick_seconds)
+            self._store.check()
             self.post(Tick())
             self.reports.tick(self.cluster, self._loop.time())
             if self.cluster.machines.exit_requests.is_over(self._loop.time()):

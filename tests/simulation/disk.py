@@ -14,7 +14,7 @@ from typing import Any
 
 from psdist_scheduler.events.cluster_events import Persist
 from psdist_scheduler.events.cluster_state import EventRecord, StoredState
-from psdist_scheduler.sqlite_store import SqliteStore
+from psdist_scheduler.stores.sqlite_store import SqliteStore
 from tests.simulation.loop import Node, SimLoop
 
 

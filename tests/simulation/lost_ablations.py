@@ -14,7 +14,7 @@ from psdist_scheduler import app, cluster, snapshot_io
 from psdist_scheduler.coordination import rollback
 from psdist_scheduler.coordination.lineage import Lineage
 from psdist_scheduler.snapshots.catalog import Catalog
-from psdist_scheduler.sqlite_store import SqliteStore
+from psdist_scheduler.stores.sqlite_store import SqliteStore
 from tests.simulation import lost_runs
 from tests.simulation.ablations import Ablation, Put, noted_in, search
 

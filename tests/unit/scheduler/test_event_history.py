@@ -15,7 +15,7 @@ from psdist_scheduler import event_history
 from psdist_scheduler.event_history import EventHistory
 from psdist_scheduler.events.cluster_events import LogEvent
 from psdist_scheduler.events.cluster_state import EventRecord
-from psdist_scheduler.sqlite_store import SqliteStore
+from psdist_scheduler.stores.sqlite_store import SqliteStore
 
 
 def filled(count: int) -> EventHistory:
@@ -57,7 +57,7 @@ async def test_a_follower_wakes_for_each_event() -> None:
 
 
 def test_a_restarted_scheduler_continues_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("psdist_scheduler.sqlite_store.EVENTS_MAX", 5)
+    monkeypatch.setattr("psdist_scheduler.stores.sqlite_store.EVENTS_MAX", 5)
     store, history = SqliteStore(tmp_path / "s", "run"), filled(4)
     store.write_events(history.newest(100))
     store.write_events([history.add(LogEvent("last", "warning", "rollback"), 5.5) for _ in range(3)])

@@ -13,7 +13,7 @@ from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.cluster_state import ClusterSettings, EventRecord
 from psdist_scheduler.scheduler import Scheduler
-from psdist_scheduler.sqlite_store import Store
+from psdist_scheduler.stores.store import Store
 
 
 class HeldStore(Store):

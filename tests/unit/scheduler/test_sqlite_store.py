@@ -35,7 +35,9 @@ from psdist_scheduler.events.cluster_state import (
     StoredState,
 )
 from psdist_scheduler.scheduler import merge
-from psdist_scheduler.sqlite_store import SqliteStore, Store, open_store
+from psdist_scheduler.stores.opening import open_store
+from psdist_scheduler.stores.sqlite_store import SqliteStore
+from psdist_scheduler.stores.store import Store
 
 LAYOUT = Layout((TensorSpec("w", (3, 4), "float16"), TensorSpec("b", ())))
 ENTRY = ParametersEntry(

@@ -276,7 +276,7 @@ def test_a_plan_passes_its_settings_to_the_scheduler_unchanged(
     assert (found.failure_timeout_seconds, found.worker_timeout_seconds) == (1 / 3, 86400.125)
     assert (found.workers_min, found.servers_min, found.replicas, found.port) == (3, 2, 2, 29)
     assert (found.run_id, found.log_level, found.lifeline_fd) == ("digits", "debug", 7)
-    assert (found.store_path, found.address_file) == (tmp_path / "scheduler.sqlite", tmp_path / "scheduler")
+    assert (found.store_place, found.address_file) == (tmp_path / "scheduler.sqlite", tmp_path / "scheduler")
     assert (found.start_timeout_seconds, found.join_grace_seconds, found.idle_timeout_seconds) == (0, 0, 0)
 
 

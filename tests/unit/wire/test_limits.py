@@ -28,7 +28,7 @@ from psdist_scheduler.events.cluster_events import EnterRendezvous
 from psdist_scheduler.events.cluster_state import BarrierRecord
 from psdist_scheduler.members import admission
 from psdist_scheduler.placement import registry
-from psdist_scheduler.sqlite_store import SqliteStore
+from psdist_scheduler.stores.sqlite_store import SqliteStore
 
 loop = pytest.mark.asyncio(loop_scope="session")
 ECHO = "/test.Test/Echo"

@@ -14,7 +14,7 @@ from psdist.wire.limits import DATASETS_MAX, LEASES_MAX
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import worker_events as we
 from psdist_scheduler.events.cluster_state import DataLease, DatasetRecord, Member
-from psdist_scheduler.sqlite_store import SqliteStore
+from psdist_scheduler.stores.sqlite_store import SqliteStore
 from tests.support.scheduler_driver import Driver, caller
 
 SPEC = DatasetSpec("train", 100, 10, data_epochs=2, retries_max=1)

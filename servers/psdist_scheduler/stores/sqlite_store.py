@@ -1,8 +1,6 @@
-"""The store: state that a restarted scheduler needs, made durable before anybody acts on it.
+"""The store in one SQLite file (WAL, ``synchronous=FULL``: a commit is on the disk when it returns).
 
-``SqliteStore`` uses one SQLite file (WAL, ``synchronous=FULL``: a commit is on the disk when it returns). A plain
-``Store`` is for runs that need not outlive their scheduler. A file belongs to one scheduler at a time: the process
-holds a lock on it while it is open, which a crash releases.
+A file belongs to one scheduler at a time: the process holds a lock on it while it is open, which a crash releases.
 
 Entries, layouts and settings are stored as protobuf messages of the wire, which have rules for evolution. Content that
 does not parse is refused, not repaired.
@@ -10,9 +8,7 @@ does not parse is refused, not repaired.
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import sqlite3
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,14 +20,12 @@ from google.protobuf.message import DecodeError
 
 from psdist.errors import ConfigurationError, PsdistError
 from psdist.types import Restore, check_directory
-from psdist.v1 import common_pb2, scheduler_pb2
+from psdist.v1 import common_pb2
 from psdist.wire import convert
 from psdist.wire.limits import BARRIER_NAMES_MAX, EVENTS_MAX
 from psdist_scheduler.events.cluster_events import Persist
 from psdist_scheduler.events.cluster_state import (
     BarrierRecord,
-    DataLease,
-    DatasetRecord,
     EventRecord,
     Member,
     Node,
@@ -40,6 +34,8 @@ from psdist_scheduler.events.cluster_state import (
     SchedulerProcess,
     StoredState,
 )
+from psdist_scheduler.stores.dataset_rows import dataset_of, dataset_row
+from psdist_scheduler.stores.store import Store
 
 logger = logging.getLogger("psdist.scheduler")
 
@@ -87,34 +83,6 @@ _FORGET_BARRIERS = (
 )
 
 
-class Store:
-    """Interface of the store, and a store that keeps nothing. Calls block; only one is made at a time."""
-
-    #: True if ``write_events`` keeps them.
-    keeps_events = False
-
-    def load(self) -> StoredState | None:
-        """Return the stored state; None if there is none yet."""
-        return None
-
-    def write(self, changes: Persist) -> None:
-        """Make the changes durable, all or none, before returning."""
-
-    def load_events(self) -> list[EventRecord]:
-        """Return the stored history of the run, oldest first."""
-        return []
-
-    def write_events(self, records: Sequence[EventRecord]) -> None:
-        """Add to the history. A failure is only logged: the run does not depend on it."""
-
-    def discard(self) -> None:
-        """Delete the stored state and close the store, because the run has ended."""
-        self.close()
-
-    def close(self) -> None:
-        """Release the store for another scheduler."""
-
-
 class SqliteStore(Store):
     """A store in one SQLite file."""
 
@@ -151,7 +119,7 @@ class SqliteStore(Store):
                 members=tuple(_member(*row) for row in self._rows("members", Member)),
                 parameters=tuple(_parameters(*row) for row in self._db.execute(_READ_PARAMETERS)),
                 nodes=tuple(Node(*row) for row in self._rows("nodes", Node)),
-                datasets=tuple(_dataset(*row) for row in self._db.execute(_READ_DATASETS)),
+                datasets=tuple(dataset_of(*row) for row in self._db.execute(_READ_DATASETS)),
                 servers_wanted=servers_wanted,
                 base=_base(*base),
                 barriers=tuple(BarrierRecord(*row) for row in self._rows("barriers", BarrierRecord)),
@@ -172,7 +140,7 @@ class SqliteStore(Store):
             self._db.executemany(_upsert("nodes", Node), map(astuple, changes.nodes))
             self._db.executemany(_WRITE_BARRIER, map(astuple, changes.barriers))
             self._db.executemany(_FORGET_BARRIERS, [(r.worker_id, r.worker_id) for r in changes.barriers])
-            self._db.executemany(_WRITE_DATASET, [_dataset_row(dataset) for dataset in changes.datasets])
+            self._db.executemany(_WRITE_DATASET, [dataset_row(dataset) for dataset in changes.datasets])
             if (base := changes.base) is not None:
                 self._db.execute(f"UPDATE run SET ({_BASE}) = (?, ?, ?, ?, ?, ?)", _base_row(base))
             if changes.schedulers:
@@ -269,35 +237,6 @@ class SqliteStore(Store):
             )
 
 
-def open_store(
-    path: Path | None, run_id: str, new_run_id: Callable[[], str], *, optional: bool = False
-) -> tuple[Store, str]:
-    """Open the store at ``path`` (None: memory). Returns it with the run's name.
-
-    That is ``run_id`` or, if that is empty, the file's or ``new_run_id()``.
-
-    optional: True to use memory if the directory cannot be created or written.
-    """
-    if path is not None and optional and (refusal := _make_directory(path.parent)):
-        logger.warning(
-            "this scheduler cannot be restarted without losing the run (choose a file with --store): %s", refusal
-        )
-        path = None
-    if path is None:
-        return Store(), run_id or new_run_id()
-    store = SqliteStore(path, run_id, new_run_id)
-    return store, store.run_id
-
-
-def _make_directory(path: Path) -> str:
-    """Create a directory for stores, for this user only. Returns why it cannot be used; empty if it can."""
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        return f"{path}: {error.strerror}"
-    return "" if os.access(path, os.W_OK | os.X_OK) else f"{path} cannot be written"
-
-
 def _connect(path: Path) -> sqlite3.Connection:
     try:
         return sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
@@ -336,22 +275,6 @@ def _base_row(base: RestorePoint) -> tuple[str, bytes, int, int, int, int]:
 
 def _base(directory: str, digest: bytes, *numbers: int) -> RestorePoint:
     return RestorePoint(Restore(check_directory(directory), digest) if directory else None, *numbers)
-
-
-def _dataset_row(record: DatasetRecord) -> tuple[str, bytes, str]:
-    spec = convert.dataset_to_proto(record.spec).SerializeToString()
-    names = [field.name for field in fields(record)]
-    state = dict(zip(names, astuple(record), strict=True))
-    del state["spec"]
-    return record.spec.name, spec, json.dumps(state, separators=(",", ":"))
-
-
-def _dataset(spec: bytes, text: str) -> DatasetRecord:
-    state = json.loads(text)
-    stretches = {name: tuple((first, second) for first, second in state[name]) for name in ("free", "attempts")}
-    leases = tuple(DataLease(*lease) for lease in state["leases"])
-    settings = convert.dataset_from_proto(scheduler_pb2.DatasetSpec.FromString(spec))
-    return DatasetRecord(settings, **state | stretches | {"leases": leases})
 
 
 def _member(*row: Any) -> Member:

@@ -1,0 +1,1 @@
+"""Stores: where the scheduler keeps the state that the next one needs."""

@@ -1,0 +1,92 @@
+"""Opens the store that a scheduler's settings name: a file, memory, or a prefix in etcd, whose leader it becomes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from psdist.errors import ConfigurationError
+from psdist.settings.config import EtcdLocation
+from psdist_scheduler.stores.sqlite_store import SqliteStore
+from psdist_scheduler.stores.store import Store
+
+logger = logging.getLogger("psdist.scheduler")
+
+
+def open_store(
+    place: Path | EtcdLocation | None,
+    run_id: str,
+    new_run_id: Callable[[], str],
+    *,
+    optional: bool = False,
+    standby: bool = False,
+    wait: Callable[[float], None] = time.sleep,
+) -> tuple[Store, str]:
+    """Open the store at ``place`` (None: memory). Returns it with the run's name.
+
+    That is ``run_id`` or, if that is empty, the store's or ``new_run_id()``.
+
+    optional: True to use memory if the directory cannot be created or written.
+    standby: True to wait, in etcd, until no other scheduler leads the run. False waits only as long as the lease of one
+        that has died may last.
+    wait: waits some seconds, or raises what ends the process.
+
+    Raises ConfigurationError, StorageError.
+    """
+    if isinstance(place, EtcdLocation):
+        return _open_etcd(place, run_id, new_run_id, standby, wait)
+    if place is not None and optional and (refusal := _make_directory(place.parent)):
+        logger.warning(
+            "this scheduler cannot be restarted without losing the run (choose a file with --store): %s", refusal
+        )
+        place = None
+    if place is None:
+        return Store(), run_id or new_run_id()
+    store = SqliteStore(place, run_id, new_run_id)
+    return store, store.run_id
+
+
+def _open_etcd(
+    place: EtcdLocation, run_id: str, new_run_id: Callable[[], str], standby: bool, wait: Callable[[float], None]
+) -> tuple[Store, str]:
+    from psdist_scheduler.stores import leadership  # Other runs start without it.
+    from psdist_scheduler.stores.etcd_client import EtcdClient
+    from psdist_scheduler.stores.etcd_store import EtcdStore
+
+    client = EtcdClient(place.endpoints)
+    mine = leadership.Leader(socket.gethostname(), os.getpid())
+    claim = leadership.Leadership(client, f"{place.prefix}/leader".encode(), mine)
+    until = time.monotonic() + 2 * leadership.LEASE_SECONDS
+
+    def on_leader(leader: leadership.Leader) -> None:
+        logger.info("waiting to lead the run at %s: %s leads it", place, leader)
+
+    def wait_for(leader: leadership.Leader) -> None:
+        if not standby and time.monotonic() > until:
+            raise ConfigurationError(
+                f"{leader} leads the run at --store {place}: end that scheduler first, or wait for its end with "
+                "--standby"
+            )
+        wait(leadership.POLL_SECONDS)
+
+    try:
+        leadership.await_leadership(claim.take, wait_for, on_leader)
+        store = EtcdStore(client, place, claim, run_id, new_run_id)
+    except BaseException:
+        claim.resign()
+        client.close()
+        raise
+    return store, store.run_id
+
+
+def _make_directory(path: Path) -> str:
+    """Create a directory for stores, for this user only. Returns why it cannot be used; empty if it can."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    return "" if os.access(path, os.W_OK | os.X_OK) else f"{path} cannot be written"

@@ -1,0 +1,266 @@
+"""The store in etcd: written state is back for the next leader, only the leader writes, and nothing is guessed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from psdist.errors import ConfigurationError, LeadershipLostError, StorageError
+from psdist.settings.config import EtcdLocation, store_location
+from psdist.types import Layout, TensorSpec
+from psdist_scheduler.events.cluster_events import Persist
+from psdist_scheduler.events.cluster_state import EventRecord, StoredState
+from psdist_scheduler.stores import etcd_store, leadership
+from psdist_scheduler.stores.etcd_client import EtcdClient, delete_range, put
+from psdist_scheduler.stores.etcd_store import EtcdStore
+from psdist_scheduler.stores.opening import open_store
+from tests.support.etcd import Etcd, running
+from tests.unit.scheduler.test_sqlite_store import MEMBER, NODE, RECORD
+
+_PREFIXES = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
+    with running(tmp_path_factory.mktemp("etcd")) as etcd:
+        yield etcd
+
+
+@pytest.fixture
+def place(etcd: Etcd) -> EtcdLocation:
+    """A prefix that no other test uses."""
+    found = store_location(etcd.url(f"psdist/test-{next(_PREFIXES)}"))
+    assert isinstance(found, EtcdLocation)
+    return found
+
+
+@pytest.fixture
+def client(etcd: Etcd) -> Iterator[EtcdClient]:
+    client = EtcdClient(etcd.endpoints)
+    yield client
+    client.close()
+
+
+def opened(place: EtcdLocation, run_id: str = "run", **options: Any) -> EtcdStore:
+    store, _ = open_store(place, run_id, lambda: "new", **options)
+    assert isinstance(store, EtcdStore)
+    return store
+
+
+def test_what_was_written_is_loaded(place: EtcdLocation) -> None:
+    store = opened(place)
+    assert store.load() is None
+    store.write(Persist(1, (MEMBER,), (RECORD,), (NODE,)))
+    gone = replace(MEMBER, state="lost", reason="silent")
+    store.write(Persist(2, (gone,), (replace(RECORD, uploader=""),)))
+    store.write_events([EventRecord(1, 5.0, "join", False, "worker-0 joins"), EventRecord(2, 6.0, "loss", True, "x")])
+    store.close()
+    store = opened(place, "")
+    assert store.run_id == "run"
+    assert store.load() == StoredState("run", 2, (gone,), (replace(RECORD, uploader=""),), (NODE,))
+    assert store.load_events() == [
+        EventRecord(1, 5.0, "join", False, "worker-0 joins"), EventRecord(2, 6.0, "loss", True, "x"),
+    ]  # fmt: skip
+    store.close()
+
+
+def test_a_large_change_is_stored_in_parts(place: EtcdLocation) -> None:
+    """A layout of 100,000 tensors has about 3 MB; etcd takes 1.5 MiB a request."""
+    layout = Layout(tuple(TensorSpec(f"layers.{number}.weight.of.some.length", (1,)) for number in range(100_000)))
+    large = replace(RECORD, layout=layout)
+    store = opened(place)
+    store.write(Persist(1, parameters=(large,)))
+    store.write(Persist(2, members=(MEMBER,)))
+    store.close()
+    store = opened(place)
+    assert store.load() == StoredState("run", 2, (MEMBER,), (large,))
+    store.close()
+
+
+def test_the_log_is_shortened(place: EtcdLocation, client: EtcdClient) -> None:
+    store = opened(place)
+    for number in range(etcd_store.LOG_LENGTH + 50):
+        store.write(Persist(number + 1, members=(replace(MEMBER, member_id=f"worker-{number % 3}", rank=number),)))
+    before = store.load()
+    store.close()
+    start = f"{place.prefix}/log/".encode()
+    assert len(client.range(start, start + b"\xff", 10.0)) < 60
+    store = opened(place)
+    assert store.load() == before and before is not None and before.epoch == etcd_store.LOG_LENGTH + 50
+    store.close()
+
+
+def test_parts_without_their_end_are_no_change(place: EtcdLocation, client: EtcdClient) -> None:
+    """A leader that died in the middle of a large change."""
+    store = opened(place)
+    store.write(Persist(1, (MEMBER,)))
+    store.close()
+    client.transact([], [put(f"{place.prefix}/log/{2:012d}/0000".encode(), b"a half")], 10.0)
+    store = opened(place)
+    assert store.load() == StoredState("run", 1, (MEMBER,))
+    store.write(Persist(2, nodes=(NODE,)))
+    store.close()
+    store = opened(place)
+    assert store.load() == StoredState("run", 2, (MEMBER,), nodes=(NODE,))
+    store.close()
+
+
+def test_one_leader_at_a_time(place: EtcdLocation, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = opened(place)
+    monkeypatch.setattr(leadership, "LEASE_SECONDS", 0)  # So it waits for the end of no lease.
+    with pytest.raises(ConfigurationError, match=f"process {os.getpid()} on .* leads the run"):
+        opened(place)
+    monkeypatch.undo()
+    store.close()
+    opened(place).close()
+
+
+def test_a_standby_leads_as_soon_as_the_leader_ends(place: EtcdLocation) -> None:
+    store = opened(place)
+    store.write(Persist(1, (MEMBER,)))
+    waits = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            store.close()
+
+    standby = opened(place, standby=True, wait=wait)
+    assert standby.load() == StoredState("run", 1, (MEMBER,))
+    assert len(waits) == 3
+    standby.close()
+
+
+def test_a_leader_whose_key_was_taken_writes_nothing(place: EtcdLocation, client: EtcdClient) -> None:
+    """As after a freeze: its lease has ended, and it does not know that yet."""
+    old = opened(place)
+    old.write(Persist(1, (MEMBER,)))
+    old._leadership._ended.set()  # It renews its lease no more.
+    client.transact([], [delete_range(f"{place.prefix}/leader".encode(), f"{place.prefix}/leader\0".encode())], 10.0)
+    new = opened(place)
+    with pytest.raises(LeadershipLostError, match="another scheduler has taken the leader key"):
+        old.write(Persist(2, nodes=(NODE,)))
+    old.write_events([EventRecord(1, 5.0, "join", False, "x")])
+    old.discard()
+    assert new.load_events() == []
+    new.write(Persist(2))
+    new.close()
+    again = opened(place)
+    assert again.load() == StoredState("run", 2, (MEMBER,))
+    again.close()
+
+
+def test_a_leader_stops_when_its_lease_ends_by_its_clock(place: EtcdLocation, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = opened(place)
+    store.check()
+    now = time.monotonic()
+    monkeypatch.setattr(leadership.time, "monotonic", lambda: now + leadership.LEASE_SECONDS + 1)
+    with pytest.raises(LeadershipLostError, match="its lease in etcd ended"):
+        store.check()
+    monkeypatch.undo()
+    store.close()
+
+
+def test_a_write_whose_answer_was_lost_is_recognized(place: EtcdLocation, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = opened(place)
+    transact, failed = store._client.transact, []
+
+    def lossy(*arguments: Any) -> tuple[bool, int]:
+        answer = transact(*arguments)
+        if len(arguments[0]) == 2 and not failed:  # The one that compares the head.
+            failed.append(answer)
+            raise StorageError("the answer was lost")
+        return answer
+
+    monkeypatch.setattr(store._client, "transact", lossy)
+    store.write(Persist(1, (MEMBER,)))
+    store.write(Persist(2, nodes=(NODE,)))
+    assert failed
+    store.close()
+    store = opened(place)
+    assert store.load() == StoredState("run", 2, (MEMBER,), nodes=(NODE,))
+    store.close()
+
+
+def test_what_is_discarded_is_gone(place: EtcdLocation, client: EtcdClient) -> None:
+    store = opened(place)
+    store.write(Persist(1, (MEMBER,)))
+    store.discard()
+    assert client.range(f"{place.prefix}/".encode(), f"{place.prefix}0".encode(), 10.0) == []
+
+
+def test_another_run_and_other_content_are_refused(place: EtcdLocation, client: EtcdClient) -> None:
+    store = opened(place)
+    store.write(Persist(1, (MEMBER,)))
+    store.close()
+    with pytest.raises(ConfigurationError, match="belongs to run 'run', not 'other'"):
+        opened(place, "other")
+    head = f"{place.prefix}/head".encode()
+    found = client.get(head, 10.0)
+    assert found is not None
+    content = json.loads(found.value)
+    log = f"{place.prefix}/log/".encode()
+    for value, reason in (
+        (json.dumps(content | {"format": 99}).encode(), "has format 99"),
+        (b"{", "its head does not parse"),
+        (b"[]", "its head does not parse"),
+        (json.dumps(content | {"last": 7}).encode(), "change 2 of 1 to 7 is missing"),
+    ):
+        client.transact([], [put(head, value)], 10.0)
+        with pytest.raises(ConfigurationError, match=reason):
+            opened(place)
+    client.transact([], [put(head, found.value), put(log + b"%012d/0000" % 1, b"\x00")], 10.0)
+    with pytest.raises(ConfigurationError, match="change 1: it is not a change"):
+        opened(place)
+
+
+def test_the_members_of_the_cluster_are_tried_in_turn(etcd: Etcd, place: EtcdLocation) -> None:
+    """The first endpoint refuses connections."""
+    store = opened(replace(place, endpoints=("127.0.0.1:1", *place.endpoints)))
+    store.write(Persist(1, (MEMBER,)))
+    store.close()
+
+
+def test_without_etcd_the_scheduler_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leadership, "START_SECONDS", 0.3)
+    with pytest.raises(StorageError, match=r"etcd does not carry out Range \(last asked: 127.0.0.1:1\)"):
+        opened(EtcdLocation(("127.0.0.1:1",), "p"))
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [("etcd://h:1", "names no prefix"), ("etcd://h/p", "'h'"), ("zk://h:1/p", "zk:// is no store")],
+)
+def test_a_wrong_place_is_refused(value: str, reason: str) -> None:
+    with pytest.raises(ConfigurationError, match=reason):
+        store_location(value)
+
+
+@pytest.mark.long
+def test_a_cluster_of_three_survives_the_loss_of_a_member(tmp_path: Path) -> None:
+    """Also while nobody writes: the lease is renewed at another member. A write waits while the others elect."""
+    with running(tmp_path, 3) as etcd:
+        place = store_location(etcd.url("run"))
+        assert isinstance(place, EtcdLocation)
+        store = opened(place)
+        for number, process in enumerate(etcd.processes):
+            process.send_signal(signal.SIGKILL)
+            store.write(Persist(number + 1, members=(replace(MEMBER, rank=number),)))
+            store.check()
+            etcd.restart(number)
+            etcd.await_ready()
+        store.close()
+        store = opened(place)
+        assert store.load() == StoredState("run", 3, (replace(MEMBER, rank=2),))
+        store.close()
+    assert not any(thread.name == "leader lease" and thread.is_alive() for thread in threading.enumerate())

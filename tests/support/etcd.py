@@ -1,0 +1,80 @@
+"""A real etcd cluster of one or more members on this machine, for tests."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from psdist.addresses import free_port
+
+#: Heartbeats and elections of the members, in milliseconds: etcd's defaults suit a network and a busy disk.
+_TIMES = ("--heartbeat-interval", "100", "--election-timeout", "1000")
+
+
+class Etcd:
+    """A running cluster. endpoints: HOST:PORT of its members."""
+
+    def __init__(self, directory: Path, size: int) -> None:
+        ports = [free_port("127.0.0.1") for _ in range(2 * size)]
+        self.endpoints = [f"127.0.0.1:{port}" for port in ports[:size]]
+        peers = [f"http://127.0.0.1:{port}" for port in ports[size:]]
+        self._directory = directory
+        members = ",".join(f"m{number}={peer}" for number, peer in enumerate(peers))
+        self._commands = [
+            (
+                "etcd", "--name", f"m{number}", "--data-dir", str(directory / f"m{number}"), "--logger", "zap",
+                "--listen-client-urls", f"http://{client}", "--advertise-client-urls", f"http://{client}",
+                "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", members,
+                "--log-level", "error", "--snapshot-count", "5000", *_TIMES,
+            )
+            for number, (client, peer) in enumerate(zip(self.endpoints, peers, strict=True))
+        ]  # fmt: skip
+        self.processes: list[subprocess.Popen[bytes]] = [self._start(number) for number in range(size)]
+
+    def url(self, prefix: str) -> str:
+        """Return the value of ``--store`` for a prefix."""
+        return f"etcd://{','.join(self.endpoints)}/{prefix}"
+
+    def _start(self, number: int) -> subprocess.Popen[bytes]:
+        log = (self._directory / f"m{number}.log").open("ab")
+        with log:
+            return subprocess.Popen(self._commands[number], stdout=log, stderr=log, start_new_session=True)
+
+    def restart(self, number: int) -> None:
+        """Start a member again that was killed."""
+        self.processes[number].wait(60)
+        self.processes[number] = self._start(number)
+
+    def await_ready(self) -> None:
+        """Return once all members accept connections."""
+        for endpoint in self.endpoints:
+            with grpc.insecure_channel(endpoint, options=[("grpc.enable_http_proxy", 0)]) as channel:
+                grpc.channel_ready_future(channel).result(60)
+
+    def stop(self) -> None:
+        """End all members."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+            process.wait(60)
+
+
+@contextmanager
+def running(directory: Path, size: int = 1) -> Iterator[Etcd]:
+    """Run a cluster of ``size`` members. Skips the test without etcd."""
+    if shutil.which("etcd") is None:
+        pytest.skip("etcd is not installed (Debian: apt install etcd-server)")
+    directory.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        etcd = Etcd(directory, size)
+        stack.callback(etcd.stop)
+        etcd.await_ready()
+        yield etcd
