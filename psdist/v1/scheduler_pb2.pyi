@@ -74,7 +74,7 @@ class RegisterRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., psdist_version: _Optional[str] = ..., run_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., member_id: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
-    __slots__ = ("run_id", "member_id", "incarnation", "rank", "world_size", "lease_seconds", "map", "psdist_version", "storage", "heartbeat_seconds", "silence_seconds")
+    __slots__ = ("run_id", "member_id", "incarnation", "rank", "world_size", "lease_seconds", "map", "psdist_version", "storage", "heartbeat_seconds", "silence_seconds", "takes_changes")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -86,6 +86,7 @@ class RegisterResponse(_message.Message):
     STORAGE_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SILENCE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TAKES_CHANGES_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     member_id: str
     incarnation: int
@@ -97,7 +98,8 @@ class RegisterResponse(_message.Message):
     storage: str
     heartbeat_seconds: float
     silence_seconds: float
-    def __init__(self, run_id: _Optional[str] = ..., member_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., map: _Optional[_Union[_common_pb2.ClusterMap, _Mapping]] = ..., psdist_version: _Optional[str] = ..., storage: _Optional[str] = ..., heartbeat_seconds: _Optional[float] = ..., silence_seconds: _Optional[float] = ...) -> None: ...
+    takes_changes: bool
+    def __init__(self, run_id: _Optional[str] = ..., member_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., map: _Optional[_Union[_common_pb2.ClusterMap, _Mapping]] = ..., psdist_version: _Optional[str] = ..., storage: _Optional[str] = ..., heartbeat_seconds: _Optional[float] = ..., silence_seconds: _Optional[float] = ..., takes_changes: _Optional[bool] = ...) -> None: ...
 
 class SnapshotCommand(_message.Message):
     __slots__ = ("attempt", "prepare", "mark", "cut", "end")
@@ -302,7 +304,7 @@ class SessionRequest(_message.Message):
         scheduler_id: str
         def __init__(self, member_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., takes_differences: _Optional[bool] = ..., epoch: _Optional[int] = ..., scheduler_id: _Optional[str] = ...) -> None: ...
     class Heartbeat(_message.Message):
-        __slots__ = ("epoch", "statistics", "waiting_for", "connections", "snapshot", "heard", "activity", "rates", "totals", "unreachable", "metrics_address")
+        __slots__ = ("epoch", "statistics", "waiting_for", "connections", "snapshot", "heard", "activity", "rates", "totals", "unreachable", "changed_only", "metrics_address")
         EPOCH_FIELD_NUMBER: _ClassVar[int]
         STATISTICS_FIELD_NUMBER: _ClassVar[int]
         WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
@@ -313,6 +315,7 @@ class SessionRequest(_message.Message):
         RATES_FIELD_NUMBER: _ClassVar[int]
         TOTALS_FIELD_NUMBER: _ClassVar[int]
         UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
+        CHANGED_ONLY_FIELD_NUMBER: _ClassVar[int]
         METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
         epoch: int
         statistics: _server_pb2.GetStatisticsResponse
@@ -324,8 +327,9 @@ class SessionRequest(_message.Message):
         rates: WorkerRates
         totals: WorkerTotals
         unreachable: _containers.RepeatedCompositeFieldContainer[UnreachableServer]
+        changed_only: bool
         metrics_address: str
-        def __init__(self, epoch: _Optional[int] = ..., statistics: _Optional[_Union[_server_pb2.GetStatisticsResponse, _Mapping]] = ..., waiting_for: _Optional[_Iterable[str]] = ..., connections: _Optional[_Union[Connections, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotProgress, _Mapping]] = ..., heard: _Optional[_Iterable[_Union[_common_pb2.WorkerIncarnation, _Mapping]]] = ..., activity: _Optional[_Union[Activity, _Mapping]] = ..., rates: _Optional[_Union[WorkerRates, _Mapping]] = ..., totals: _Optional[_Union[WorkerTotals, _Mapping]] = ..., unreachable: _Optional[_Iterable[_Union[UnreachableServer, _Mapping]]] = ..., metrics_address: _Optional[str] = ...) -> None: ...
+        def __init__(self, epoch: _Optional[int] = ..., statistics: _Optional[_Union[_server_pb2.GetStatisticsResponse, _Mapping]] = ..., waiting_for: _Optional[_Iterable[str]] = ..., connections: _Optional[_Union[Connections, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotProgress, _Mapping]] = ..., heard: _Optional[_Iterable[_Union[_common_pb2.WorkerIncarnation, _Mapping]]] = ..., activity: _Optional[_Union[Activity, _Mapping]] = ..., rates: _Optional[_Union[WorkerRates, _Mapping]] = ..., totals: _Optional[_Union[WorkerTotals, _Mapping]] = ..., unreachable: _Optional[_Iterable[_Union[UnreachableServer, _Mapping]]] = ..., changed_only: _Optional[bool] = ..., metrics_address: _Optional[str] = ...) -> None: ...
     class JoinAnswer(_message.Message):
         __slots__ = ("proposal_id", "accepted", "version_max")
         PROPOSAL_ID_FIELD_NUMBER: _ClassVar[int]

@@ -25,6 +25,7 @@ from psdist.wire import convert, frames
 from psdist.wire.limits import EVENTS_PER_MESSAGE
 from psdist.wire.rpc_handlers import service_handler
 from psdist_scheduler import messages, snapshot_io
+from psdist_scheduler.activity.followed_pushes import FollowedPushes
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.snapshot_events import GetState, StateOffered, StatePlace, StateSource, StateWritten
 from psdist_scheduler.events.worker_events import Heard
@@ -80,6 +81,7 @@ class Service:
             lease_seconds=value.lease_seconds,
             heartbeat_seconds=value.heartbeat_seconds,
             silence_seconds=settings.lease_seconds,
+            takes_changes=True,
             map=self._scheduler.calls.map,
             psdist_version=psdist.__version__,
             storage=settings.storage if value.member.role == "server" else "",
@@ -184,9 +186,13 @@ class Service:
                     return
 
     async def _read_session(self, number: int, member_id: str, context: Context) -> None:
+        followed = FollowedPushes()
         while (data := await context.read()) is not grpc.aio.EOF:
             request = frames.parse(pb.SessionRequest, data)
-            self._scheduler.post(messages.session_event(number, request))
+            event = messages.session_event(number, request)
+            if isinstance(event, ev.Heartbeat):
+                event = followed.complete(event, changed_only=request.heartbeat.changed_only)
+            self._scheduler.post(event)
             if request.HasField("heartbeat"):
                 self._scheduler.keep_report(number, member_id, request.heartbeat)
 

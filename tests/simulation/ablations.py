@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 from psdist import ASP, BSP, SSP
 from psdist.client import participation
-from psdist.client.session import drops, reachability
+from psdist.client.reporting.changed_counts import ChangedCounts
+from psdist.client.session import drops, reachability, scheduler_session
 from psdist.client.transport import creation
 from psdist.client.transport.grpc import messages, streams
 from psdist.client.transport.requests import PushRequest
@@ -43,6 +44,7 @@ from psdist_server.store import (
     slice_reads,
 )
 from tests.simulation import scenario
+from tests.simulation.environment import running
 from tests.simulation.options import CUT_OFF, Options
 
 #: Number of seeds within which an ablation must be caught.
@@ -536,6 +538,23 @@ def _path_stays_lost(put: Put) -> None:
         unreachable.reason = unreachable.reason or "it was not reached once"
 
     put(reachability.Reachability, "_watch", for_ever)
+
+
+# --- heartbeats -------------------------------------------------------------------------------------------------------
+
+
+@_ablation(
+    "the first heartbeat of a session has all counts", faults=("kill scheduler", "break session of worker"),
+    fault_count=4, fault_seconds=4.0, think_seconds=0.4, steps=20,
+)  # fmt: skip
+def _only_changes(put: Put) -> None:
+    """Make all sessions of a process continue from the counts of the earlier ones."""
+    made = dict[Any, Any]()
+
+    def same(**enabled: Any) -> Any:
+        return made.setdefault(running().current(), ChangedCounts(**enabled))
+
+    put(scheduler_session, "ChangedCounts", same)
 
 
 # --- fillings ---------------------------------------------------------------------------------------------------------

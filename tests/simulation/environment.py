@@ -44,6 +44,7 @@ from psdist_server.core.replication import BackupReplication, PrimaryReplication
 from psdist_server.kernels.pool import KernelPool
 from psdist_server.store.parameter_store import ParameterStore
 from psdist_server.store.shard_router import EffectRunner
+from tests.simulation import heartbeats
 from tests.simulation.loop import SimLoop
 from tests.simulation.network import Network
 from tests.simulation.oracle import Oracle
@@ -61,6 +62,7 @@ class RunLoop(SimLoop):
         super().__init__(rng, handle_seconds)
         #: Cluster maps that were already parsed, by their message.
         self.maps: dict[bytes, Any] = {}
+        self.sent_counts: heartbeats.Sent = {}
 
     network: Network
     #: Random numbers for production code.
@@ -379,6 +381,8 @@ def install() -> None:
     put(Barriers, "progress", _watch_barriers(Barriers.progress))
     put(FollowedMap, "apply", _watch_maps(FollowedMap.apply))
     put(deadlocks, "_text", _watch_circles(deadlocks._text))
+    heartbeats.watch_sent(running)
+    heartbeats.watch_kept(running)
     for owner, name, text, happened in _PATHS:
         put(owner, name, _counted(getattr(owner, name), text, happened))
     put(status, "to_detail", _told(status.to_detail))

@@ -45,6 +45,8 @@ class Registration:
     world_size: int
     lease_seconds: float
     heartbeat_seconds: float
+    #: True if the scheduler takes heartbeats that lack unchanged counts.
+    takes_changes: bool = False
 
     @classmethod
     def from_response(cls, response: pb.RegisterResponse) -> Registration:
@@ -57,6 +59,7 @@ class Registration:
             response.world_size,
             response.lease_seconds,
             response.heartbeat_seconds or response.lease_seconds / 4,
+            response.takes_changes,
         )
 
     def caller(self) -> dict[str, Any]:

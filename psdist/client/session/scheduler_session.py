@@ -26,6 +26,7 @@ import grpc
 import grpc.aio
 
 from psdist.client.core.push_sequence import PushSequence
+from psdist.client.reporting.changed_counts import ChangedCounts
 from psdist.client.session.activity import Activities
 from psdist.client.session.iterations import Iterations
 from psdist.client.session.membership import WorkerMembership
@@ -224,9 +225,10 @@ class WorkerSession:
         self._accepted.set()
 
     def _heartbeats(self) -> Callable[[], scheduler_pb2.SessionRequest.Heartbeat]:
-        """Return a function that makes the heartbeats of one session. They report how servers are reached when that has
-        changed."""
+        """Return a function that makes the heartbeats of one session. Later ones lack counts and connections that have
+        not changed."""
         reported: scheduler_pb2.Connections | None = None
+        counts = ChangedCounts(enabled=self.membership.registration.takes_changes)
 
         def heartbeat() -> scheduler_pb2.SessionRequest.Heartbeat:
             nonlocal reported
@@ -235,7 +237,7 @@ class WorkerSession:
             connections = scheduler_pb2.Connections(connections=self._connections())
             changed = connections != reported
             reported = connections
-            return scheduler_pb2.SessionRequest.Heartbeat(
+            beat = scheduler_pb2.SessionRequest.Heartbeat(
                 epoch=self.membership.view.cluster.epoch,
                 waiting_for=self.waits.sentences(),
                 connections=connections if changed else None,
@@ -245,6 +247,8 @@ class WorkerSession:
                 unreachable=self.activities.reachability.reports(),
                 metrics_address=self.registrar.metrics_address,
             )
+            counts.drop_unchanged(beat)
+            return beat
 
         return heartbeat
 

@@ -52,7 +52,7 @@ class SummaryKeeper:
 
     def add(self, sample: pb.RunSample, modes: Mapping[str, str]) -> None:
         """Add a sample. modes: kind of consistency by parameter set."""
-        if not any(worker.pushes for worker in sample.workers):
+        if not sample.workers or (self.is_empty and not any(worker.pushes for worker in sample.workers)):
             return
         point = _point(sample, modes)
         curves = self._summary.curves

@@ -7,7 +7,8 @@ fewer samples, and each of its periods lasts from heartbeat to heartbeat.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from psdist.v1 import scheduler_pb2 as pb
@@ -21,6 +22,8 @@ SAMPLES_KEPT: Final = 300
 #: Limit on the bytes of all kept samples, which are sent in one message. A member's period has some 200 bytes, and more
 #: with many parameter sets or reported numbers. In a large run fewer samples are kept.
 BYTES_KEPT: Final = 16 << 20
+#: A worker's period names the parameter sets that it pushed this recently. The others' rate is 0.
+NAMED_SECONDS: Final = 60.0
 
 
 class _ServerTotals(NamedTuple):
@@ -29,6 +32,43 @@ class _ServerTotals(NamedTuple):
     time: float
     slices_applied: int
     apply_seconds: float
+
+
+@dataclass(slots=True)
+class _WorkerTotals:
+    """A worker's totals, from which its next period is made."""
+
+    #: In its newest heartbeat, and in the last one before the period began. Without pushes.
+    newest: pb.WorkerTotals | None = None
+    before: pb.WorkerTotals | None = None
+    #: All of its pushes by parameter set, and their growth in the period.
+    pushes: dict[str, int] = field(default_factory=dict)
+    grown: dict[str, int] = field(default_factory=dict)
+    #: When the named sets were last pushed.
+    pushed: dict[str, float] = field(default_factory=dict)
+
+    def on_totals(self, totals: pb.WorkerTotals, changed_only: bool, now: float) -> None:
+        """Take the totals of a heartbeat. changed_only: True if they lack the pushes that have not changed."""
+        if self.newest is None and changed_only:  # The first ones were not plausible: the growth is unknown.
+            return
+        if self.newest is not None and _seconds(totals) < _seconds(self.newest):  # A new client.
+            self.before, self.pushes, self.grown = pb.WorkerTotals(), {}, {}
+        for name, count in totals.pushes.items():
+            if name not in self.pushes and len(self.pushes) >= PARAMETERS_MAX:
+                continue
+            grown = count - self.pushes.get(name, 0)
+            if self.newest is not None and grown:
+                self.grown[name] = self.grown.get(name, 0) + (grown if grown > 0 else count)
+                self.pushed[name] = now
+            self.pushes[name] = count
+        totals.ClearField("pushes")
+        self.newest = totals
+
+    def take_pushes(self, now: float) -> dict[str, int]:
+        """Return the pushes of the period, which ends."""
+        self.pushed = {name: at for name, at in self.pushed.items() if at > now - NAMED_SECONDS}
+        grown, self.grown = self.grown, {}
+        return {name: grown.get(name, 0) for name in self.pushed}
 
 
 class SampleHistory:
@@ -41,16 +81,16 @@ class SampleHistory:
         self._bytes = 0
         self._number = 0
         self._due = 0.0
-        #: By member: totals in its last heartbeat before the sample that is being made, and its newest ones.
-        self._workers: dict[str, pb.WorkerTotals] = {}
+        self._workers: dict[str, _WorkerTotals] = {}
+        #: By server: totals in its last heartbeat before the sample that is being made, and its newest ones.
         self._servers: dict[str, _ServerTotals] = {}
-        self._newest_workers: dict[str, pb.WorkerTotals] = {}
         self._newest_servers: dict[str, tuple[float, server_pb2.GetStatisticsResponse]] = {}
 
     def on_heartbeat(self, member_id: str, heartbeat: pb.SessionRequest.Heartbeat, now: float) -> None:
         """Keep the totals of a member's heartbeat for the next sample."""
         if heartbeat.HasField("totals") and (totals := _checked(heartbeat.totals)) is not None:
-            self._newest_workers[member_id] = totals
+            worker = self._workers.setdefault(member_id, _WorkerTotals())
+            worker.on_totals(totals, heartbeat.changed_only, now)
         if heartbeat.HasField("statistics"):
             self._newest_servers[member_id] = now, heartbeat.statistics
 
@@ -59,11 +99,10 @@ class SampleHistory:
         if now < self._due:
             return None
         self._due = now + SAMPLE_SECONDS
-        workers = [self._worker(member_id, totals) for member_id, totals in sorted(self._newest_workers.items())]
+        workers = [_period(member_id, worker, now) for member_id, worker in sorted(self._workers.items())]
         servers = [
             self._server(member_id, at, counted) for member_id, (at, counted) in sorted(self._newest_servers.items())
         ]
-        self._newest_workers.clear()
         self._newest_servers.clear()
         self._number += 1
         sample = pb.RunSample(
@@ -77,7 +116,7 @@ class SampleHistory:
 
     def forget(self, member_id: str) -> None:
         """Forget the totals of a member that is gone: its successor starts from 0."""
-        for table in (self._workers, self._servers, self._newest_workers, self._newest_servers):
+        for table in (self._workers, self._servers, self._newest_servers):
             table.pop(member_id, None)
 
     def after(self, number: int) -> list[pb.RunSample]:
@@ -92,29 +131,6 @@ class SampleHistory:
         while len(self._samples) > SAMPLES_KEPT or (self._bytes > BYTES_KEPT and len(self._samples) > 1):
             self._samples.popleft()
             self._bytes -= self._sizes.popleft()
-
-    def _worker(self, member_id: str, totals: pb.WorkerTotals) -> pb.WorkerSample | None:
-        """Return a worker's period that ends with ``totals``; None for its first ones."""
-        before = self._workers.get(member_id)
-        self._workers[member_id] = totals
-        if before is None:
-            return None
-        if _seconds(totals) < _seconds(before):  # A new client.
-            before = pb.WorkerTotals()
-        sample = pb.WorkerSample(
-            worker_id=member_id,
-            seconds=_seconds(totals) - _seconds(before),
-            pushes=_grown(totals.pushes, before.pushes),
-            traffic=_traffic(totals.traffic, before.traffic),
-            dropped=max(0, totals.dropped - before.dropped),
-            staleness=totals.staleness,
-            reported=totals.reported,
-            reported_step=totals.reported_step,
-            samples_per_second=totals.samples_per_second,
-        )
-        for phase in ("compute_seconds", "push_seconds", "wait_seconds", "pull_seconds"):
-            setattr(sample, phase, max(0.0, getattr(totals, phase) - getattr(before, phase)))
-        return sample
 
     def _server(self, member_id: str, now: float, counted: server_pb2.GetStatisticsResponse) -> pb.ServerSample | None:
         """Return a server's period that ends with these counters; None for its first ones."""
@@ -140,13 +156,31 @@ class SampleHistory:
         )
 
 
+def _period(member_id: str, worker: _WorkerTotals, now: float) -> pb.WorkerSample | None:
+    """Return the period that ends with a worker's newest totals, and begin the next one; None without new totals, and
+    for the first ones."""
+    before, totals = worker.before, worker.newest
+    worker.before = totals
+    if before is None or totals is None or totals is before:
+        return None
+    sample = pb.WorkerSample(
+        worker_id=member_id,
+        seconds=_seconds(totals) - _seconds(before),
+        pushes=worker.take_pushes(now),
+        traffic=_traffic(totals.traffic, before.traffic),
+        dropped=max(0, totals.dropped - before.dropped),
+        staleness=totals.staleness,
+        reported=totals.reported,
+        reported_step=totals.reported_step,
+        samples_per_second=totals.samples_per_second,
+    )
+    for phase in ("compute_seconds", "push_seconds", "wait_seconds", "pull_seconds"):
+        setattr(sample, phase, max(0.0, getattr(totals, phase) - getattr(before, phase)))
+    return sample
+
+
 def _seconds(totals: pb.WorkerTotals) -> float:
     return totals.compute_seconds + totals.push_seconds + totals.wait_seconds + totals.pull_seconds
-
-
-def _grown(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
-    """Return by how much each count has grown."""
-    return {name: count - (old if (old := before.get(name, 0)) <= count else 0) for name, count in now.items()}
 
 
 def _traffic(

@@ -14,6 +14,7 @@ Other reasons for a stalled run, such as a script that never calls, are reported
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -157,10 +158,13 @@ class Deadlocks:
         whole: True to count a partial push as the next one.
         """
         incarnation, activity = self._activities.get(member.worker_id, (0, None))
-        next_push = dict(activity.next).get(parameters) if activity is not None else None
-        if activity is None or next_push is None or incarnation != member.incarnation:
+        if activity is None or incarnation != member.incarnation:
             return None
-        return next_push + (not whole and parameters in activity.partial)
+        # Sorted, and there may be a thousand of them for each of a thousand workers.
+        at = bisect_left(activity.next, (parameters,))
+        if at == len(activity.next) or activity.next[at][0] != parameters:
+            return None
+        return activity.next[at][1] + (not whole and parameters in activity.partial)
 
 
 def _waits_for_all(entry: ParametersEntry) -> bool:

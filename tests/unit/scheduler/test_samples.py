@@ -9,6 +9,7 @@ import pytest
 
 from psdist.monitoring.run_json import sample_json
 from psdist.v1 import scheduler_pb2 as pb
+from psdist.wire.limits import PARAMETERS_MAX
 from psdist_scheduler.activity import samples
 from psdist_scheduler.activity.samples import SampleHistory
 
@@ -77,6 +78,66 @@ def test_a_member_that_starts_again_counts_from_zero() -> None:
     history.on_heartbeat("worker-0", worker(9.0, 0.0, 9), 2.0)
     history.on_tick(2.0, 2.0)
     assert not history.after(2)[0].workers
+
+
+def changes(compute: float, **pushes: int) -> pb.SessionRequest.Heartbeat:
+    totals = pb.WorkerTotals(compute_seconds=compute, pushes=pushes)
+    return pb.SessionRequest.Heartbeat(totals=totals, changed_only=True)
+
+
+def periods(history: SampleHistory) -> list[dict[str, int]]:
+    return [dict(one.pushes) for sample in history.after(0) for one in sample.workers]
+
+
+def test_counts_that_a_heartbeat_lacks_have_not_grown() -> None:
+    history = SampleHistory()
+    beats = [worker(0.0, 0.0, 5), changes(1.0, model=7, other=1), changes(2.0), changes(3.0, model=8)]
+    for time, heartbeat in enumerate(beats):
+        history.on_heartbeat("worker-0", heartbeat, time)
+        history.on_tick(time, time)
+    assert periods(history) == [{"model": 2, "other": 1}, {"model": 0, "other": 0}, {"model": 1, "other": 0}]
+    history.on_heartbeat("worker-0", worker(4.0, 0.0, 9), 4.0)  # A new stream: its first one has all counts.
+    history.on_tick(4.0, 4.0)
+    assert periods(history)[-1] == {"model": 1, "other": 0}
+
+
+def test_growth_of_several_heartbeats_adds_up() -> None:
+    history = SampleHistory()
+    for time, heartbeat in [(0.0, worker(0.0, 0.0, 5)), (1.0, changes(1.0, model=7)), (1.5, changes(2.0, model=8))]:
+        history.on_heartbeat("worker-0", heartbeat, time)
+        history.on_tick(time, time)
+    history.on_tick(2.0, 2.0)
+    assert periods(history) == [{"model": 2}, {"model": 1}]
+
+
+def test_changes_without_their_first_counts_are_no_growth() -> None:
+    history = SampleHistory()
+    first = worker(math.nan, 0.0, 5)
+    for time, heartbeat in enumerate([first, changes(1.0, model=700), changes(2.0, model=701)]):
+        history.on_heartbeat("worker-0", heartbeat, time)
+        history.on_tick(time, time)
+    assert periods(history) == []
+
+
+def test_sets_that_are_not_trained_any_more_are_not_named() -> None:
+    history = SampleHistory()
+    history.on_heartbeat("worker-0", worker(0.0, 0.0, 0), 0.0)
+    history.on_tick(0.0, 0.0)
+    for time in range(1, 63):
+        history.on_heartbeat("worker-0", changes(time, **({"model": 1} if time == 1 else {"other": time})), time)
+        history.on_tick(time, time)
+    named = [set(period) for period in periods(history)]
+    assert named[0] == {"model"} and named[58] == {"model", "other"} and named[-1] == {"other"}
+
+
+def test_a_worker_cannot_name_ever_more_sets() -> None:
+    history = SampleHistory()
+    history.on_heartbeat("worker-0", worker(0.0, 0.0, 0), 0.0)
+    for time in range(3):
+        names = {f"p{time}-{number}": 1 for number in range(PARAMETERS_MAX)}
+        history.on_heartbeat("worker-0", changes(time, **names), time)
+        history.on_tick(time, time)
+    assert max(map(len, periods(history))) <= PARAMETERS_MAX
 
 
 def test_the_first_bytes_count_and_bytes_that_move_to_another_transport_do_not_count_again() -> None:
