@@ -49,6 +49,14 @@ def parse_address(value: str) -> tuple[str, int]:
     return bare, int(port)
 
 
+def split_addresses(value: str) -> list[str]:
+    """Return the addresses of ``host:port,host:port``. Raises ConfigurationError."""
+    each = [part.strip() for part in value.split(",")]
+    for part in each:
+        parse_address(part)
+    return each
+
+
 def format_address(host: str, port: int) -> str:
     """Return ``host:port``, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
@@ -225,7 +233,8 @@ async def reachable_host(host: str, scheduler: str, timeout_seconds: float, on_f
     """
     if not is_wildcard(host):
         return host
-    return own_address(await await_name(parse_address(scheduler)[0], timeout_seconds, on_failure))
+    first = split_addresses(scheduler)[0]
+    return own_address(await await_name(parse_address(first)[0], timeout_seconds, on_failure))
 
 
 async def advertised_address(

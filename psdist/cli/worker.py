@@ -12,7 +12,7 @@ from psdist.cli.target import choose_run
 from psdist.errors import ConfigurationError
 from psdist.launcher.agent import NODE_TITLE, AgentSettings, run_agent
 from psdist.launcher.local import LocalSettings, run_local
-from psdist.settings.config import address_text, check_run_id, find_scheduler
+from psdist.settings.config import check_run_id, find_scheduler, scheduler_text
 from psdist.settings.declarations import flags_of, read
 from psdist.settings.flags import CommandLine, Flag, grouped, integer, one_of, text, torchrun
 from psdist.wire.limits import WORLD_MAX
@@ -51,7 +51,7 @@ def command_line() -> CommandLine:
             *flags_of(AgentSettings),
             *grouped(
                 NODE_TITLE,
-                Flag("--rdzv-endpoint", "as --scheduler", address_text, "", "HOST:PORT",
+                Flag("--rdzv-endpoint", "as --scheduler", scheduler_text, "", "HOST:PORT",
                      variables=torchrun("rdzv-endpoint")),
                 Flag("--master-addr", "as --scheduler, without the port", text, "", "HOST",
                      variables=torchrun("master-addr")),

@@ -101,7 +101,7 @@ async def _ask(request: RankRequest, token: str) -> Place:
 
     try:
         # Resolve the name first: after a failed lookup, gRPC waits up to two minutes before the next one.
-        host, _ = addresses.parse_address(request.scheduler)
+        host, _ = addresses.parse_address(addresses.split_addresses(request.scheduler)[0])
         peers = await addresses.await_name(host, request.timeout_seconds, on_failure)
         silence.reason = ""
         master = addresses.free_address(peers, request.local_address)

@@ -61,13 +61,14 @@ class PeerListener(Listener[pb.PeerFrame]):
         self._waiting: dict[str, tuple[pb.PeerHello, FrameConnection]] = {}
 
     async def open_towards(self, scheduler: str, *, spans_hosts: bool) -> None:
-        """Listen at the address by which this host reaches ``scheduler`` (host:port).
+        """Listen at the address by which this host reaches ``scheduler`` (host:port, or several).
 
         spans_hosts: True if other hosts have workers, which cannot reach a loopback address.
 
         Raises OSError if the scheduler's name does not resolve now.
         """
-        peer = (await addresses.look_up(addresses.parse_address(scheduler)[0]))[0]
+        first = addresses.split_addresses(scheduler)[0]
+        peer = (await addresses.look_up(addresses.parse_address(first)[0]))[0]
         host = addresses.route_source(peer) or addresses.loopback()
         if spans_hosts and addresses.is_loopback(host):
             host = addresses.own_address()

@@ -25,7 +25,7 @@ from typing import Final, Literal, cast, get_args
 from urllib.parse import quote
 
 from psdist.addresses import is_loopback as is_loopback
-from psdist.addresses import loopback
+from psdist.addresses import loopback, split_addresses
 from psdist.addresses import parse_address as parse_address
 from psdist.errors import ConfigurationError, InvalidArgumentError, SchedulerUnreachableError
 from psdist.settings.preflight import require_working_directory
@@ -120,6 +120,12 @@ def devices_text(value: str) -> tuple[str, ...]:
 def address_text(value: str) -> str:
     """Return ``value`` if it is an address; for flags."""
     parse_address(value)
+    return value
+
+
+def scheduler_text(value: str) -> str:
+    """Return ``value`` if it is the address of a scheduler, or those of several, divided by commas; for flags."""
+    split_addresses(value)
     return value
 
 
@@ -298,9 +304,7 @@ def find_scheduler(environ: Mapping[str, str]) -> str:
     address = environ.get("PSDIST_SCHEDULER", "")
     if not address and environ.get("DMLC_PS_ROOT_URI") and environ.get("DMLC_PS_ROOT_PORT"):
         address = f"{environ['DMLC_PS_ROOT_URI']}:{environ['DMLC_PS_ROOT_PORT']}"
-    if address:
-        parse_address(address)
-    return address
+    return scheduler_text(address) if address else ""
 
 
 # --- the client -------------------------------------------------------------------------------------------------------
@@ -319,7 +323,7 @@ def client_settings(
     A scheduler named only by ``PSDIST_SCHEDULER_FILE`` is not resolved here, since that may take long.
     """
     if scheduler:
-        parse_address(scheduler)
+        scheduler_text(scheduler)
     chosen_run = run_id or environ.get("PSDIST_RUN_ID", "")
     rank = _integer(environ, ("RANK", "DMLC_WORKER_ID"), 0)
     world_size = _integer(environ, ("WORLD_SIZE", "DMLC_NUM_WORKER"), 1)

@@ -22,7 +22,8 @@ NEVER_CONNECTED: Final = 65
 #: A worker joined (or rejoined) after training that it cannot join had begun. It is not restarted; the others continue
 #: without it.
 LATE: Final = 66
-#: No scheduler answers, an address cannot be bound, or the storage of the snapshots cannot be read or written.
+#: No scheduler answers, an address cannot be bound, or the storage of the snapshots, or the scheduler's store, cannot
+#: be read or written, as by a scheduler that does not lead its run any more.
 UNAVAILABLE: Final = 69
 #: The state of a dead server is lost, no snapshot can be loaded, the scheduler's record of the run is gone, or servers
 #: or the scheduler keep dying. A fenced server ends with it too.
@@ -107,7 +108,8 @@ TABLE: Final = (
     ExitStatus(
         UNAVAILABLE,
         ("scheduler", "server", "script", "launcher", "command"),
-        "no scheduler answers, an address cannot be bound, or the storage or the store cannot be read or written",
+        "no scheduler answers, an address cannot be bound, or the storage or the store cannot be read or written; of a "
+        "scheduler with a store in etcd also: it does not lead its run any more",
         "check that the scheduler runs and that its address is right, or fix the cause that the message names; then "
         "restart it",
     ),

@@ -32,6 +32,7 @@ from psdist.settings.config import (
     find_scheduler,
     find_token,
     is_loopback,
+    scheduler_text,
     storage_text,
     store_location,
 )
@@ -88,7 +89,9 @@ def storage_path_setting(default_text: str) -> Any:
 
 def scheduler_setting() -> Any:
     """Declare the scheduler's address."""
-    return setting("the scheduler", address_text, "", "HOST:PORT")
+    return setting(
+        "the scheduler; with a standby the addresses of both, divided by a comma", scheduler_text, "", "HOST:PORT"
+    )
 
 
 def scheduler_file_setting(group: str = "") -> Any:

@@ -37,36 +37,64 @@ FIND_SCHEDULER: Final = (
     "PSDIST_SCHEDULER=HOST:PORT"
 )
 _LEAVE_SECONDS: Final = 1.0
+#: Shortest time for which one of several places is tried.
+_PLACE_SECONDS: Final = 0.25
 #: Timeout of the first attempt to register. Each further attempt gets as much more, because a machine may be slow.
 _REGISTER_SECONDS: Final = 5.0
 
 
 class MemberConnection:
-    """Channel to the scheduler at ``address``.
+    """Channel to the scheduler, which is at one of ``places``: HOST:PORT, several divided by commas.
+
+    After a call that nobody answered the next place is tried: a standby listens only once it leads.
 
     source: origin of the address, for messages.
     rng: randomness for pauses between attempts.
     """
 
-    def __init__(self, address: str, source: str, token: str, rng: Random) -> None:
-        self.address = address
+    def __init__(self, places: str, source: str, token: str, rng: Random) -> None:
+        self._places = addresses.split_addresses(places)
+        self._place = 0
+        self._tried = -_PLACE_SECONDS
         self.rng = rng
         self.metadata = auth.metadata(token)
-        self.peer = f"the scheduler at {address}"
         self._source = source
         #: Ping the scheduler after this much silence. Set to the run's lease once it is known.
         self.silence_seconds = limits.KEEPALIVE_SECONDS
-        self._open()
+        #: Methods of the scheduler. They call the one that is current then.
+        self.stub: Any = _Methods(self._current_stub)
+        #: Channel and stub of each place that has been tried.
+        self._opened: dict[str, tuple[grpc.aio.Channel, Any]] = {}
 
-    def _open(self) -> None:
-        self._channel = channels.open_channel(self.address, limits.CONTROL_MESSAGE_BYTES, self.silence_seconds)
-        self.stub: Any = scheduler_pb2_grpc.SchedulerServiceStub(self._channel)
+    @property
+    def address(self) -> str:
+        """Address of the scheduler that is called now."""
+        return self._places[self._place]
+
+    @property
+    def peer(self) -> str:
+        """The scheduler, for messages."""
+        return f"the scheduler at {self.address}"
+
+    def _current_stub(self) -> Any:
+        if self.address not in self._opened:
+            channel = channels.open_channel(self.address, limits.CONTROL_MESSAGE_BYTES, self.silence_seconds)
+            self._opened[self.address] = channel, scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        return self._opened[self.address][1]
+
+    def _try_next(self) -> None:
+        """Go to the next place, if this one has had its time: several calls may fail together."""
+        now = asyncio.get_running_loop().time()
+        if now - self._tried >= _PLACE_SECONDS:
+            self._tried, self._place = now, (self._place + 1) % len(self._places)
 
     def error(self, failure: grpc.aio.AioRpcError) -> PsdistError:
         """Return the error for a failed call: SchedulerUnreachableError if another attempt may succeed."""
         error = status.from_call(failure, self.peer)
         if isinstance(error, ServerUnreachableError):
-            return SchedulerUnreachableError(error.message, address=self.address)
+            unreachable = SchedulerUnreachableError(error.message, address=self.address)
+            self._try_next()
+            return unreachable
         return error
 
     async def call(self, method: Any, request: Any, timeout: float | None = None) -> Any:
@@ -110,6 +138,13 @@ class MemberConnection:
 
         Raises ServerUnreachableError, or SchedulerUnreachableError if the address belongs to something else.
         """
+        try:
+            return await self._register_here(request, timeout)
+        except ServerUnreachableError:
+            self._try_next()
+            raise
+
+    async def _register_here(self, request: pb.RegisterRequest, timeout: float) -> pb.RegisterResponse:
         await self._await_name(timeout)
         request.protocol_version, request.host, request.pid = limits.PROTOCOL_VERSION, socket.gethostname(), os.getpid()
         try:
@@ -127,9 +162,8 @@ class MemberConnection:
             passing = isinstance(error, WaitTimeoutError | ClosedError)
             raise ServerUnreachableError(error.message) if passing else error from None
         if response.silence_seconds and response.silence_seconds != self.silence_seconds:
-            before, self.silence_seconds = self._channel, response.silence_seconds
-            self._open()
-            await before.close()
+            self.silence_seconds = response.silence_seconds
+            await self.close()  # The next call opens a channel with this limit.
         return response
 
     async def _await_name(self, timeout: float) -> None:
@@ -148,8 +182,8 @@ class MemberConnection:
     def unreachable(self, timeout: float, attempts: int, last: str) -> SchedulerUnreachableError:
         """Return the error for no answer in ``timeout`` seconds. last: result of the last attempt."""
         return SchedulerUnreachableError(
-            f"no scheduler answered at {self.address} (from {self._source}) in {timeout:.3g} s and {attempts} attempts"
-            f"; the last one: {last}. {FIND_SCHEDULER}",
+            f"no scheduler answered at {', '.join(self._places)} (from {self._source}) in {timeout:.3g} s and "
+            f"{attempts} attempts; the last one: {last}. {FIND_SCHEDULER}",
             address=self.address,
             attempts=attempts,
         )
@@ -160,8 +194,20 @@ class MemberConnection:
         await self.call(self.stub.Leave, request, timeout=_LEAVE_SECONDS)
 
     async def close(self) -> None:
-        """Close the channel."""
-        await self._channel.close()
+        """Close all channels."""
+        opened, self._opened = self._opened, {}
+        for channel, _ in opened.values():
+            await channel.close()
+
+
+class _Methods:
+    """Methods of a stub that is looked up when they are called. stub: returns it."""
+
+    def __init__(self, stub: Callable[[], Any]) -> None:
+        self._stub = stub
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *args, **options: getattr(self._stub(), name)(*args, **options)
 
 
 def is_cancelled() -> bool:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from typing import Any
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Final
 
+from psdist.addresses import split_addresses
 from psdist.v1 import scheduler_pb2_grpc
 from psdist.wire import auth, limits
 from psdist.wire.channels import open_channel
 
+#: Time for one of several places to answer.
+_ANSWER_SECONDS: Final = 1.0
+
 
 @asynccontextmanager
 async def scheduler_at(address: str, token: str) -> AsyncIterator[Callable[..., Any]]:
-    """Yield ``call(method, request, timeout=None, wait_for_ready=False)``, which starts a call with ``token`` and
+    """Connect to the scheduler at ``address`` (HOST:PORT; of several the first that answers).
+
+    Yield ``call(method, request, timeout=None, wait_for_ready=False)``, which starts a call with ``token`` and
     returns an awaitable or a stream of answers. Both raise grpc.aio.AioRpcError. A call that waits connects until its
     timeout; otherwise the first failed attempt ends it."""
     metadata = auth.metadata(token)
-    async with open_channel(address, limits.CONTROL_MESSAGE_BYTES) as channel:
+    async with open_channel(await _answering(address), limits.CONTROL_MESSAGE_BYTES) as channel:
         stub: Any = scheduler_pb2_grpc.SchedulerServiceStub(channel)
 
         def call(method: str, request: Any, timeout: float | None = None, wait_for_ready: bool = False) -> Any:
@@ -25,6 +32,19 @@ async def scheduler_at(address: str, token: str) -> AsyncIterator[Callable[..., 
             return start(request, metadata=metadata, timeout=timeout, wait_for_ready=wait_for_ready)
 
         yield call
+
+
+async def _answering(address: str) -> str:
+    """Return the first of several places where a scheduler listens: a standby listens only once it leads. Without one,
+    the last."""
+    *others, last = split_addresses(address)
+    for place in others:
+        async with open_channel(place, limits.CONTROL_MESSAGE_BYTES) as channel:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_ANSWER_SECONDS):
+                    await channel.channel_ready()
+                    return place
+    return last
 
 
 async def last_answer(stream: AsyncIterator[Any], on_answer: Callable[[Any], None]) -> Any:

@@ -24,7 +24,7 @@ import uvloop
 from grpc_health.v1 import health
 
 from psdist import addresses, logs, loop_monitor
-from psdist.errors import ConfigurationError, PsdistError, StorageError
+from psdist.errors import ConfigurationError, LeadershipLostError, PsdistError, StorageError
 from psdist.monitoring.dashboard_link import require_dashboard
 from psdist.settings import exit_codes, signals
 from psdist.settings.config import is_loopback
@@ -201,7 +201,8 @@ async def _until_the_end(settings: SchedulerSettings, scheduler: Scheduler, addr
     for failure in failures:
         logger.error("the scheduler exits because it cannot continue safely: %s", failure, exc_info=failure)
     if failures:
-        return exit_codes.INFRASTRUCTURE
+        deposed = any(isinstance(failure, LeadershipLostError) for failure in failures)
+        return exit_codes.UNAVAILABLE if deposed else exit_codes.INFRASTRUCTURE
     return exit_codes.OK if lost is None else exit_codes.status_of_ended_run(lost)
 
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import grpc
 import pytest
 
 from psdist.addresses import free_port
+from psdist_scheduler.stores.etcd_client import EtcdClient
 
 #: Heartbeats and elections of the members, in milliseconds: etcd's defaults suit a network and a busy disk.
 _TIMES = ("--heartbeat-interval", "100", "--election-timeout", "1000")
@@ -53,10 +53,11 @@ class Etcd:
         self.processes[number] = self._start(number)
 
     def await_ready(self) -> None:
-        """Return once all members accept connections."""
+        """Return once all members know the leader of the cluster."""
         for endpoint in self.endpoints:
-            with grpc.insecure_channel(endpoint, options=[("grpc.enable_http_proxy", 0)]) as channel:
-                grpc.channel_ready_future(channel).result(60)
+            client = EtcdClient([endpoint])
+            client.get(b"ready", 60.0)
+            client.close()
 
     def stop(self) -> None:
         """End all members."""

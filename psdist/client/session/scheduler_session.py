@@ -206,7 +206,7 @@ class WorkerSession:
                 self._broken = False
             return SchedulerUnreachableError(f"{self.calls.peer} ended the session")
         except grpc.aio.AioRpcError as failure:
-            return status.from_call(failure, self.calls.peer)
+            return self.calls.error(failure)
         except PsdistError as error:  # A map that cannot be read, or the end of this incarnation.
             return error
         except asyncio.CancelledError:
