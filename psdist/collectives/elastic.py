@@ -30,6 +30,7 @@ from psdist.errors import (
     CollectiveMismatchError,
     ExcludedError,
     FencedError,
+    LateWorkerError,
     LimitExceededError,
     PeerUnreachableError,
     WaitTimeoutError,
@@ -157,13 +158,17 @@ class ElasticSteps:
         """
         while self._group is not None:
             try:
-                await self._group.barrier()
-                await self._group.finish()
+                await self._close_once(self._group)
+            except (*_LEFT_OUT, LateWorkerError):  # The others have completed their work.
                 self._group = None
-            except _LEFT_OUT:
-                self._group = None
-            except _LOST:
-                await self._regroup()
+
+    async def _close_once(self, group: AsyncWorkerGroup) -> None:
+        try:
+            await group.barrier()
+            await group.finish()
+            self._group = None
+        except _LOST:
+            await self._regroup()
 
     # --- changes of the group -----------------------------------------------------------------------------------------
 

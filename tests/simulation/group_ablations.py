@@ -16,6 +16,7 @@ from psdist_scheduler.members import formations
 from psdist_scheduler.members.formations import GroupFormations
 from tests.simulation import groups
 from tests.simulation.ablations import Ablation, Put, noted_in, search
+from tests.simulation.group_options import END
 
 #: Number of seeds within which an ablation must be caught.
 SEEDS = 300
@@ -116,3 +117,8 @@ def _adopted_is_known(put: Put) -> None:
 @_ablation("too few members take in new workers", **_KILLS | {"think_seconds": 0.01}, steps=True, workers=2, size_min=2)
 def _few_stay_alone(put: Put) -> None:
     put(formations, "_takes_in", lambda former, needed: all(asking.event.admits for asking in former))
+
+
+@_ablation("workers do not wait for others that have ended", faults=(END, "kill and start again"), fault_count=5)
+def _ended_are_awaited(put: Put) -> None:
+    put(GroupFormations, "_never_forms", lambda *_: None)

@@ -11,6 +11,9 @@ FAULTS: Final = (
     "cut one direction", "restart scheduler", "join", "other call", "time limit", "give up", "cut from scheduler",
 )  # fmt: skip
 
+#: Fault of some runs besides those that are drawn: a script ends, without ``finish``.
+END: Final = "end of script"
+_ENDING: Final = 0.15
 _SHORTEST_DELAY: Final = (0.0001, 0.0005)
 #: Seconds of faults in runs whose workers make a thousand calls in a second.
 _BUSY_SECONDS: Final = 0.5
@@ -58,5 +61,7 @@ def draw(seed: int) -> GroupOptions:
         pairs=rng.random() < 0.4,
         steps=rng.random() < 0.4,
     )
+    if random.Random(f"{seed}/end").random() < _ENDING:  # Apart, so that older seeds keep their course.
+        drawn = replace(drawn, faults=(*drawn.faults, END))
     is_busy = not drawn.think_seconds and drawn.delay == _SHORTEST_DELAY
     return replace(drawn, fault_seconds=_BUSY_SECONDS) if is_busy else drawn

@@ -6,9 +6,9 @@ group and a number. After an error they reconfigure the group, and join it again
 
 Checked: A call that returns a result has exactly the reduction over the members of its group. All members of an epoch
 know the same members. An error names a rank that a fault has hit. Memory of a failed call is not written to again, and
-later values in it reach
-nobody. Once the faults are over, all live workers are in one group, and make calls
-in it. Nothing is left over of groups and links that have ended.
+later values in it reach nobody. Once the faults are over, all live workers are in one group, and make calls in it. If
+others have ended their scripts, so that too few can come for a group, they end with an error that says so. Nothing is
+left over of groups and links that have ended.
 """
 
 from __future__ import annotations
@@ -26,10 +26,6 @@ import numpy as np
 from psdist.client.session.membership import WorkerMembership
 from psdist.client.session.registration import Registration
 from psdist.client.session.wait_tracker import WaitTracker
-from psdist.collectives import calls as plans_of_calls
-from psdist.collectives import data_route, liveness
-from psdist.collectives import mesh as meshes
-from psdist.collectives.core import plan as plans
 from psdist.collectives.group import AsyncWorkerGroup
 from psdist.collectives.workers import AsyncCollectives
 from psdist.errors import (
@@ -37,22 +33,25 @@ from psdist.errors import (
     CollectiveMismatchError,
     ExcludedError,
     FencedError,
+    LateWorkerError,
     PsdistError,
     WaitTimeoutError,
+    WorkerLeftError,
     WorkerLostError,
 )
 from psdist.types import ClusterMap, WorkerEntry
 from psdist.v1 import scheduler_pb2 as pb
 from psdist_scheduler import messages
 from psdist_scheduler.events.cluster_state import ClusterSettings, Member
-from psdist_scheduler.members.formations import GroupFormations
+from psdist_scheduler.members.formations import RETURN_SECONDS, GroupFormations
 from psdist_scheduler.members.membership import Membership
-from tests.simulation.environment import RunLoop, running
+from tests.simulation import group_stand_ins
+from tests.simulation.environment import RunLoop
 from tests.simulation.group_calls import KINDS, SIZES, data_of, expected_result, make_call
-from tests.simulation.group_options import GroupOptions, draw
+from tests.simulation.group_options import END, GroupOptions, draw
 from tests.simulation.group_requests import LossyCalls
 from tests.simulation.loop import Deadlock, Failed, Node, TooLong
-from tests.simulation.peer_links import PeerNetwork, SimListener, SimPeerLink
+from tests.simulation.peer_links import PeerNetwork, SimListener
 from tests.simulation.scenario import Result, tear_down
 
 #: Virtual seconds within which all live workers make calls in one group, once all faults are over.
@@ -77,14 +76,14 @@ def run(seed: int, options: GroupOptions | None = None, *, trace: bool = False) 
     started = time.process_time()
     loop = RunLoop(options.stream("schedule"), options.handle_seconds)
     loop.lines = [] if trace else None
-    undo = _install()
+    undo = group_stand_ins.install()
     from tests.simulation.group_steps import StepWorld  # It imports this module.
 
     world = (StepWorld if options.steps else GroupWorld)(loop, options)
     violations: list[str] = []
     begun = loop.time()
     try:
-        loop.run(world.main(), options.fault_seconds + 10 + 2 * CONVERGE_SECONDS)
+        loop.run(world.main(), options.fault_seconds + 10 + 2 * world.converge_seconds)
     except (Deadlock, TooLong) as error:
         violations.append(f"no end: {error}; {world.state()}")
     except Failed:
@@ -102,44 +101,8 @@ def run(seed: int, options: GroupOptions | None = None, *, trace: bool = False) 
     return result
 
 
-def _install() -> Any:
-    """Replace links and calls to the system. Arrays of a hundred elements travel as large ones do."""
-    stands = [
-        (meshes, "PeerLink", SimPeerLink), (meshes, "os", SimpleNamespace(getpid=_pid)),
-        (meshes, "process_state", _Processes), (liveness, "process_state", _Processes),
-        (data_route, "are_on_one_host", lambda members: False),
-        (plans, "PART_BYTES", 64), (plans, "EAGER_BYTES", 32), (plans_of_calls, "EAGER_BYTES", 32),
-    ]  # fmt: skip
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in stands]
-    for owner, name, value in stands:
-        setattr(owner, name, value)
-
-    def undo() -> None:
-        for owner, name, value in before:
-            setattr(owner, name, value)
-
-    return undo
-
-
-def _pid() -> int:
-    return int(running().current().name.rpartition("/")[2])
-
-
 async def _no_stop() -> None:
     """Stand-in for ``WorkerSession.outlast_stop``: workers of these runs are not asked to end."""
-
-
-class _Processes:
-    """Stand-in for ``psdist.link.process_state``: two processes of a host know each other's state."""
-
-    @staticmethod
-    def own_scope() -> str:
-        return running().current().host
-
-    @staticmethod
-    def is_stopped(pid: int) -> bool:
-        node: Node = running().nodes_by_pid[pid]  # type: ignore[attr-defined]  # set by the run
-        return node.paused or node.dead
 
 
 @dataclass(eq=False)
@@ -155,6 +118,8 @@ class _Life:
     group: AsyncWorkerGroup | None = None
     #: Results since the faults ended.
     calls_at_end: int = 0
+    #: True if its script has ended, and the scheduler knows it.
+    has_left: bool = False
     #: True if it makes a call that the others do not make, gives its next call up, or limits its time.
     odd: str = ""
 
@@ -173,6 +138,7 @@ class GroupWorld:
         self.counts: Counter[str] = Counter()
         self.lives: list[_Life] = []
         self.is_healed = False
+        self.converge_seconds = CONVERGE_SECONDS + (RETURN_SECONDS if END in options.faults else 0.0)
         self._rng = options.stream("world")
         self._settings = ClusterSettings("run")
         self._members = Membership(self._settings, (), loop.time())
@@ -214,7 +180,7 @@ class GroupWorld:
             await self._strike(nemesis.choice(self.options.faults), nemesis)
             await self.loop.after(nemesis.random() * self.options.fault_seconds / max(1, self.options.fault_count))
         self._heal()
-        until = self.loop.time() + CONVERGE_SECONDS
+        until = self.loop.time() + self.converge_seconds
         while not self._has_converged():
             if self.loop.time() > until:
                 self.violations.append(f"no calls of all workers in one group: {self.state()}")
@@ -303,7 +269,22 @@ class GroupWorld:
         )  # fmt: skip
         life.collectives = AsyncCollectives(session)
         self.loop.create_task(self._beat(life), context=life.node.context)
-        await self.work(life)
+        try:
+            await self.work(life)
+        except (LateWorkerError, WorkerLeftError) as error:
+            self._judge(life, error)
+            self.loop.call_later(0.0, self._end, life, "failed", context=self.loop.world.context)
+
+    def _end(self, life: _Life, reason: str = "closed") -> None:
+        """End a worker's script and its process. The scheduler learns of it if the worker reaches it."""
+        life.has_left = self.is_reachable(life) and self._members.is_live(
+            life.member.member_id, life.member.incarnation
+        )
+        if life.has_left:
+            self._members.leave(life.member.member_id, reason, self.loop.time())
+            self._publish()
+        self.loop.crash(life.node)
+        self.network.on_crash(life.node)
 
     async def work(self, life: _Life) -> None:
         """Make calls, forever."""
@@ -448,6 +429,9 @@ class GroupWorld:
                 assert life.group is not None
                 if ("g", life.group.epoch) not in self._odd:
                     self.violations.append(f"{life.member}: {error} without a cause")
+            case LateWorkerError() | WorkerLeftError():
+                if self._could_come() >= max(self.options.workers, self.options.size_min):
+                    self.violations.append(f"{life.member}: {error}, and enough workers can come")
             case ExcludedError() | FencedError():
                 if life.member.member_id not in struck:
                     self.violations.append(f"{life.member}: {error}, and no fault has hit it")
@@ -475,6 +459,9 @@ class GroupWorld:
                 if kind != "kill":
                     await self.loop.after(rng.choice((0.01, 0.5)))
                     self.start(victim.member.rank)
+            case "end of script":
+                self._hit(victim)
+                self._end(victim)
             case "freeze" | "freeze briefly":
                 self._hit(victim)
                 self.loop.pause(victim.node)
@@ -543,12 +530,18 @@ class GroupWorld:
     def _has_converged(self) -> bool:
         live = [life for life in self.lives if life.is_live]
         if len(live) < self.options.size_min:
-            return True
+            return not live or self._could_come() >= self.options.size_min
         if len(live) < self.options.workers and all(life.group is None for life in live):
-            return True  # A first group, also after the loss of all members, needs as many workers as the run had.
+            # A first group, also after the loss of all members, needs as many workers as the run had.
+            return not live or self._could_come() >= self.options.workers
         epochs = {life.group.epoch if life.group is not None else -1 for life in live}
         sizes = {life.group.size for life in live if life.group is not None}
         return len(epochs) == 1 and sizes == {len(live)} and all(life.calls_at_end >= _CALLS_AT_END for life in live)
+
+    def _could_come(self) -> int:
+        """Return how many workers a group could have if launchers start all again that were killed."""
+        newest = {life.member.rank: life for life in self.lives}
+        return sum(not life.has_left for life in newest.values())
 
     def _check_leftovers(self) -> None:
         for life in self.lives:

@@ -12,6 +12,9 @@ Nothing is durable. After a restart of the scheduler, requests name the group of
 about waiting workers. A group that an earlier scheduler formed may have a successor already, unknown to this one. So
 live members are then waited for even if others cannot reach them, and a first group needs all live workers.
 
+A group may lack workers whose scripts have ended, and which nobody starts again. If the others are too few without
+them, and ``RETURN_SECONDS`` have passed, nobody waits any longer.
+
 Invariants: Each epoch of a name has one list of members. Its members were live, and had asked for it. A worker that was
 left out learns of it when it asks, and may join again.
 """
@@ -22,7 +25,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from psdist.errors import ExcludedError, InvalidArgumentError, LateWorkerError, LimitExceededError
+from psdist.errors import (
+    ExcludedError,
+    InvalidArgumentError,
+    LateWorkerError,
+    LimitExceededError,
+    PsdistError,
+    WorkerLeftError,
+)
 from psdist.types import WorkerEntry, check_name
 from psdist.wire.limits import GROUP_NAMES_MAX, MEMBERS_MAX
 from psdist_scheduler.events.cluster_events import Answer, Effect
@@ -34,6 +44,8 @@ from psdist_scheduler.members.membership import Membership
 GRACE_SECONDS: Final = 0.1
 #: Time after which a worker that asks no more does not count as waiting.
 _ABSENT_SECONDS: Final = 5.0
+#: Time after the last worker's end, and after the last registration, in which workers that have ended may start again.
+RETURN_SECONDS: Final = 30.0
 
 #: Ticket of a member that has left the group.
 _LEFT: Final = -1
@@ -85,7 +97,8 @@ class GroupFormations:
     def form(self, event: FormGroup, worker: Member, now: float) -> list[Effect]:
         """Process a worker's request.
 
-        Raises ExcludedError, LateWorkerError, InvalidNameError, InvalidArgumentError, LimitExceededError.
+        Raises ExcludedError, LateWorkerError, WorkerLeftError, InvalidNameError, InvalidArgumentError and
+        LimitExceededError.
         """
         formation = self._formation_of(event)
         identity = worker.identity
@@ -95,10 +108,17 @@ class GroupFormations:
             formation.tickets[identity] = _LEFT
         elif event.ticket and not formation.is_answer(event, identity):
             self._note(formation, _Asking(worker, event, now), identity)
-        waiting_for = self._advance(formation, now)
+        waiting_for, needed = self._advance(formation, now)
         formed = bool(event.ticket) and formation.is_answer(event, identity)
         if not formed and event.ticket and event.epoch and event.epoch < formation.epoch:
             raise _excluded(event, worker)
+        if (
+            not event.finishes
+            and identity in formation.asking
+            and (error := self._never_forms(formation, needed, event, now))
+        ):
+            del formation.asking[identity]
+            raise error
         waiting = [asking for asking in formation.asking.values() if not asking.event.epoch]
         standing = GroupStanding(
             formation.epoch, formation.members, formed, "" if formed else waiting_for, len(waiting)
@@ -153,8 +173,9 @@ class GroupFormations:
         if before is None or before.event.unreachable != event.unreachable:
             formation.changed = asking.heard
 
-    def _advance(self, formation: _Formation, now: float) -> str:
-        """Form the next group if it is time. Returns the reason if not."""
+    def _advance(self, formation: _Formation, now: float) -> tuple[str, int]:
+        """Form the next group if it is time. Returns the reason if not, and how many workers it needs if it has too
+        few."""
         self._drop_absent(formation, now)
         former = [asking for asking in formation.asking.values() if asking.event.epoch]
         joining = [asking for asking in formation.asking.values() if not asking.event.epoch]
@@ -166,15 +187,34 @@ class GroupFormations:
                 needed = max(needed, len(self._members.workers))
         else:
             if waiting_for := self._missing(formation, expected, former, now):
-                return waiting_for
+                return waiting_for, 0
             chosen = _reachable(former)
             needed = max(asking.event.size_min for asking in chosen)
             chosen += joining if _takes_in(chosen, needed) else []
         if len(chosen) < needed:
-            return f"for {needed - len(chosen)} of {needed} workers"
+            ended = f"; {name_some(self._done)} ended" if self._members.demand.workers_to_come < needed else ""
+            return f"for {needed - len(chosen)} of {needed} workers{ended}", needed
         if chosen:
             self._form(formation, chosen)
-        return ""
+        return "", 0
+
+    @property
+    def _done(self) -> list[Member]:
+        return self._members.demand.workers_done
+
+    def _never_forms(self, formation: _Formation, needed: int, event: FormGroup, now: float) -> PsdistError | None:
+        """Return an error if too few of ``needed`` workers can come for the next group, since others have ended."""
+        group = f"group {event.name!r}"
+        if needed and event.epoch and formation.is_over:
+            return LateWorkerError(f"the other members of {group} have completed their work, and {needed} are needed")
+        quiet = now - max(self._members.last_done, self._members.last_joined)
+        can_come = self._members.demand.workers_to_come
+        if can_come >= needed or quiet < RETURN_SECONDS:
+            return None
+        text = f"{group} needs {needed} workers, and {can_come} can come: {name_some(self._done)} ended"
+        if formation.epoch and not event.epoch:
+            return LateWorkerError(f"{text}, and no member is left. To train again, start all workers again")
+        return WorkerLeftError(f"{text}. Let each worker stay until the others have no more calls, or lower the size")
 
     def _drop_absent(self, formation: _Formation, now: float) -> None:
         formation.asking = {

@@ -261,6 +261,12 @@ class Demand:
         """Ranks of the live workers, and of those that left when their work was done."""
         return [worker.rank for worker in (*self._members.workers, *self.workers_done)]
 
+    @property
+    def workers_to_come(self) -> int:
+        """Number of workers that are live, or that a launcher starts: none of those whose work was done."""
+        wanted = {*range(self.workers_min), *range(self.first_rank, self.first_rank + self.workers_wanted)}
+        return len(self._members.workers) + len(wanted.difference(self.ranks_in_service))
+
     def shortage(self, begun: bool = False, servers: int | None = None, workers: int | None = None) -> str:
         """Return the missing members as text that begins with "for"; empty if none are missing.
 

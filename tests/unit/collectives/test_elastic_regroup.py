@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from psdist.collectives.elastic import ElasticSteps, StepArrays
-from psdist.errors import ExcludedError, LimitExceededError
+from psdist.errors import ClosedError, ExcludedError, LateWorkerError, LimitExceededError, WorkerLostError
 
 
 class Meeting:
@@ -141,3 +141,22 @@ async def test_a_worker_that_cannot_load_the_state_ends_the_group() -> None:
         await joining.steps.start()
     assert group.is_closed and joining.steps.step == 0, "the others would wait for it"
     await ahead
+
+
+async def test_the_training_is_closed_if_the_others_have_completed_it() -> None:
+    meeting = Meeting()
+
+    class Last(Group):
+        """Group whose other member has finished it and has left."""
+
+        async def barrier(self) -> None:
+            raise WorkerLostError("rank 1 is gone", rank=1)
+
+        async def reconfigure(self, *, admit: bool) -> Any:
+            raise LateWorkerError("the other members have completed their work")
+
+    steps = ElasticSteps(Last(meeting, 0).joined, Worker(0, [meeting, meeting], 0))
+    steps._group = Last(meeting, 0)  # type: ignore[assignment]
+    await steps.close()
+    with pytest.raises(ClosedError):
+        steps.group  # noqa: B018 - a property that raises

@@ -4,31 +4,39 @@ from __future__ import annotations
 
 import pytest
 
-from psdist.errors import ExcludedError, LateWorkerError
+from psdist.errors import ExcludedError, LateWorkerError, WorkerLeftError
 from psdist.types import WorkerEntry
 from psdist_scheduler.events.cluster_state import ClusterSettings, Member
 from psdist_scheduler.events.worker_events import Caller, FormGroup, GroupStanding
-from psdist_scheduler.members.formations import GRACE_SECONDS, GroupFormations
+from psdist_scheduler.members.formations import GRACE_SECONDS, RETURN_SECONDS, GroupFormations
 from psdist_scheduler.members.membership import Membership
 
 
 class Run:
-    """Workers that ask for groups named "g". size_min: of these groups."""
+    """Workers that ask for groups named "g".
 
-    def __init__(self, workers: int, size_min: int = 1) -> None:
-        self.size_min = size_min
+    size_min: of these groups.
+    world: workers that the run was started with.
+    """
+
+    def __init__(self, workers: int, size_min: int = 1, world: int = 8) -> None:
+        self.size_min, self.world = size_min, world
         self.members = Membership(ClusterSettings("run"), (), 0.0)
         self.formations = GroupFormations(self.members)
         self.workers = [self.register(rank) for rank in range(workers)]
         self._standing = GroupStanding(0, (), False, "", 0)
 
     def register(self, rank: int, incarnation: int = 1) -> Member:
-        worker = Member(f"worker-{rank}", "worker", incarnation, rank, 8, f"host:{rank}")
+        worker = Member(f"worker-{rank}", "worker", incarnation, rank, self.world, f"host:{rank}")
         self.members.add(worker, 0.0)
         return worker
 
     def lose(self, worker: Member) -> None:
         self.members.lose(worker.member_id, "killed", 0.0)
+
+    def end(self, worker: Member, reason: str = "closed") -> None:
+        """End a worker's script, without ``finish``."""
+        self.members.leave(worker.member_id, reason, 0.0)
 
     def ask(
         self, worker: Member, now: float = 1.0, *, group: GroupStanding | None = None, admits: bool = False,
@@ -129,3 +137,55 @@ def test_a_restarted_scheduler_learns_that_the_work_of_a_group_is_complete() -> 
         assert not run.ask(worker, group=group, finishes=True).formed
     with pytest.raises(LateWorkerError):
         run.ask(run.register(2))
+
+
+def test_a_restarted_worker_does_not_wait_for_members_that_have_ended() -> None:
+    run = Run(3, world=3)
+    run.first()
+    run.lose(run.workers[2])
+    again = run.register(2, incarnation=2)
+    for worker in run.workers[:2]:
+        run.end(worker)
+    waiting = run.ask(again, size=3).waiting_for
+    assert waiting == "for 2 of 3 workers; worker-0 (rank 0), worker-1 (rank 1) ended"
+    assert not run.ask(again, RETURN_SECONDS - 0.1, size=3).formed, "they may start again"
+    with pytest.raises(LateWorkerError, match=r"'g' needs 3 workers, and 1 can come: worker-0 .*, worker-1 .* ended"):
+        run.ask(again, RETURN_SECONDS, size=3)
+    for worker in (run.register(0, incarnation=2), run.register(1, incarnation=2), again):
+        standing = run.ask(worker, RETURN_SECONDS + 0.1, size=3)
+    assert standing.formed and ranks(standing.members) == [0, 1, 2], "all of them started again"
+
+
+def test_a_first_group_does_not_wait_for_workers_that_have_ended_without_it() -> None:
+    run = Run(2, world=2)
+    run.ask(run.workers[0], size=2)
+    run.end(run.workers[1])
+    with pytest.raises(WorkerLeftError, match=r"needs 2 workers, and 1 can come: worker-1 .* ended\. Let each"):
+        run.ask(run.workers[0], RETURN_SECONDS, size=2)
+
+
+def test_the_last_members_do_not_wait_for_others_that_have_ended() -> None:
+    run = Run(2, size_min=2, world=2)
+    group = run.first()
+    run.end(run.workers[1])
+    assert not run.ask(run.workers[0], group=group).formed
+    with pytest.raises(WorkerLeftError, match="needs 2 workers, and 1 can come"):
+        run.ask(run.workers[0], RETURN_SECONDS, group=group)
+
+
+@pytest.mark.parametrize("reason", ["failed", "stopped"])
+def test_workers_that_are_started_again_are_waited_for(reason: str) -> None:
+    run = Run(2, world=2)
+    run.first()
+    for worker in run.workers:
+        run.end(worker, reason)
+    assert run.ask(run.register(1, incarnation=2), 100.0, size=2).waiting_for == "for 1 of 2 workers"
+
+
+def test_too_few_members_learn_that_the_others_have_completed_the_work() -> None:
+    run = Run(2, size_min=2, world=2)
+    group = run.first()
+    run.ask(run.workers[1], group=group, finishes=True)
+    with pytest.raises(LateWorkerError, match="the other members of group 'g' have completed their work"):
+        run.ask(run.workers[0], group=group)
+    assert not run.ask(run.workers[0], group=group, finishes=True).formed

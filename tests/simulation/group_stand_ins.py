@@ -1,0 +1,50 @@
+"""Stand-ins of ``groups`` for links between workers and for calls to the system."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from psdist.collectives import calls as plans_of_calls
+from psdist.collectives import data_route, liveness
+from psdist.collectives import mesh as meshes
+from psdist.collectives.core import plan as plans
+from tests.simulation.environment import running
+from tests.simulation.loop import Node
+from tests.simulation.peer_links import SimPeerLink
+
+
+def install() -> Any:
+    """Replace links and calls to the system. Arrays of a hundred elements travel as large ones do."""
+    stands = [
+        (meshes, "PeerLink", SimPeerLink), (meshes, "os", SimpleNamespace(getpid=_pid)),
+        (meshes, "process_state", _Processes), (liveness, "process_state", _Processes),
+        (data_route, "are_on_one_host", lambda members: False),
+        (plans, "PART_BYTES", 64), (plans, "EAGER_BYTES", 32), (plans_of_calls, "EAGER_BYTES", 32),
+    ]  # fmt: skip
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in stands]
+    for owner, name, value in stands:
+        setattr(owner, name, value)
+
+    def undo() -> None:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+    return undo
+
+
+def _pid() -> int:
+    return int(running().current().name.rpartition("/")[2])
+
+
+class _Processes:
+    """Stand-in for ``psdist.link.process_state``: two processes of a host know each other's state."""
+
+    @staticmethod
+    def own_scope() -> str:
+        return running().current().host
+
+    @staticmethod
+    def is_stopped(pid: int) -> bool:
+        node: Node = running().nodes_by_pid[pid]  # type: ignore[attr-defined]  # set by the run
+        return node.paused or node.dead
