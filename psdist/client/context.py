@@ -171,8 +171,9 @@ class Context:
         silence: seconds after which a rank that a call needs is lost if its process is stopped, or its host
             acknowledges nothing. None leaves that to its lease.
 
-        Raises InvalidNameError, InvalidArgumentError, WaitTimeoutError after ``timeout`` seconds, LimitExceededError,
-        FencedError if the worker may not rejoin, and ClosedError.
+        Raises InvalidNameError, InvalidArgumentError, LateWorkerError if the members have completed their work, or have
+        ended, WorkerLeftError if workers have ended without the group, and too few are left, WaitTimeoutError after
+        ``timeout`` seconds, LimitExceededError, FencedError if the worker may not rejoin, and ClosedError.
         """
         return self._groups.join_group(
             name, size=self.world_size if size is None else size, size_min=size_min, silence=silence, timeout=timeout

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final
+from functools import wraps
+from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeVar
 
 from psdist.client.session.scheduler_session import WorkerSession
 from psdist.client.session.wait_tracker import Wait
@@ -23,15 +24,25 @@ from psdist.collectives.mesh import Mesh
 from psdist.errors import (
     ClosedError,
     FencedError,
+    LateWorkerError,
+    PeerUnreachableError,
     PsdistError,
     SchedulerUnreachableError,
     WaitTimeoutError,
+    WorkerLeftError,
     WorkerLostError,
 )
 from psdist.types import WorkerEntry
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import convert
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+#: Errors that another worker may cause by leaving.
+_LOST: Final = (
+    WorkerLostError, WaitTimeoutError, ClosedError, PeerUnreachableError, LateWorkerError, WorkerLeftError,
+)  # fmt: skip
 #: Pauses between two requests, in seconds: the first, and the longest.
 _PAUSE: Final = 0.005
 _LONGEST_PAUSE: Final = 0.05
@@ -41,6 +52,31 @@ _ANSWER_SECONDS: Final = 1.0
 _CONFIRM_SECONDS: Final = 5.0
 #: Pause before they tell the scheduler of it, meanwhile.
 _TELL_SECONDS: Final = 0.25
+
+
+class _HasSession(Protocol):
+    """Object of one worker, with calls that other workers take part in."""
+
+    _session: WorkerSession
+
+
+_Owner = TypeVar("_Owner", bound=_HasSession)
+
+
+def outlasts_stop(
+    call: Callable[Concatenate[_Owner, _P], Awaitable[_T]],
+) -> Callable[Concatenate[_Owner, _P], Coroutine[Any, Any, _T]]:
+    """Let ``call`` raise no error that another worker has caused by leaving, if all workers stop together."""
+
+    @wraps(call)
+    async def outlasting(owner: _Owner, /, *arguments: _P.args, **keywords: _P.kwargs) -> _T:
+        try:
+            return await call(owner, *arguments, **keywords)
+        except _LOST:
+            await owner._session.outlast_stop()
+            raise
+
+    return outlasting
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +116,7 @@ class GroupFormer:
         self.mesh = mesh
         self._mine = session.membership.registration
 
+    @outlasts_stop
     async def form(
         self, settings: GroupSettings, before: FormedGroup | None, *, admits: bool, timeout: float | None
     ) -> FormedGroup:
@@ -87,8 +124,8 @@ class GroupFormer:
 
         admits: True if new workers may be added.
 
-        Raises ExcludedError if the others continued without this worker, WaitTimeoutError after ``timeout`` seconds,
-        FencedError, ClosedError.
+        Raises ExcludedError if the others continued without this worker, LateWorkerError and WorkerLeftError if too few
+        workers are left, WaitTimeoutError after ``timeout`` seconds, FencedError, ClosedError.
         """
         given, until = before, math.inf if timeout is None else asyncio.get_running_loop().time() + timeout
         try:
@@ -97,16 +134,12 @@ class GroupFormer:
                 if former is not None:
                     self.mesh.remove(former.exchange)
                 if await self._is_confirmed(settings, before):
-                    await self.outlast_stop()
+                    await self._session.outlast_stop()
                     return before
         except PsdistError:
             if before is not None and before is not given:
                 self.mesh.remove(before.exchange)
             raise
-
-    async def outlast_stop(self) -> None:
-        """See ``WorkerSession``."""
-        await self._session.outlast_stop()
 
     async def _form_once(
         self, settings: GroupSettings, before: FormedGroup | None, admits: bool, until: float, timeout: float | None
@@ -123,6 +156,7 @@ class GroupFormer:
                 ) from None
         return self._enter(settings, reply.epoch, list(map(convert.worker_from_proto, reply.members)))
 
+    @outlasts_stop
     async def enter(
         self, settings: GroupSettings, epoch: int, members: Sequence[Sender], timeout: float | None
     ) -> FormedGroup:
@@ -143,6 +177,7 @@ class GroupFormer:
         except BaseException:  # Also if the caller gives up: frames of the group are dropped from now on.
             self.mesh.remove(formed.exchange)
             raise
+        await self._session.outlast_stop()
         return formed
 
     async def _find(self, member: Sender, group: str, until: float, timeout: float | None) -> WorkerEntry:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from functools import partial, wraps
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
@@ -18,42 +17,17 @@ from psdist.collectives.core.header import Header
 from psdist.collectives.core.machine import COLLECTIVES, CallLane
 from psdist.collectives.core.plan import Array, Plan
 from psdist.collectives.core.reductions import check_dtype, check_op
-from psdist.collectives.forming import FormedGroup, GroupFormer, GroupSettings
+from psdist.collectives.forming import FormedGroup, GroupFormer, GroupSettings, outlasts_stop
 from psdist.collectives.memory.buffers import BufferType
 from psdist.compression import Codec
 from psdist.errors import (
     ClosedError,
     DTypeMismatchError,
     InvalidArgumentError,
-    PeerUnreachableError,
     PsdistError,
     ShapeMismatchError,
-    WaitTimeoutError,
-    WorkerLostError,
 )
 from psdist.off_loop import off_loop
-
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-
-#: Errors of calls that another worker may cause by leaving.
-_LOST: Final = (WorkerLostError, WaitTimeoutError, ClosedError, PeerUnreachableError)
-
-
-def _outlasts_stop(
-    call: Callable[Concatenate[AsyncWorkerGroup, _P], Awaitable[_T]],
-) -> Callable[Concatenate[AsyncWorkerGroup, _P], Coroutine[Any, Any, _T]]:
-    """Let ``call`` raise no error that another worker has caused by leaving, if all workers stop together."""
-
-    @wraps(call)
-    async def outlasting(group: AsyncWorkerGroup, /, *arguments: _P.args, **keywords: _P.kwargs) -> _T:
-        try:
-            return await call(group, *arguments, **keywords)
-        except _LOST:
-            await group._former.outlast_stop()
-            raise
-
-    return outlasting
 
 
 class AsyncWorkerGroup:
@@ -77,6 +51,7 @@ class AsyncWorkerGroup:
         #: Number of the group among those that were made of it by ``reconfigure``.
         self.epoch = formed.epoch
         self._former = former
+        self._session = former._session
         self._formed = formed
         self._settings = settings
         #: Held while a call is encoded, so that later calls start later.
@@ -106,7 +81,7 @@ class AsyncWorkerGroup:
         await self._call(calls.all_reduce(self.rank, self.size, result.apart(given), result.memory, op), timeout)
         return result.finish()
 
-    @_outlasts_stop
+    @outlasts_stop
     async def _compressed(
         self, given: Array, op: str, compression: AllReduceCompression, out: Array, timeout: float | None
     ) -> None:
@@ -250,7 +225,7 @@ class AsyncWorkerGroup:
         await self._call(calls.receive(result.memory, src), timeout, CallLane(src, self.rank, tag))
         return result.finish()
 
-    @_outlasts_stop
+    @outlasts_stop
     async def recv_any(self, out: Array, tag: int = 0, *, timeout: float | None = None) -> int:
         """Receive the next array that any rank sends with this tag into ``out``, and return its rank.
 
@@ -261,7 +236,7 @@ class AsyncWorkerGroup:
         await self.recv(out, source, tag, timeout=timeout)
         return source
 
-    @_outlasts_stop
+    @outlasts_stop
     async def allocate_buffer(
         self, shape: int | Sequence[int], dtype: DTypeLike = np.float32, *, timeout: float | None = None
     ) -> Array:
@@ -294,7 +269,6 @@ class AsyncWorkerGroup:
         """The error that ended the group, or None."""
         return self._exchange.error
 
-    @_outlasts_stop
     async def reconfigure(self, *, admit: bool = False, timeout: float | None = None) -> AsyncWorkerGroup:
         """Return the next group, of the members that are left, once each of them has called this.
 
@@ -304,7 +278,8 @@ class AsyncWorkerGroup:
 
         admit: take in new workers, if all members pass it. Fewer members than ``size_min`` take them in anyway.
 
-        Raises ExcludedError if the others continued without this worker, WaitTimeoutError after ``timeout`` seconds,
+        Raises ExcludedError if the others continued without this worker, LateWorkerError if they have completed their
+        work, WorkerLeftError if too few are left because others have ended, WaitTimeoutError after ``timeout`` seconds,
         InvalidArgumentError if members of the group have never been in the run, FencedError if this worker was
         expelled, ClosedError.
         """
@@ -341,7 +316,7 @@ class AsyncWorkerGroup:
         if rank == self.rank:
             raise InvalidArgumentError(f"rank {rank} is this rank: copy the array")
 
-    @_outlasts_stop
+    @outlasts_stop
     async def _call(self, plan: Plan, timeout: float | None, lane: CallLane = COLLECTIVES) -> None:
         _check_timeout(timeout)
         if lane == COLLECTIVES and self._order.locked():

@@ -214,7 +214,8 @@ class WorkerGroup(ProcessBound):
 
         admit: take in new workers, if all members pass it. Fewer members than ``size_min`` take them in anyway.
 
-        Raises ExcludedError if the others continued without this worker, WaitTimeoutError after ``timeout`` seconds,
+        Raises ExcludedError if the others continued without this worker, LateWorkerError if they have completed their
+        work, WorkerLeftError if too few are left because others have ended, WaitTimeoutError after ``timeout`` seconds,
         InvalidArgumentError if members of the group have never been in the run, FencedError if this worker was
         expelled, ClosedError.
         """

@@ -88,8 +88,9 @@ class AsyncCollectives:
         silence: seconds after which a rank that a call needs is lost if its process is stopped, or its host
             acknowledges nothing. None leaves that to its lease.
 
-        Raises InvalidNameError, InvalidArgumentError, WaitTimeoutError after ``timeout`` seconds, LimitExceededError,
-        FencedError if the worker may not rejoin, and ClosedError.
+        Raises InvalidNameError, InvalidArgumentError, LateWorkerError if the members have completed their work, or have
+        ended, WorkerLeftError if workers have ended without the group, and too few are left, WaitTimeoutError after
+        ``timeout`` seconds, LimitExceededError, FencedError if the worker may not rejoin, and ClosedError.
         """
         check_name(name, "group name")
         _check_seconds(timeout=timeout, silence=silence)
@@ -110,6 +111,10 @@ class AsyncCollectives:
                 return AsyncWorkerGroup(former, formed, settings)
 
         return await membership.retry_across_incarnations(attempt)
+
+    async def outlast_stop(self) -> None:
+        """See ``WorkerSession``."""
+        await self._session.outlast_stop()
 
     @property
     def identity(self) -> Sender:

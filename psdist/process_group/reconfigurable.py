@@ -118,7 +118,15 @@ class ReconfigurableGroup(dist.ProcessGroup):
         check_integer("world_size", world_size, 1, WORLD_MAX)
         check_integer("rank", rank, 0, world_size - 1)
         self.abort()
-        self._form(self._exchange_handles(store_addr, rank, world_size))
+        try:
+            handles = self._exchange_handles(store_addr, rank, world_size)
+        except (PeerUnreachableError, WaitTimeoutError):  # Of a member, or the store, that left first.
+            loop.shared().call(self._outlast_stop())
+            raise
+        self._form(handles)
+
+    async def _outlast_stop(self) -> None:
+        await self._context.async_collectives().outlast_stop()
 
     def _exchange_handles(self, store_addr: str, rank: int, size: int) -> list[str]:
         """Return the members' handles by rank, by a store of torch."""

@@ -175,8 +175,15 @@ def test_the_manager_of_torchft(tmp_path: Path) -> None:
 class _Context:
     """Context of a worker that makes no calls."""
 
+    def __init__(self) -> None:
+        #: How often an error was held back in case all workers stop.
+        self.outlasted = 0
+
     def async_collectives(self) -> Any:
-        return SimpleNamespace(identity=("worker-0", 1))
+        return SimpleNamespace(identity=("worker-0", 1), outlast_stop=self._outlast_stop)
+
+    async def _outlast_stop(self) -> None:
+        self.outlasted += 1
 
 
 @pytest.fixture
@@ -205,6 +212,7 @@ def test_a_store_that_cannot_be_reached(group: ReconfigurableGroup) -> None:
         address = f"localhost:{listener.getsockname()[1]}/a"
         with pytest.raises(PeerUnreachableError, match=f"'torchft' cannot reach the store '{address}': .*timed out"):
             group.configure(address, "replica", 0, 1)
+    assert group._context.outlasted == 1  # type: ignore[attr-defined]  # the store's worker may have left first
 
 
 @pytest.mark.parametrize(("rank", "size"), [(0, 0), (-1, 2), (2, 2), (0, 5000), (True, 2), ("0", 2)])

@@ -20,16 +20,21 @@ from psdist.collectives.core.machine import needed_ranks
 from psdist.collectives.exchange import Exchange
 from psdist.collectives.forming import GroupFormer
 from psdist.collectives.group import AsyncWorkerGroup
+from psdist.collectives.workers import AsyncCollectives
 from psdist.errors import (
     ClosedError,
     CollectiveMismatchError,
+    LateWorkerError,
     PeerUnreachableError,
     PsdistError,
     WaitTimeoutError,
+    WorkerLeftError,
     WorkerLostError,
 )
 from psdist.types import WorkerEntry
+from psdist.v1 import common_pb2
 from psdist.v1 import scheduler_pb2 as pb
+from psdist.wire import status
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -52,9 +57,36 @@ ERRORS: tuple[PsdistError, ...] = (
 )
 
 
+JOINS: dict[str, Callable[[AsyncCollectives], Coroutine[Any, Any, AsyncWorkerGroup]]] = {
+    "join_group": lambda collectives: collectives.join_group("g", size=2, timeout=0.05),
+    "enter_group of absent members": lambda collectives: collectives.enter_group(
+        "g", 1, [collectives.identity, ("worker-1", 1)], timeout=0.05
+    ),
+    "enter_group": lambda collectives: collectives.enter_group("g", 1, [collectives.identity, ("worker-2", 1)]),
+}
+
+
+class Scheduler(FakeScheduler):
+    """Scheduler whose groups never form. The map has a worker that accepts no links."""
+
+    #: Error of requests to form a group.
+    forms: PsdistError | None = None
+
+    async def FormGroup(self, request: pb.FormGroupRequest, context: Any) -> pb.FormGroupResponse:
+        if self.forms is not None:
+            await status.abort(context, self.forms)
+        return pb.FormGroupResponse(waiting_for="for 1 of 2 workers")
+
+    def map(self) -> common_pb2.ClusterMap:
+        found = super().map()
+        found.workers.append(common_pb2.WorkerEntry(worker_id="worker-2", incarnation=1, rank=2, address="127.0.0.1:1"))
+        return found
+
+
 @pytest_asyncio.fixture(loop_scope="session")
-async def scheduler() -> AsyncIterator[FakeScheduler]:
-    scheduler = await FakeScheduler([]).start()
+async def scheduler() -> AsyncIterator[Scheduler]:
+    scheduler = Scheduler([])
+    await scheduler.start()
     yield scheduler
     await scheduler.stop()
 
@@ -123,6 +155,51 @@ async def test_each_error_that_a_leaving_worker_can_cause_is_outlasted(
     await client.close()
     with pytest.raises(type(error)):  # Nobody cancels it, and it ends nevertheless.
         await call
+
+
+async def outlasting(join: Coroutine[Any, Any, Any], collectives: AsyncCollectives) -> asyncio.Task[Any]:
+    """Start a join, and return it once it has failed and waits for the end of its worker."""
+    session, failed = collectives._session, asyncio.Event()
+    outlast = session.outlast_stop
+
+    async def outlast_stop() -> None:
+        failed.set()
+        await outlast()
+
+    session.outlast_stop = outlast_stop  # type: ignore[method-assign]
+    task, failing = asyncio.create_task(join), asyncio.create_task(failed.wait())
+    await asyncio.wait([task, failing], return_when=asyncio.FIRST_COMPLETED)
+    failing.cancel()
+    assert failed.is_set() and await waits(task)
+    return task
+
+
+@pytest.mark.parametrize("name", JOINS)
+async def test_a_join_outlasts_workers_that_leave_first(
+    name: str, scheduler: Scheduler, client: psdist.AsyncClient
+) -> None:
+    collectives = AsyncCollectives(client._opened())
+    with pytest.raises((WaitTimeoutError, WorkerLostError)):  # The run is not being stopped.
+        await JOINS[name](collectives)
+    await hold(scheduler)
+    join = await outlasting(JOINS[name](collectives), collectives)
+    join.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await join
+
+
+@pytest.mark.parametrize("error", [LateWorkerError("completed"), WorkerLeftError("worker-1 ended")], ids=repr)
+async def test_a_join_that_lacks_those_that_left_first_is_outlasted(
+    error: PsdistError, scheduler: Scheduler, client: psdist.AsyncClient
+) -> None:
+    collectives, scheduler.forms = AsyncCollectives(client._opened()), error
+    with pytest.raises(type(error)):
+        await collectives.join_group("g", size=2)
+    await hold(scheduler)
+    join = await outlasting(collectives.join_group("g", size=2), collectives)
+    await client.close()
+    with pytest.raises(type(error)):
+        await join
 
 
 async def test_a_call_that_differs_is_an_error_also_in_the_end(
