@@ -95,6 +95,7 @@ def _rendering(as_json: bool) -> list[Processor]:
     return [
         structlog.stdlib.ProcessorFormatter.remove_processors_meta,
         _without_constants,
+        _printable,
         structlog.dev.ConsoleRenderer(
             colors=sys.stderr.isatty(), pad_event_to=0, exception_formatter=structlog.dev.plain_traceback
         ),
@@ -115,6 +116,17 @@ def _without_constants(
     # The reader of a console knows which process it shows.
     for name in ("role", "run", "incarnation"):
         event_dict.pop(name, None)
+    return event_dict
+
+
+def _printable(
+    logger: structlog.types.WrappedLogger, name: str, event_dict: structlog.types.EventDict
+) -> structlog.types.EventDict:
+    """Escape control characters: members choose some of the texts, and a terminal would obey them. JSON escapes them
+    anyway."""
+    for name, value in event_dict.items():
+        if isinstance(value, str) and not value.isprintable():
+            event_dict[name] = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in value)
     return event_dict
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import secrets
+from typing import Any
 
 import pytest
 import structlog
@@ -81,6 +82,15 @@ def test_lines_are_json_unless_they_are_on_a_terminal(capsys: pytest.CaptureFixt
     logs.configure("server", run_id="r", log_format="console")
     logging.getLogger("psdist.server").warning("a %s", "message")
     assert "a message" in (shown := capsys.readouterr().err) and "{" not in shown
+
+
+@pytest.mark.parametrize("logger", [logging.getLogger("psdist.scheduler"), structlog.get_logger("psdist.server")])
+def test_members_cannot_write_control_characters(logger: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """They choose some texts. A terminal would obey escape sequences, and a new line could be forged."""
+    logs.configure("scheduler", log_format="console")
+    logger.warning("%s gave up: %s", "host-ä", "\x1b[31m\n12:00:00 [error] forged\0")
+    shown = capsys.readouterr().err
+    assert r"host-ä gave up: \x1b[31m\n12:00:00 [error] forged\x00" in shown and len(shown.splitlines()) == 1
 
 
 def test_a_line_about_one_peer_names_it(capsys: pytest.CaptureFixture[str]) -> None:
