@@ -20,7 +20,7 @@ import grpc.aio
 from google.protobuf import message_factory
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 
-from psdist.errors import InternalError, PsdistError, SharingUnavailableError, TcpUnavailableError
+from psdist.errors import ClosedError, InternalError, PsdistError, SharingUnavailableError, TcpUnavailableError
 from psdist.wire import frames, status
 
 #: Handler of one method. It takes a message, or an iterator of bytes if the client streams, and a ServicerContext. It
@@ -44,8 +44,9 @@ def service_handler(
 ) -> grpc.GenericRpcHandler:
     """Return a gRPC handler for ``service``. handlers: one for each of its methods, by name.
 
-    A PsdistError raised by a handler ends the call with that error's status. Any other exception is a defect: it is
-    logged, and the caller receives an InternalError without its text.
+    A PsdistError raised by a handler ends the call with that error's status. gRPC's own InternalError means that the
+    caller was gone before an answer could be written. Any other exception is a defect: it is logged, and the caller
+    receives an InternalError without its text.
     """
     methods = {
         method.name: _KINDS[method.client_streaming, method.server_streaming](
@@ -85,15 +86,18 @@ async def _errors_as_statuses(name: str, context: grpc.aio.ServicerContext, log:
         raise
     except Exception as error:
         refusal = as_psdist_error(error, name, log)
-        log.log(logging.DEBUG if isinstance(refusal, _ROUTINE) else logging.INFO, "%s refused: %s", name, refusal)
+        is_routine = isinstance(refusal, _ROUTINE) or isinstance(error, grpc.aio.InternalError)
+        log.log(logging.DEBUG if is_routine else logging.INFO, "%s refused: %s", name, refusal)
         await status.abort(context, refusal)
 
 
 def as_psdist_error(error: Exception, name: str, log: logging.Logger) -> PsdistError:
     """Return the error to send to a peer after ``name`` raised ``error``. Defects are logged, and their text is not
-    sent."""
+    sent. gRPC's InternalError is none: it means that the caller is gone."""
     if isinstance(error, PsdistError):
         return error
+    if isinstance(error, grpc.aio.InternalError):
+        return ClosedError(f"{name}: the caller has ended the call")
     log.error("%s failed", name, exc_info=error)
     return InternalError(f"{name} failed: see the log of the called process")
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import grpc.aio
 import pytest
+from grpc._cython import cygrpc
 
 from psdist import errors
 from psdist.v1 import server_pb2
 from psdist.wire import status
-from psdist.wire.rpc_handlers import Handler, service_handler
+from psdist.wire.rpc_handlers import Handler, as_psdist_error, service_handler
 
 SERVICE = server_pb2.DESCRIPTOR.services_by_name["ServerService"]
 LOG = logging.getLogger("psdist.test")
@@ -83,6 +84,23 @@ async def test_errors_arrive_as_statuses(
     assert "a password" not in error.message
     # The log has a defect with its traceback, and a refusal as one line.
     assert ("a password" in caplog.text) == ("Traceback" in caplog.text) == isinstance(raised, KeyError)
+
+
+@pytest.mark.parametrize("call", [_statistics, _pull])
+async def test_a_caller_that_is_gone_is_no_traceback(
+    call: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Check with the error that ``context.write`` raises once the call has ended."""
+    async with _serve(**_raising(cygrpc.ExecuteBatchError("execute_batch", ()))) as channel:
+        with caplog.at_level("INFO", LOG.name), suppress(grpc.aio.AioRpcError):
+            await call(channel)
+    assert LOG.name not in {record.name for record in caplog.records}
+
+
+def test_a_stream_whose_caller_is_gone_is_closed(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", LOG.name):
+        assert type(as_psdist_error(grpc.aio.InternalError("x"), "reading a push", LOG)) is errors.ClosedError
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize("cls", [errors.SharingUnavailableError, errors.TcpUnavailableError])
