@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final
 
-from psdist.errors import FencedError, PsdistError, RunLostError, copy_error
+from psdist.errors import FencedError, InvalidArgumentError, PsdistError, RunLostError, copy_error
 from psdist.types import ClusterMap, ServerEntry, WorkerEntry
 from psdist_scheduler.coordination.lineage import Lineage, lost
 from psdist_scheduler.coordination.machines import Machines
@@ -280,12 +280,15 @@ class Cluster:
         """Raise RunLostError if a member comes from a part of the run that is not on record.
 
         The run ends with it, unless it resumed from a snapshot, or is training: then a member of its past has come too
-        late.
+        late. Raises InvalidArgumentError for a map that this very process would have published later: nothing is lost,
+        and the member is wrong.
         """
         lineage, resume = self.lineage, self.registry.resume
         why = lineage.missing(event, self.epoch)
         if not why:
             return
+        if event.scheduler_id == lineage.scheduler_id:
+            raise InvalidArgumentError(f"{why}: say the epoch of the newest map that it has received")
         is_older = lineage.knows(event.scheduler_id)
         if not is_older and resume.base.restore is not None and not resume.base.generation:
             directory = resume.base.restore.directory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from psdist.errors import RunLostError
+from psdist.errors import InvalidArgumentError, RunLostError
 from psdist_scheduler.coordination.lineage import Lineage
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.cluster_events import SessionOpened
@@ -73,6 +73,16 @@ def test_a_stranger_that_comes_when_training_is_under_way_does_not_end_it() -> N
     assert d.map.parameters[0].ready
     assert isinstance(d.errors[greet(d, "old", 12)], RunLostError)
     assert d.cluster.failed is None and not d.stored.run_lost
+
+
+def test_a_map_that_this_scheduler_has_not_published_yet_ends_no_run() -> None:
+    """Check that one wrong number of one member cannot end the run of all others."""
+    d = Driver(salt="new")
+    member, _ = d.join("server")
+    error = d.errors[greet(d, "new", (1 << 63) - 1)]
+    assert type(error) is InvalidArgumentError and str((1 << 63) - 1) in error.message
+    assert d.cluster.failed is None and not d.stored.run_lost
+    assert d.cluster.members.sessions.call_of(member.member_id) not in d.errors
 
 
 def test_a_run_that_resumes_from_a_snapshot_refuses_its_past_and_continues() -> None:
