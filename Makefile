@@ -14,7 +14,8 @@
 #                 of collectives (GROUPS_SEEDS=n), each fault of a storage, and each safeguard removed in turn
 #   make chaos    faults on real processes, each promise with its figure, in about half an hour (KILLS=n of each kind,
 #                 INTERRUPTS=n of each kind, ROUNDS=n of barriers, GROUP_ROUNDS=n of lost ranks)
-#   make fuzz     10 million random and mutated payloads for each kind of segment (INPUTS=n), and with checks of bounds
+#   make fuzz     10 million random and mutated payloads for each kind of segment (INPUTS=n), and with checks of bounds;
+#                 100,000 calls of every RPC and as many inputs at every port of live processes (CALLS=n)
 #                 a hundredth of them
 #   make bench    psdist beside its peers, in some minutes: rewrites docs/performance.md (--full: BENCH=--full)
 #   make proto    regenerate psdist/v1 from proto/
@@ -51,6 +52,7 @@ LOST_SEEDS ?= 500
 WRITES_SEEDS ?= 500
 GROUPS_SEEDS ?= 10000
 INPUTS ?= 10000000
+CALLS ?= 100000
 FIRST ?= 0
 
 # Each target starts many processes that import the same modules.
@@ -145,6 +147,9 @@ sim: $(VENV)/.dev kernels
 fuzz: $(VENV)/.dev kernels
 	$(BIN)/python -m tests.fuzz --inputs $(INPUTS)
 	NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=.fuzz $(BIN)/python -m tests.fuzz --inputs $$(($(INPUTS) / 100)) --seed 1
+	$(BIN)/python -m tests.fuzz.rpcs --calls $(CALLS)
+	$(BIN)/python -m tests.fuzz.rpcs --calls $$(($(CALLS) / 10)) --wild
+	$(BIN)/python -m tests.fuzz.ports --inputs $(CALLS)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis psdist-runs .bench .fuzz .site

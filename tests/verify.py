@@ -32,6 +32,7 @@ NUMBERS: Final = {
     "INTERRUPTS": "12",
     "ROUNDS": "2000",
     "INPUTS": "1000000",
+    "CALLS": "1000",
 }
 #: The last line of pytest.
 _SUMMARY: Final = re.compile(r"(\d+ (?:passed|failed|error).*?) in [\d.]+s")
@@ -55,7 +56,11 @@ PARTS: Final = (
         "weights; ablations",
     ),
     Part("chaos", "{KILLS} faults and {INTERRUPTS} interrupts of each kind, {ROUNDS} barriers, on real processes"),
-    Part("fuzz", "{INPUTS} payloads for each group of decoders, and some with bounds checked"),
+    Part(
+        "fuzz",
+        "{INPUTS} payloads for each group of decoders, and some with bounds checked; {CALLS} calls of every RPC and "
+        "inputs at every port",
+    ),
     Part("bench", "psdist beside its peers"),
 )
 

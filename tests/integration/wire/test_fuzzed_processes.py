@@ -1,0 +1,74 @@
+"""Short run of ``python -m tests.fuzz.rpcs`` and ``python -m tests.fuzz.ports``: a few calls of every RPC, and bytes at
+every port, beside a training run that must stay exact."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from psdist.v1 import scheduler_pb2
+from tests.fuzz.guard import ALWAYS, why_harmful
+from tests.fuzz.messages import Known, MessageGenerator, mutate_bytes
+from tests.fuzz.ports import PLACES, fuzz_place
+from tests.fuzz.rpcs import fuzz_method, methods
+from tests.fuzz.run import MEMBER, SERVICES, FuzzedRun
+
+_CALLS = 5
+_INPUTS = 4
+_SEED = 7
+
+
+async def test_no_call_and_no_bytes_disturb_a_run() -> None:
+    run = FuzzedRun()
+    try:
+        await run.open()
+        calls = [fuzz_method(run, role, method, range(_CALLS), _SEED) for role, method in methods()]
+        inputs = [fuzz_place(run, name, range(_INPUTS), _SEED) for name in PLACES]
+        async with asyncio.TaskGroup() as tasks:
+            called = [tasks.create_task(one) for one in calls]
+            sent = [tasks.create_task(one) for one in inputs]
+        assert sum(one.result().calls for one in called) == _CALLS * (len(called) - len(ALWAYS))
+        assert all(one.result().total() == _INPUTS for one in sent)
+        await run.end_training()
+        assert [one for one in run.trouble() if one != "trainer ended with status 0"] == []
+    finally:
+        await run.close()
+
+
+def test_messages_of_every_request_are_valid_and_follow_from_the_seed() -> None:
+    for service in SERVICES.values():
+        for method in service.methods:
+            made = [
+                [one.SerializeToString(deterministic=True) for one in _generator(seed).stream(method.input_type)]
+                for seed in range(30)
+                for _ in range(2)
+            ]
+            assert made[::2] == made[1::2]
+
+
+def _generator(seed: int) -> MessageGenerator:
+    return MessageGenerator(random.Random(seed), Known([("a", 1)], {"run_id": ("r",)}))
+
+
+def test_changed_bytes_follow_from_the_seed() -> None:
+    data = bytes(range(100))
+    made = [[mutate_bytes(random.Random(seed), data) for seed in range(50)] for _ in range(2)]
+    assert made[0] == made[1] and len(set(made[0])) > 40
+
+
+@pytest.mark.parametrize(
+    ("method", "message", "is_harmful"),
+    [
+        ("Leave", scheduler_pb2.LeaveRequest(member_id="trainer-0", incarnation=2), True),
+        ("Leave", scheduler_pb2.LeaveRequest(member_id="trainer-0", incarnation=1), False),
+        ("Leave", scheduler_pb2.LeaveRequest(member_id=MEMBER, incarnation=3), False),
+        ("Scale", scheduler_pb2.ScaleRequest(), True),
+        ("Register", scheduler_pb2.RegisterRequest(role=scheduler_pb2.ROLE_SERVER), True),
+        ("Register", scheduler_pb2.RegisterRequest(role=scheduler_pb2.ROLE_WORKER), False),
+    ],
+)
+def test_calls_that_may_change_the_training_are_left_out(method: str, message: object, is_harmful: bool) -> None:
+    known = Known([("trainer-0", 2), (MEMBER, 3)])
+    assert bool(why_harmful(method, [message], known)) is is_harmful
