@@ -22,6 +22,7 @@ import psdist
 from benchmarks import turns
 from psdist.client.session.registration import SchedulerTarget
 from psdist.client.session.scheduler_session import WorkerSession
+from psdist.security.credentials import Credentials
 from psdist.settings.config import await_address
 
 JOIN_SECONDS = 600.0
@@ -53,7 +54,7 @@ class Holder:
         self._sessions += made
 
     def _session(self, rank: int) -> WorkerSession:
-        target = SchedulerTarget(self._address, "the benchmark", "", worker_id=f"worker-{rank}", rank=rank)
+        target = SchedulerTarget(self._address, "the benchmark", Credentials(), worker_id=f"worker-{rank}", rank=rank)
         return WorkerSession(target, psdist.__version__, random.Random(rank), tuple)
 
 

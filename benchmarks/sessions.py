@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from benchmarks.contenders import DIRECTORY, Contender, Running, module
+from psdist.security.credentials import Credentials
 from psdist.settings.config import await_address
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire.scheduler_client import scheduler_at
@@ -79,7 +80,7 @@ class Scheduler:
         """Return the report of ``psdist status``."""
 
         async def ask() -> pb.GetStatusResponse:
-            async with scheduler_at(self._address, "") as call:
+            async with scheduler_at(self._address, Credentials()) as call:
                 answer: pb.GetStatusResponse = await call("GetStatus", pb.GetStatusRequest(), _START_SECONDS)
                 return answer
 

@@ -20,6 +20,7 @@ import grpc
 import grpc.aio
 
 from benchmarks import turns
+from psdist.security.credentials import Credentials
 
 MESSAGE_BYTES = 1 << 20
 STREAM, UNARY = "Echo", "Answer"
@@ -51,7 +52,7 @@ def make_server(tuned: bool) -> grpc.aio.Server:
     if tuned:
         from psdist.wire import channels
 
-        server = channels.make_server("")
+        server = channels.make_server(Credentials())
     else:
         server = grpc.aio.server(options=_DEFAULT_OPTIONS)
     handlers = {
@@ -67,7 +68,7 @@ def open_channel(address: str, tuned: bool) -> grpc.aio.Channel:
     if tuned:
         from psdist.wire import channels
 
-        return channels.open_channel(address)
+        return channels.open_channel(address, Credentials())
     return grpc.aio.insecure_channel(address, options=_DEFAULT_OPTIONS)
 
 

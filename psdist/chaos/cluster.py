@@ -28,6 +28,7 @@ from psdist.chaos.workload import WorkloadSettings
 from psdist.errors import InternalError, SchedulerUnreachableError
 from psdist.launcher.plan import SchedulerAddress, ServicesPlan, ServicesSettings
 from psdist.launcher.process import ReaperProcess, free_port
+from psdist.security.credentials import Credentials
 from psdist.settings.config import TransportName, parse_address, read_address
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
 from psdist.wire import auth, limits
@@ -239,7 +240,7 @@ class ChaosCluster:
     async def fetch(self) -> scheduler_pb2.GetStatusResponse | None:
         """Return the scheduler's report; None if it does not answer within a second."""
         if self._channel is None:
-            self._channel = open_channel(self.address, limits.CONTROL_MESSAGE_BYTES)
+            self._channel = open_channel(self.address, Credentials(), limits.CONTROL_MESSAGE_BYTES)
         stub = scheduler_pb2_grpc.SchedulerServiceStub(self._channel)
         try:
             answer: scheduler_pb2.GetStatusResponse = await stub.GetStatus(

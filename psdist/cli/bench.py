@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 from psdist.cli.commands import show
 from psdist.cli.step_bench import BenchSettings, StepBench
 from psdist.launcher.output import stamped
-from psdist.settings.config import TransportName, find_scheduler, find_token
+from psdist.settings.config import TransportName, find_scheduler, given_credentials
 from psdist.settings.declarations import flags_of, read
 from psdist.settings.exit_codes import OK
 from psdist.settings.flags import CommandLine, Flag, integer, one_of, seconds
 from psdist.settings.other_launchers import check_alone
 from psdist.settings.preflight import require_working_directory
-from psdist.settings.programs import FORMAT_FLAG, SCHEDULER_FLAG, TOKEN_FILE_FLAG, run_id_flag
+from psdist.settings.programs import CREDENTIAL_FLAGS, FORMAT_FLAG, SCHEDULER_FLAG, run_id_flag
 
 #: Loading kernels from the cache takes less than this.
 _QUIET_SECONDS: Final = 3.0
@@ -45,7 +45,7 @@ def command_line() -> CommandLine:
             Flag("--nservers", "servers, if it starts a cluster", integer(1, 1024), 2, "N"),
             SCHEDULER_FLAG,
             run_id_flag(),
-            TOKEN_FILE_FLAG,
+            *CREDENTIAL_FLAGS,
             Flag("--timeout", "longest wait for the scheduler, and for one step", seconds(0.01), 60.0, "SECONDS"),
             FORMAT_FLAG,
         ),
@@ -68,10 +68,11 @@ def _client(given: Namespace, environ: Mapping[str, str], stack: ExitStack) -> C
 
     times = {"connect_timeout": given.timeout, "request_timeout": given.timeout}
     if given.scheduler or find_scheduler(environ) or environ.get("PSDIST_SCHEDULER_FILE"):
-        token = find_token(environ, token_file=given.token_file)
+        shown = given_credentials(given, environ)
         return Client(
-            given.scheduler or None, token or None, run_id=given.run_id or None, transport=given.transport, **times
-        )
+            given.scheduler or None, shown.token or None, tls=shown.tls or False,
+            run_id=given.run_id or None, transport=given.transport, **times,
+        )  # fmt: skip
     require_working_directory()
     check_alone(environ, "pass --scheduler HOST:PORT")
     from psdist.launcher.embedded import EmbeddedCluster
@@ -79,7 +80,7 @@ def _client(given: Namespace, environ: Mapping[str, str], stack: ExitStack) -> C
     _compile_kernels()
     cluster = EmbeddedCluster(given.nservers, environ)
     stack.callback(cluster.close)
-    return Client(cluster.address, cluster.token, run_id=cluster.run_id, transport=given.transport, **times)
+    return Client(cluster.address, cluster.token, tls=False, run_id=cluster.run_id, transport=given.transport, **times)
 
 
 def _compile_kernels() -> None:

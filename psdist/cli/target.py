@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from psdist.errors import InvalidArgumentError, PsdistError, SchedulerUnreachableError
 from psdist.launcher.run_record import RunRecord, RunRegistry, records_directory
+from psdist.security.credentials import Credentials
 from psdist.settings import exit_codes
-from psdist.settings.config import find_scheduler, find_token, read_address
+from psdist.settings.config import find_scheduler, find_token, given_credentials, read_address
 from psdist.settings.flags import Flag, seconds
-from psdist.settings.programs import FORMAT_FLAG, SCHEDULER_FLAG, TOKEN_FILE_FLAG, run_id_flag
+from psdist.settings.programs import CREDENTIAL_FLAGS, FORMAT_FLAG, SCHEDULER_FLAG, run_id_flag
 
 if TYPE_CHECKING:
     import grpc
@@ -30,10 +31,10 @@ _CLOSING_SECONDS: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class SchedulerChoice:
-    """A scheduler, and the token for it. ``origin`` says in messages how it was found."""
+    """A scheduler, and the credentials for it. ``origin`` says in messages how it was found."""
 
     address: str
-    token: str
+    credentials: Credentials
     origin: str
 
 
@@ -42,7 +43,7 @@ def target_flags() -> tuple[Flag, ...]:
     return (
         SCHEDULER_FLAG,
         run_id_flag("name of the run on this machine"),
-        TOKEN_FILE_FLAG,
+        *CREDENTIAL_FLAGS,
         FORMAT_FLAG,
         Flag("--timeout", "longest wait for an answer", seconds(0.01), 5.0, "SECONDS"),
     )
@@ -51,17 +52,18 @@ def target_flags() -> tuple[Flag, ...]:
 def find_target(given: Namespace, environ: Mapping[str, str]) -> SchedulerChoice:
     """Return the scheduler that the parsed ``target_flags`` name. Raises InvalidArgumentError if several are possible,
     SchedulerUnreachableError if there is none."""
-    run_id, token_file = given.run_id, given.token_file
+    run_id = given.run_id
     address = given.scheduler or find_scheduler(environ)
     if not address and environ.get("PSDIST_SCHEDULER_FILE") and not run_id:
         address = read_address(Path(environ["PSDIST_SCHEDULER_FILE"]))
     if address:
-        return SchedulerChoice(address, find_token(environ, token_file=token_file), "--scheduler or PSDIST_SCHEDULER")
+        return SchedulerChoice(address, given_credentials(given, environ), "--scheduler or PSDIST_SCHEDULER")
     record = choose_run(run_id, environ)
     if not record.address:
         raise SchedulerUnreachableError(f"the scheduler of run {record.run_id} is not up yet: try again")
-    token = find_token({"PSDIST_TOKEN_FILE": record.token_file}, token_file=token_file)
-    return SchedulerChoice(record.address, token, f"run {record.run_id} on this machine, pid {record.pid}")
+    # Runs of 'psdist run' use no TLS, even if the environment names files of another run.
+    token = find_token({"PSDIST_TOKEN_FILE": record.token_file}, token_file=given.token_file)
+    return SchedulerChoice(record.address, Credentials(token), f"run {record.run_id} on this machine, pid {record.pid}")
 
 
 def choose_run(run_id: str, environ: Mapping[str, str]) -> RunRecord:
@@ -117,7 +119,7 @@ async def _ask(target: SchedulerChoice, timeout_seconds: float, talk: Callable[.
     from psdist.wire.scheduler_client import scheduler_at
 
     try:
-        async with scheduler_at(target.address, target.token) as call:
+        async with scheduler_at(target.address, target.credentials) as call:
             return await talk(call)
     except grpc.aio.AioRpcError as error:
         raise failure(target, timeout_seconds, error) from None

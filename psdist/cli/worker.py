@@ -107,11 +107,12 @@ def agent_settings(given: Namespace, environ: Mapping[str, str]) -> AgentSetting
     found = None if address or file is not None else choose_run(run_id, environ)
     if found is not None:
         file, token_file = found.address_file, token_file or Path(found.token_file)
-    # Workers of psdist run need no nodes, so any number may join.
+    # Workers of psdist run need no TLS and no nodes, so any number may join.
+    others = {} if found is None else {"tls_ca": None, "tls_cert": None, "tls_key": None}
     nodes = given.nnodes or (1, 1 if found is None else WORLD_MAX)
     return read(
         AgentSettings, given, command=tuple(given.command), scheduler=address, scheduler_file=file,
-        token_file=token_file, nodes=nodes, run_id=run_id,
+        token_file=token_file, nodes=nodes, run_id=run_id, **others,
     )  # fmt: skip
 
 

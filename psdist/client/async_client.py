@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from functools import partial
 from types import TracebackType
-from typing import Self, get_args
+from typing import Literal, Self, get_args
 
 from numpy.typing import ArrayLike
 
@@ -41,6 +41,7 @@ from psdist.errors import (
     InvalidArgumentError,
 )
 from psdist.optim import Optimizer
+from psdist.security.tls import TlsFiles
 from psdist.settings.config import TransportName, start_timeout
 from psdist.types import WIRE_DTYPES, DatasetSpec, DType, MasterDType, NonFinite, ParametersSpec, check_name
 from psdist.v1 import scheduler_pb2
@@ -55,6 +56,8 @@ class AsyncClient(ProcessBound):
 
     scheduler: host:port; None reads ``PSDIST_SCHEDULER``, else waits for the file of ``PSDIST_SCHEDULER_FILE``.
     token: the run's join token; None reads ``PSDIST_TOKEN``, else the file of ``PSDIST_TOKEN_FILE``.
+    tls: files of this worker's TLS identity; None reads ``PSDIST_TLS_CA``, ``PSDIST_TLS_CERT`` and ``PSDIST_TLS_KEY``,
+        and uses no TLS without them; False uses no TLS.
     run_id: refuses to join another run; None reads ``PSDIST_RUN_ID``, and joins any run without it.
     worker_id: None lets the scheduler choose ``worker-<rank>``.
     rank: None reads ``RANK``, else the scheduler gives the lowest free one.
@@ -74,6 +77,7 @@ class AsyncClient(ProcessBound):
         scheduler: str | None = None,
         token: str | None = None,
         *,
+        tls: TlsFiles | Literal[False] | None = None,
         run_id: str | None = None,
         worker_id: str | None = None,
         rank: int | None = None,
@@ -84,7 +88,7 @@ class AsyncClient(ProcessBound):
     ) -> None:
         default_log.install()
         malloc_options.keep_buffers()  # As ``LoopThread``, for scripts with a loop of their own.
-        self._arguments = (scheduler, token, run_id, worker_id, rank)
+        self._arguments = (scheduler, token, tls, run_id, worker_id, rank)
         self._transport = transport
         self._rejoin = rejoin
         self._rng = random.Random()

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Final, Protocol, Self, SupportsFloat
+from typing import Any, Final, Literal, Protocol, Self, SupportsFloat
 
 from numpy.typing import ArrayLike
 
@@ -31,6 +31,7 @@ from psdist.collectives.workers import SILENCE_SECONDS, AsyncCollectives
 from psdist.errors import ConfigurationError, DuplicateMemberError, InvalidArgumentError, LateWorkerError
 from psdist.metrics.trackers.progress import PLAIN_SECONDS, ProgressTracker
 from psdist.metrics.trackers.tracker import Tracker
+from psdist.security.tls import TlsFiles
 from psdist.settings.config import MetricsSettings, TransportName, metrics_settings
 from psdist.settings.other_launchers import check_alone
 
@@ -292,6 +293,7 @@ def init(
     scheduler: str | None = None,
     token: str | None = None,
     *,
+    tls: TlsFiles | Literal[False] | None = None,
     run_id: str | None = None,
     worker_id: str | None = None,
     rank: int | None = None,
@@ -306,6 +308,8 @@ def init(
     scheduler: host:port; None reads ``PSDIST_SCHEDULER``, else waits for the file of ``PSDIST_SCHEDULER_FILE``. Without
         any of them a scheduler and a server are started for this script alone.
     token: the run's join token; None reads ``PSDIST_TOKEN``, else the file of ``PSDIST_TOKEN_FILE``.
+    tls: files of this worker's TLS identity; None reads ``PSDIST_TLS_CA``, ``PSDIST_TLS_CERT`` and ``PSDIST_TLS_KEY``,
+        and uses no TLS without them; False uses no TLS.
     run_id: refuses to join another run; None reads ``PSDIST_RUN_ID``, and joins any run without it.
     worker_id: this worker's name in the run; None lets the scheduler choose ``worker-<rank>``.
     rank: this worker's number; None reads ``RANK``, else the scheduler gives the lowest free one.
@@ -406,7 +410,7 @@ def _with_own_cluster(
     try:
         _print_line(started)
         named = {"scheduler": cluster.address, "token": cluster.token, "run_id": cluster.run_id}
-        client = Client(**(arguments | named))
+        client = Client(**(arguments | named | {"tls": False}))
     except BaseException:
         cluster.close()
         raise

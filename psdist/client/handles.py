@@ -64,7 +64,7 @@ class Handles:
 
     def __init__(self, session: WorkerSession) -> None:
         self._session = session
-        self._grpc = GrpcTransport(session.calls.metadata, lambda: session.calls.silence_seconds)
+        self._grpc = GrpcTransport(session.calls.credentials, lambda: session.calls.silence_seconds)
         session.activities.reachability.call = self._grpc.call_server
         self._by_name: dict[str, AsyncParameters] = {}
         #: Choices with which the handles of ``_by_name`` were opened.

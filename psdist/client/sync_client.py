@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -37,6 +37,7 @@ from psdist.metrics.interval import Measurements
 from psdist.metrics.phases import Phase
 from psdist.metrics.trackers.tracker import Tracker
 from psdist.optim import Optimizer
+from psdist.security.tls import TlsFiles
 from psdist.settings.config import TransportName
 from psdist.types import DataPosition, DatasetSpec, DType, Layout, MasterDType, NonFinite, ParametersSpec
 from psdist.v1.scheduler_pb2 import GetStatusResponse
@@ -47,6 +48,8 @@ class Client(Blocking[AsyncClient]):
 
     scheduler: host:port; None reads ``PSDIST_SCHEDULER``, else waits for the file of ``PSDIST_SCHEDULER_FILE``.
     token: the run's join token; None reads ``PSDIST_TOKEN``, else the file of ``PSDIST_TOKEN_FILE``.
+    tls: files of this worker's TLS identity; None reads ``PSDIST_TLS_CA``, ``PSDIST_TLS_CERT`` and ``PSDIST_TLS_KEY``,
+        and uses no TLS without them; False uses no TLS.
     run_id: refuses to join another run; None reads ``PSDIST_RUN_ID``, and joins any run without it.
     worker_id: None lets the scheduler choose ``worker-<rank>``.
     rank: None reads ``RANK``, else the scheduler gives the lowest free one.
@@ -66,6 +69,7 @@ class Client(Blocking[AsyncClient]):
         scheduler: str | None = None,
         token: str | None = None,
         *,
+        tls: TlsFiles | Literal[False] | None = None,
         run_id: str | None = None,
         worker_id: str | None = None,
         rank: int | None = None,
@@ -84,6 +88,7 @@ class Client(Blocking[AsyncClient]):
         client = AsyncClient(
             scheduler,
             token,
+            tls=tls,
             run_id=run_id,
             worker_id=worker_id,
             rank=rank,

@@ -34,7 +34,7 @@ class AsyncCollectives:
         membership, listener = self._session.membership, self._session.registrar.listener
         membership.raise_if_expelled(membership.registration.incarnation)
         self._incarnation = membership.registration.incarnation
-        return GroupFormer(self._session, Mesh(membership, listener, listener.token))
+        return GroupFormer(self._session, Mesh(membership, listener, listener.credentials))
 
     def _current_former(self) -> GroupFormer:
         if self._session.membership.registration.incarnation != self._incarnation:

@@ -37,10 +37,11 @@ from psdist.launcher.run_record import DIRECTORY_PREFIX
 from psdist.launcher.runner import ProcessPlan, Runner
 from psdist.launcher.shutdown import RunPolicy
 from psdist.settings import exit_codes, preflight, signals
-from psdist.settings.config import await_address, parse_address
+from psdist.settings.config import await_address, make_tls, parse_address
 from psdist.settings.declarations import torchrun_setting
 from psdist.settings.flags import integer, text
 from psdist.settings.programs import (
+    TlsSettings,
     run_id_setting,
     scheduler_file_setting,
     scheduler_setting,
@@ -70,7 +71,7 @@ def nodes_text(value: str) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AgentSettings(ScriptSettings):
+class AgentSettings(ScriptSettings, TlsSettings):
     """Settings of ``psdist-worker``. Raises ConfigurationError for values that exclude each other.
 
     nodes: fewest and most nodes; None for one.
@@ -126,10 +127,11 @@ def run_agent(settings: AgentSettings, environ: Mapping[str, str] | None = None)
     settings.check()
     preflight.require_for_launcher(settings.processes)
     signals.exit_on(settings.signals)
+    tls = make_tls(settings.tls_ca, settings.tls_cert, settings.tls_key)
     address = settings.scheduler
     if not address and settings.scheduler_file is not None:
         address = await_address(settings.scheduler_file, settings.start_timeout_seconds)
-    link = SchedulerAddress(address=address, token_file=settings.token_file, run_id=settings.run_id)
+    link = SchedulerAddress(address=address, token_file=settings.token_file, tls=tls, run_id=settings.run_id)
     place = _place(settings, link, environ)
     link = replace(link, run_id=settings.run_id or place.run_id)
     first, node, name = place.first_rank, f"node-{place.node_rank}", link.run_id or _unknown_run()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from psdist.security.credentials import Credentials
     from psdist.v1 import scheduler_pb2
 
 #: Time between two lines on the progress.
@@ -93,7 +94,7 @@ class SaveProgress:
             self._say(text)
 
 
-async def _save(address: str, run_id: str, token: str, reason: str) -> int:
+async def _save(address: str, run_id: str, credentials: Credentials, reason: str) -> int:
     import asyncio
 
     import grpc
@@ -105,7 +106,7 @@ async def _save(address: str, run_id: str, token: str, reason: str) -> int:
 
     progress = SaveProgress(_say)
     try:
-        async with scheduler_at(address, token) as call:
+        async with scheduler_at(address, credentials) as call:
             known = await call("GetStatus", scheduler_pb2.GetStatusRequest(), _ANSWER_SECONDS, wait_for_ready=True)
             if not known.HasField("snapshots") or all(one.state != "ready" for one in known.parameters):
                 return 0
@@ -136,13 +137,13 @@ def main() -> int:
     """Save the run of the environment, and return the exit status."""
     import asyncio
 
-    from psdist.settings.config import find_scheduler, find_token, read_address
+    from psdist.settings.config import find_credentials, find_scheduler, read_address
 
     address = find_scheduler(os.environ) or read_address(Path(os.environ["PSDIST_SCHEDULER_FILE"]))
     if not address:
         return 0
     run_id = os.environ.get("PSDIST_RUN_ID", "")
-    return asyncio.run(_save(address, run_id, find_token(os.environ), " ".join(sys.argv[1:]) or "at the end"))
+    return asyncio.run(_save(address, run_id, find_credentials(os.environ), " ".join(sys.argv[1:]) or "at the end"))
 
 
 if __name__ == "__main__":

@@ -24,8 +24,9 @@ from psdist.launcher.metrics.run_metrics import MetricsOptions
 from psdist.launcher.output import Routing
 from psdist.launcher.process import ProcessSpec
 from psdist.launcher.shutdown import STOP_TIMEOUT_SECONDS
+from psdist.security.tls import TlsFiles
 from psdist.settings import group_marks, script_errors
-from psdist.settings.config import START_TIMEOUT_SECONDS, devices_text
+from psdist.settings.config import START_TIMEOUT_SECONDS, TLS_VARIABLES, devices_text
 from psdist.settings.declarations import arguments, setting, torchrun_setting
 from psdist.settings.flags import integer, one_of, seconds, text
 from psdist.settings.programs import (
@@ -46,6 +47,7 @@ SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _WORKERS: Final = "workers"
 #: Variables that define a process's place in a run. None is inherited from outside.
 _OWNED: Final = (
+    *TLS_VARIABLES,
     *("PSDIST_SCHEDULER", "PSDIST_SCHEDULER_FILE", "PSDIST_ADDRESS_FILE", "PSDIST_ADVERTISE", "PSDIST_INSECURE"),
     *("PSDIST_WORKER_ID", "PSDIST_SERVER_ID", "PSDIST_CONNECTED_FILE", "PSDIST_LIFELINE_FD", "PSDIST_STORAGE_PATH"),
     *("PSDIST_STORAGE_OPTIONAL", "PSDIST_SAVE_INTERVAL", "PSDIST_KEEP_LAST", "PSDIST_KEEP_EVERY"),
@@ -186,16 +188,18 @@ def _check_file(name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerAddress:
-    """Address of the scheduler, and the token for it.
+    """Address of the scheduler, and the credentials for it.
 
     address: its address; empty if ``file`` is given.
     file: the file in which the scheduler writes its address.
     token_file: None if the token is already in the environment of the processes.
+    tls: TLS identity of the processes; None for plaintext.
     """
 
     address: str = ""
     file: Path | None = None
     token_file: Path | None = None
+    tls: TlsFiles | None = None
     run_id: str = ""
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
@@ -208,6 +212,9 @@ class SchedulerAddress:
         if self.token_file is not None:
             values.pop("PSDIST_TOKEN", None)
             values["PSDIST_TOKEN_FILE"] = str(self.token_file)
+        if self.tls is not None:
+            files = (self.tls.ca, self.tls.cert, self.tls.key)
+            values |= {name: os.path.abspath(file) for name, file in zip(TLS_VARIABLES, files, strict=True)}
         if self.run_id:
             values["PSDIST_RUN_ID"] = self.run_id
         return values

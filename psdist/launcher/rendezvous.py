@@ -16,7 +16,10 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from psdist.security.credentials import Credentials
 
 _RETRY_SECONDS: Final = 0.25
 #: Interval of notices while the scheduler does not answer.
@@ -88,7 +91,7 @@ class _Silence:
         self._next()
 
 
-async def _ask(request: RankRequest, token: str) -> Place:
+async def _ask(request: RankRequest, credentials: Credentials) -> Place:
     from psdist import addresses
     from psdist.errors import SchedulerUnreachableError
     from psdist.wire.scheduler_client import scheduler_at
@@ -105,7 +108,7 @@ async def _ask(request: RankRequest, token: str) -> Place:
         peers = await addresses.await_name(host, request.timeout_seconds, on_failure)
         silence.reason = ""
         master = addresses.free_address(peers, request.local_address)
-        async with scheduler_at(request.scheduler, token) as call:
+        async with scheduler_at(request.scheduler, credentials) as call:
             while True:
                 try:
                     return await _rendezvous(call, request, master, silence.end)
@@ -144,7 +147,7 @@ async def _rendezvous(
     raise InternalError(f"scheduler {request.scheduler} ended the rendezvous without an answer")
 
 
-async def _give_up(request: RankRequest, token: str) -> None:
+async def _give_up(request: RankRequest, credentials: Credentials) -> None:
     """Tell the scheduler, if it answers in time, that this agent ends."""
     import grpc
 
@@ -158,7 +161,7 @@ async def _give_up(request: RankRequest, token: str) -> None:
         nodes_max=request.nodes_max,
         gave_up=request.gave_up,
     )
-    async with scheduler_at(request.scheduler, token) as call:
+    async with scheduler_at(request.scheduler, credentials) as call:
         with suppress(grpc.aio.AioRpcError):  # The agent's exit status matters more than this report.
             async for _ in call("Rendezvous", message, request.timeout_seconds):
                 return
@@ -167,14 +170,14 @@ async def _give_up(request: RankRequest, token: str) -> None:
 def main() -> None:
     """Print the answer to the request of the command line."""
     from psdist.errors import PsdistError
-    from psdist.settings.config import find_token
+    from psdist.settings.config import find_credentials
 
     request = RankRequest(**json.loads(sys.argv[1]))
     if request.gave_up:
-        asyncio.run(_give_up(request, find_token(os.environ)))
+        asyncio.run(_give_up(request, find_credentials(os.environ)))
         return
     try:
-        _print(asdict(asyncio.run(_ask(request, find_token(os.environ)))))
+        _print(asdict(asyncio.run(_ask(request, find_credentials(os.environ)))))
     except PsdistError as error:
         _print({"error": error.message, "code": error.code})
 

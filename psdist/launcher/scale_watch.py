@@ -12,7 +12,10 @@ import json
 import os
 import sys
 from dataclasses import asdict, dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from psdist.security.credentials import Credentials
 
 _RETRY_SECONDS: Final = 0.25
 
@@ -44,14 +47,14 @@ class ScaleRequest:
             return None
 
 
-async def _watch(scheduler: str, run_id: str, token: str) -> None:
+async def _watch(scheduler: str, run_id: str, credentials: Credentials) -> None:
     import grpc
 
     from psdist.v1 import scheduler_pb2
     from psdist.wire.scheduler_client import scheduler_at
 
     said: ScaleRequest | None = None
-    async with scheduler_at(scheduler, token) as call:
+    async with scheduler_at(scheduler, credentials) as call:
         while True:
             try:
                 told = 0 if said is None else said.workers
@@ -71,9 +74,9 @@ async def _watch(scheduler: str, run_id: str, token: str) -> None:
 
 def main() -> None:
     """Watch the scheduler of the command line until this process is killed."""
-    from psdist.settings.config import find_token
+    from psdist.settings.config import find_credentials
 
-    asyncio.run(_watch(sys.argv[1], sys.argv[2], find_token(os.environ)))
+    asyncio.run(_watch(sys.argv[1], sys.argv[2], find_credentials(os.environ)))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from psdist.errors import (
 )
 from psdist.link.frame_connection import FrameConnection, MessageReceiver
 from psdist.link.listening import Listener
+from psdist.security.credentials import Credentials
 from psdist.v1 import worker_pb2 as pb
 from psdist.wire import limits
 
@@ -46,16 +47,16 @@ class PeerFrames(Protocol):
 
 
 class PeerListener(Listener[pb.PeerFrame]):
-    """Port of a worker for links of other workers. token: the run's; empty accepts all (loopback only)."""
+    """Port of a worker for links of other workers. Without a token it accepts all (loopback only)."""
 
     message_type = pb.PeerFrame
     opening_bytes = limits.PEER_OPENING_BYTES
 
-    def __init__(self, token: str) -> None:
+    def __init__(self, credentials: Credentials) -> None:
         super().__init__()
         #: host:port for other workers; empty if there is none.
         self.address = ""
-        self.token = token
+        self.credentials = credentials
         self._consumer: PeerFrames | None = None
         #: Links that nobody uses yet, by worker.
         self._waiting: dict[str, tuple[pb.PeerHello, FrameConnection]] = {}
@@ -72,8 +73,11 @@ class PeerListener(Listener[pb.PeerFrame]):
         host = addresses.route_source(peer) or addresses.loopback()
         if spans_hosts and addresses.is_loopback(host):
             host = addresses.own_address()
-        if not self.token and not addresses.is_loopback(host):
+        if not self.credentials.token and not addresses.is_loopback(host):
             self.log_unavailable(host, "beyond loopback the run needs a token")
+            return
+        if self.credentials.tls is not None:
+            self.log_unavailable(host, "TLS between workers is not supported")
             return
         await self.open(host)
         self.address = addresses.format_address(host, self.port) if self.port else ""
@@ -99,7 +103,8 @@ class PeerListener(Listener[pb.PeerFrame]):
     def identify(self, opening: pb.PeerFrame) -> Callable[[FrameConnection], None]:
         """Check the token of a link. Raises UnauthenticatedError."""
         hello = opening.hello
-        if self.token and not hmac.compare_digest(hello.token.encode(), self.token.encode()):
+        token = self.credentials.token
+        if token and not hmac.compare_digest(hello.token.encode(), token.encode()):
             raise UnauthenticatedError("a link from another worker has no token, or a wrong one")
         hello.token = ""
         return lambda connection: self._keep(hello, connection)

@@ -65,7 +65,7 @@ def join(store: Any, rank: int, size: int) -> Context:
             "the script once per node with 'psdist-worker', which has torchrun's flags. If the network is private, "
             f"{_INSECURE}=1 on the node of rank 0 lets torchrun start it, too, without encryption"
         )
-    context = init(scheduler=found["scheduler"], token=found["token"], run_id=found["run_id"])
+    context = init(scheduler=found["scheduler"], token=found["token"], run_id=found["run_id"], tls=False)
     if found["scope"] == process_state.own_scope() != "":
         loop.shared().call(on_loop(lambda: _watch(context, found["pid"])))
     return context

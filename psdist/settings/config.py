@@ -6,6 +6,9 @@ The command lines of scheduler and server are in ``programs``. Nothing is connec
 
 A token is never taken from a command line, where every user could read it. The first of these that is set counts: an
 argument of the library, ``--token-file``, ``PSDIST_TOKEN``, the file named by ``PSDIST_TOKEN_FILE``.
+
+The files of a TLS identity are named by an argument of the library, the flags ``--tls-ca``, ``--tls-cert`` and
+``--tls-key``, or ``PSDIST_TLS_CA``, ``PSDIST_TLS_CERT`` and ``PSDIST_TLS_KEY``: all three of them or none.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import secrets
 import socket
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +32,8 @@ from psdist.addresses import is_loopback as is_loopback
 from psdist.addresses import loopback, split_addresses
 from psdist.addresses import parse_address as parse_address
 from psdist.errors import ConfigurationError, InvalidArgumentError, SchedulerUnreachableError
+from psdist.security.credentials import Credentials
+from psdist.security.tls import TlsFiles
 from psdist.settings.preflight import require_working_directory
 from psdist.wire.limits import ADDRESS_FILE_BYTES_MAX, RUN_ID, TOKEN_CHARACTERS_MAX
 
@@ -78,7 +84,7 @@ class ClientSettings:
     """
 
     scheduler: str
-    token: str
+    credentials: Credentials
     run_id: str
     rank: int | None
     world_size: int
@@ -264,6 +270,51 @@ def _read_token(path: Path, source: str) -> str:
     return check_token(content.decode("ascii", "replace"), f"{source} ({path})")
 
 
+# --- credentials ------------------------------------------------------------------------------------------------------
+
+#: Variables that name the files of a TLS identity.
+TLS_VARIABLES: Final = ("PSDIST_TLS_CA", "PSDIST_TLS_CERT", "PSDIST_TLS_KEY")
+
+
+def make_tls(ca: Path | str | None, cert: Path | str | None, key: Path | str | None) -> TlsFiles | None:
+    """Return the files of a TLS identity; None if none is named. Raises ConfigurationError if some are missing, or for
+    the content of the files (see ``TlsFiles.identity``)."""
+    if not ca and not cert and not key:
+        return None
+    if not ca or not cert or not key:
+        named = {"--tls-ca": ca, "--tls-cert": cert, "--tls-key": key}
+        missing = ", ".join(name for name, file in named.items() if not file)
+        raise ConfigurationError(
+            f"TLS needs three files, and {missing} is not set: pass --tls-ca, --tls-cert and --tls-key, or set "
+            f"{', '.join(TLS_VARIABLES)}, or none of them"
+        )
+    files = TlsFiles(ca, cert, key)
+    files.identity()
+    return files
+
+
+def find_credentials(
+    environ: Mapping[str, str], token: str | None = None, tls: TlsFiles | Literal[False] | None = None
+) -> Credentials:
+    """Return the credentials in ``environ``. Raises ConfigurationError.
+
+    token, tls: arguments of the library, which take precedence. False uses no TLS.
+    """
+    if tls is None:
+        found = make_tls(*(environ.get(name) for name in TLS_VARIABLES))
+    else:
+        found = tls or None
+        if found is not None:
+            found.identity()
+    return Credentials(find_token(environ, token), found)
+
+
+def given_credentials(given: Namespace, environ: Mapping[str, str]) -> Credentials:
+    """Return the credentials that parsed flags name. Raises ConfigurationError."""
+    token = find_token(environ, token_file=given.token_file)
+    return Credentials(token, make_tls(given.tls_ca, given.tls_cert, given.tls_key), getattr(given, "insecure", False))
+
+
 # --- the scheduler's address ------------------------------------------------------------------------------------------
 
 
@@ -315,6 +366,7 @@ def client_settings(
     *,
     scheduler: str | None = None,
     token: str | None = None,
+    tls: TlsFiles | Literal[False] | None = None,
     run_id: str | None = None,
     transport: str | None = None,
 ) -> ClientSettings:
@@ -329,17 +381,17 @@ def client_settings(
     world_size = _integer(environ, ("WORLD_SIZE", "DMLC_NUM_WORKER"), 1)
     if rank is not None and world_size is not None and rank >= world_size:
         raise ConfigurationError(f"RANK {rank} is not below WORLD_SIZE {world_size}: ranks count from 0")
-    found_token = find_token(environ, token)
+    credentials = find_credentials(environ, token, tls)
     return ClientSettings(
         scheduler=scheduler or find_scheduler(environ),
-        token=found_token,
+        credentials=credentials,
         run_id=check_run_id(chosen_run) if chosen_run else "",
         rank=rank,
         world_size=world_size or 1,
         local_rank=_integer(environ, ("LOCAL_RANK",), 0) or 0,
         worker_id=environ.get("PSDIST_WORKER_ID") or None,
         transport=_find_transport(environ, transport),
-        metrics=_find_metrics(environ, found_token),
+        metrics=_find_metrics(environ, credentials.token),
     )
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, get_args
 
 from psdist.addresses import loopback
 from psdist.errors import ConfigurationError, InsecureBindError, InvalidArgumentError
+from psdist.security.credentials import Credentials
 from psdist.settings import exit_codes, preflight
 from psdist.settings.config import (
     START_TIMEOUT_SECONDS,
@@ -30,7 +31,7 @@ from psdist.settings.config import (
     default_store,
     device_text,
     find_scheduler,
-    find_token,
+    given_credentials,
     is_loopback,
     scheduler_text,
     storage_text,
@@ -193,8 +194,25 @@ class DashboardSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProgramSettings(MonitoringSettings):
-    """Settings of scheduler and server. An empty ``token`` means none."""
+class TlsSettings:
+    """TLS identity of every program that connects to others: all three files or none."""
+
+    tls_ca: Path | None = setting(
+        "the CA's certificate, in PEM; with --tls-cert and --tls-key all connections use mutual TLS", Path, None,
+        "FILE", group=_NETWORK_TITLE,
+    )  # fmt: skip
+    tls_cert: Path | None = setting(
+        "certificate of this process, in PEM; read again when the files change", Path, None, "FILE",
+        group=_NETWORK_TITLE,
+    )  # fmt: skip
+    tls_key: Path | None = setting(
+        "private key of --tls-cert, in PEM, not encrypted", Path, None, "FILE", group=_NETWORK_TITLE
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramSettings(MonitoringSettings, TlsSettings):
+    """Settings of scheduler and server."""
 
     host: str = setting(
         "address to listen on; ::1 by default where only that exists", text, _HOST, "HOST", group=_NETWORK_TITLE
@@ -211,14 +229,14 @@ class ProgramSettings(MonitoringSettings):
     log_format: str = log_format_setting("auto")
     log_level: str = log_level_setting("least level shown", "info")
     lifeline_fd: int | None = setting("inherited pipe; this process ends when it does", integer(0), None, "N")
-    token: str = ""
+    credentials: Credentials = field(default_factory=Credentials)
 
     @property
     def metrics(self) -> MetricsEndpoint | None:
         """Place of this process's metrics; None serves none."""
         if self.metrics_port is None:
             return None
-        return MetricsEndpoint(self.metrics_host or loopback(), self.metrics_port, self.token)
+        return MetricsEndpoint(self.metrics_host or loopback(), self.metrics_port, self.credentials.token)
 
 
 # --- psdist-scheduler -------------------------------------------------------------------------------------------------
@@ -268,7 +286,7 @@ class SchedulerSettings(RunSettings, DashboardSettings, ProgramSettings):
         """Place of the dashboard; None serves none."""
         if self.dashboard_port is None:
             return None
-        return DashboardEndpoint(self.dashboard_host or loopback(), self.dashboard_port, self.token)
+        return DashboardEndpoint(self.dashboard_host or loopback(), self.dashboard_port, self.credentials.token)
 
     @property
     def storage(self) -> str:
@@ -308,8 +326,8 @@ def scheduler_settings(argv: Sequence[str], environ: Mapping[str, str] | None = 
             create_token_file(environ, given.token_file)
     except ConfigurationError as error:
         fail(line.program, str(error))
-    token = _program_token(line.program, given, environ)
-    return read(SchedulerSettings, given, store_place=store, host=_host(given), token=token)
+    credentials = _program_credentials(line.program, given, environ)
+    return read(SchedulerSettings, given, store_place=store, host=_host(given), credentials=credentials)
 
 
 # --- psdist-server ----------------------------------------------------------------------------------------------------
@@ -390,8 +408,8 @@ def server_settings(argv: Sequence[str], environ: Mapping[str, str] | None = Non
             fail(line.program, str(error))
         if not scheduler:
             fail(line.program, "no scheduler: pass --scheduler HOST:PORT or set PSDIST_SCHEDULER")
-    token = _program_token(line.program, given, environ)
-    return read(ServerSettings, given, scheduler=scheduler, host=_host(given), token=token)
+    credentials = _program_credentials(line.program, given, environ)
+    return read(ServerSettings, given, scheduler=scheduler, host=_host(given), credentials=credentials)
 
 
 # --- both -------------------------------------------------------------------------------------------------------------
@@ -411,29 +429,27 @@ def _host(given: Namespace) -> str:
     return loopback() if is_default else str(given.host)
 
 
-def _program_token(program: str, given: Namespace, environ: Mapping[str, str]) -> str:
-    """Return the token. Refuses to bind beyond this machine without ``--insecure``, or without a token."""
+def _program_credentials(program: str, given: Namespace, environ: Mapping[str, str]) -> Credentials:
+    """Return the credentials. Refuses to bind beyond this machine without TLS or ``--insecure``, and without TLS or a
+    token."""
     try:
-        token = find_token(environ, token_file=given.token_file)
-        if not is_loopback(given.host) and not given.insecure:
-            raise InsecureBindError(
-                f"--host {given.host} would listen beyond this machine without encryption: bind 127.0.0.1, or add "
-                "--insecure if the network is private"
-            )
-        if not is_loopback(given.host) and not token:
+        credentials = given_credentials(given, environ)
+        credentials.require_private(given.host, f"--host {given.host} listens")
+        if credentials.tls is None and not is_loopback(given.host) and not credentials.token:
             raise InsecureBindError(
                 f"--host {given.host} would admit everybody who can reach it: set PSDIST_TOKEN or --token-file"
             )
     except InvalidArgumentError as error:
         fail(program, str(error))
-    return token
+    return credentials
 
 
 # --- flags of commands that talk to a scheduler -----------------------------------------------------------------------
 
 _SERVER_FLAGS: Final = {flag.name: flag for flag in flags_of(ServerSettings)}
 SCHEDULER_FLAG: Final = _SERVER_FLAGS["--scheduler"]
-TOKEN_FILE_FLAG: Final = _SERVER_FLAGS["--token-file"]
+#: How a command shows who it is.
+CREDENTIAL_FLAGS: Final = (_SERVER_FLAGS["--token-file"], *flags_of(TlsSettings))
 FORMAT_FLAG: Final = Flag("--format", "table or json", one_of("table", "json"), "table", "FORMAT")
 
 

@@ -21,11 +21,11 @@ import grpc
 import grpc.aio
 
 from psdist import addresses
-from psdist.errors import ConfigurationError, InsecureBindError
+from psdist.errors import ConfigurationError
+from psdist.security.credentials import Credentials
 from psdist.wire import limits
 from psdist.wire.auth import TokenInterceptor
-
-_LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1", "[::1]")
+from psdist.wire.renewed_channel import RenewedChannel
 
 
 def _shared_options(message_bytes: int, window_bytes: int, silence_seconds: float) -> list[tuple[str, int]]:
@@ -46,11 +46,13 @@ def _shared_options(message_bytes: int, window_bytes: int, silence_seconds: floa
 
 def open_channel(
     address: str,
+    credentials: Credentials,
     message_bytes: int = limits.DATA_MESSAGE_BYTES,
     silence_seconds: float = limits.KEEPALIVE_SECONDS,
 ) -> grpc.aio.Channel:
-    """Return a plaintext channel to ``address`` (host:port). It connects on first use.
+    """Return a channel to ``address`` (host:port). It connects on first use.
 
+    credentials: with TLS, each new call uses the files as they are then. The token is metadata of each call.
     silence_seconds: ping a peer after this much silence, and disconnect if it stays silent for as long again.
     """
     options = [
@@ -63,16 +65,18 @@ def open_channel(
         ("grpc.min_reconnect_backoff_ms", round(1e3 * limits.GREETING_SECONDS)),
         ("grpc.max_reconnect_backoff_ms", 1_000),
     ]
-    return grpc.aio.insecure_channel(address, options=options)
+    if (tls := credentials.tls) is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return RenewedChannel(tls, lambda identity: grpc.aio.secure_channel(address, identity, options=options))
 
 
 def make_server(
-    token: str,
+    credentials: Credentials,
     message_bytes: int = limits.DATA_MESSAGE_BYTES,
     interceptors: Sequence[Any] = (),
     silence_seconds: float = limits.KEEPALIVE_SECONDS,
 ) -> grpc.aio.Server:
-    """Return a server that accepts calls with ``token`` and enforces the limits of ``psdist.wire.limits``.
+    """Return a server that accepts calls with the token and enforces the limits of ``psdist.wire.limits``.
 
     silence_seconds: see ``open_channel``.
     """
@@ -88,32 +92,32 @@ def make_server(
         ("grpc.keepalive_permit_without_calls", 1),
     ]
     # Calls waiting for a refusal must not use up the members' share.
-    strangers = limits.REFUSALS_HELD_MAX + limits.PROBES_HELD_MAX if token else 0
+    strangers = limits.REFUSALS_HELD_MAX + limits.PROBES_HELD_MAX if credentials.token else 0
     return grpc.aio.server(
-        interceptors=(TokenInterceptor(token), *interceptors),
+        interceptors=(TokenInterceptor(credentials.token), *interceptors),
         options=options,
         maximum_concurrent_rpcs=limits.CONCURRENT_CALLS_MAX + strangers,
     )
 
 
-def bind(server: grpc.aio.Server, host: str, port: int, insecure: bool, flag: str = "--port") -> int:
-    """Bind ``server`` and return its port; port 0 picks a free one.
+def bind(server: grpc.aio.Server, host: str, port: int, credentials: Credentials, flag: str = "--port") -> int:
+    """Bind ``server`` and return its port; port 0 picks a free one. With TLS, clients must show a certificate.
 
-    Raises InsecureBindError for a host beyond loopback without ``insecure``, ConfigurationError if the port is taken.
+    Raises InsecureBindError for a host beyond loopback with neither TLS nor ``insecure``, ConfigurationError if the
+    port is taken or the TLS files are wrong.
     """
-    if host not in _LOOPBACK_HOSTS and not insecure:
-        raise InsecureBindError(
-            f"--host {host} listens beyond this machine without encryption: bind 127.0.0.1, or pass --insecure on a "
-            "private network",
-            host=host,
-        )
+    credentials.require_private(host, f"--host {host} listens")
+    address = addresses.format_address(host, port)
     try:
-        bound: int = server.add_insecure_port(addresses.format_address(host, port))
+        if credentials.tls is None:
+            bound: int = server.add_insecure_port(address)
+        else:
+            bound = server.add_secure_port(address, credentials.tls.server_credentials())
     except RuntimeError:
         bound = 0
     if bound == 0:
         raise ConfigurationError(
-            f"{addresses.format_address(host, port)} cannot be bound (in use, or no address of this machine): choose "
+            f"{address} cannot be bound (in use, or no address of this machine): choose "
             f"another {flag}, or {flag} 0 for a free one, or another --host",
             host=host,
             port=port,

@@ -24,6 +24,7 @@ from psdist.errors import (
     ServerUnreachableError,
     WaitTimeoutError,
 )
+from psdist.security.credentials import Credentials
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import scheduler_pb2_grpc
 from psdist.wire import auth, channels, limits, status
@@ -52,12 +53,13 @@ class MemberConnection:
     rng: randomness for pauses between attempts.
     """
 
-    def __init__(self, places: str, source: str, token: str, rng: Random) -> None:
+    def __init__(self, places: str, source: str, credentials: Credentials, rng: Random) -> None:
         self._places = addresses.split_addresses(places)
         self._place = 0
         self._tried = -_PLACE_SECONDS
         self.rng = rng
-        self.metadata = auth.metadata(token)
+        self.credentials = credentials
+        self.metadata = auth.metadata(credentials.token)
         self._source = source
         #: Ping the scheduler after this much silence. Set to the run's lease once it is known.
         self.silence_seconds = limits.KEEPALIVE_SECONDS
@@ -78,7 +80,9 @@ class MemberConnection:
 
     def _current_stub(self) -> Any:
         if self.address not in self._opened:
-            channel = channels.open_channel(self.address, limits.CONTROL_MESSAGE_BYTES, self.silence_seconds)
+            channel = channels.open_channel(
+                self.address, self.credentials, limits.CONTROL_MESSAGE_BYTES, self.silence_seconds
+            )
             self._opened[self.address] = channel, scheduler_pb2_grpc.SchedulerServiceStub(channel)
         return self._opened[self.address][1]
 

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, Final
 
 from psdist.addresses import split_addresses
+from psdist.security.credentials import Credentials
 from psdist.v1 import scheduler_pb2_grpc
 from psdist.wire import auth, limits
 from psdist.wire.channels import open_channel
@@ -17,14 +18,16 @@ _ANSWER_SECONDS: Final = 1.0
 
 
 @asynccontextmanager
-async def scheduler_at(address: str, token: str) -> AsyncIterator[Callable[..., Any]]:
+async def scheduler_at(address: str, credentials: Credentials) -> AsyncIterator[Callable[..., Any]]:
     """Connect to the scheduler at ``address`` (HOST:PORT; of several the first that answers).
 
-    Yield ``call(method, request, timeout=None, wait_for_ready=False)``, which starts a call with ``token`` and
+    Yield ``call(method, request, timeout=None, wait_for_ready=False)``, which starts a call with the token and
     returns an awaitable or a stream of answers. Both raise grpc.aio.AioRpcError. A call that waits connects until its
     timeout; otherwise the first failed attempt ends it."""
-    metadata = auth.metadata(token)
-    async with open_channel(await _answering(address), limits.CONTROL_MESSAGE_BYTES) as channel:
+    metadata = auth.metadata(credentials.token)
+    async with open_channel(
+        await _answering(address, credentials), credentials, limits.CONTROL_MESSAGE_BYTES
+    ) as channel:
         stub: Any = scheduler_pb2_grpc.SchedulerServiceStub(channel)
 
         def call(method: str, request: Any, timeout: float | None = None, wait_for_ready: bool = False) -> Any:
@@ -34,12 +37,12 @@ async def scheduler_at(address: str, token: str) -> AsyncIterator[Callable[..., 
         yield call
 
 
-async def _answering(address: str) -> str:
+async def _answering(address: str, credentials: Credentials) -> str:
     """Return the first of several places where a scheduler listens: a standby listens only once it leads. Without one,
     the last."""
     *others, last = split_addresses(address)
     for place in others:
-        async with open_channel(place, limits.CONTROL_MESSAGE_BYTES) as channel:
+        async with open_channel(place, credentials, limits.CONTROL_MESSAGE_BYTES) as channel:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_ANSWER_SECONDS):
                     await channel.channel_ready()

@@ -104,7 +104,7 @@ async def _serve_run(
     for text in opened.history.skipped if opened.history is not None else ():
         logger.warning("skipped unreadable snapshot: %s", text)
     server = channels.make_server(
-        settings.token, limits.CONTROL_MESSAGE_BYTES, silence_seconds=settings.failure_timeout_seconds
+        settings.credentials, limits.CONTROL_MESSAGE_BYTES, silence_seconds=settings.failure_timeout_seconds
     )
     server.add_generic_rpc_handlers((Service(scheduler).handler(),))
     probe = await add_standard_services(server, SERVICE, reflects=is_loopback(settings.host))
@@ -120,7 +120,7 @@ async def _serve_run(
             from psdist_scheduler import dashboard_source  # It needs the libraries of an extra.
 
             dashboard = dashboard_source.serve(scheduler, settings.dashboard, optional=stored is not None)
-        port = channels.bind(server, settings.host, settings.port, settings.insecure)
+        port = channels.bind(server, settings.host, settings.port, settings.credentials)
         await server.start()
         address = settings.advertise or _own_address(settings.host, port)
         return await _until_the_end(settings, scheduler, address)

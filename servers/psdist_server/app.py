@@ -88,26 +88,29 @@ async def _serve(settings: ServerSettings, scheduler: str, lanes: Lanes | None) 
     loop_monitor.watch("server")
     stop = asyncio.Event()
     _stop_on_signals(stop, settings.lifeline_fd)
-    server = channels.make_server(settings.token)
-    port = channels.bind(server, settings.host, settings.port, settings.insecure)
+    server = channels.make_server(settings.credentials)
+    port = channels.bind(server, settings.host, settings.port, settings.credentials)
     deadline = asyncio.get_running_loop().time() + settings.start_timeout_seconds
     advertise = await _unless(stop, _own_address(settings, scheduler, port))
     if not advertise:
         return exit_codes.OK
     compiler = BackgroundCompiler(logging.getLogger("psdist.server"))
     compiler.add(kernels.KERNELS, "all optimizers")
-    link = ServerSession(scheduler, settings.token, advertise, settings.server_id, settings.run_id)
+    link = ServerSession(scheduler, settings.credentials, advertise, settings.server_id, settings.run_id)
     exporter = None
     try:
         listener = TcpListener()
-        await listener.open(settings.host, settings.data_port)
+        if settings.credentials.tls is None:
+            await listener.open(settings.host, settings.data_port)
         left = max(0.0, deadline - asyncio.get_running_loop().time())
         first_map = await _unless(stop, link.register(left))
         if first_map is None:
             return 0
         threads = settings.kernel_threads or default_kernel_threads(first_map, advertise)
         me = link.registration
-        host = ParameterServer(me, settings.token, threads, compiler=compiler, carriers=settings.carriers, lanes=lanes)
+        host = ParameterServer(
+            me, settings.credentials, threads, compiler=compiler, carriers=settings.carriers, lanes=lanes
+        )
         logs.identify(id=me.server_id, run=me.run_id, incarnation=me.incarnation)
         if settings.metrics is not None:
             from psdist_server import metrics  # A server without metrics starts without their library.

@@ -12,6 +12,7 @@ import grpc.aio
 import structlog
 
 from psdist.errors import PsdistError, ServerUnreachableError
+from psdist.security.credentials import Credentials
 from psdist.settings.config import parse_address
 from psdist.types import ClusterMap, Replica
 from psdist.v1 import server_pb2, server_pb2_grpc
@@ -35,7 +36,7 @@ class PeerServers:
         self,
         me: Replica,
         run_id: str,
-        token: str,
+        credentials: Credentials,
         rng: Random,
         lease_seconds: float,
         report: Callable[[], None],
@@ -46,7 +47,8 @@ class PeerServers:
         self.lease_seconds = lease_seconds
         self.report = report
         self.carriers = carriers
-        self._metadata = auth.metadata(token)
+        self._credentials = credentials
+        self._metadata = auth.metadata(credentials.token)
         #: Newest map.
         self._map = ClusterMap(run_id, 0)
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -75,7 +77,9 @@ class PeerServers:
     def _channel(self, replica: Replica) -> grpc.aio.Channel:
         address = self._address(replica)
         if address not in self._channels:
-            self._channels[address] = channels.open_channel(address, silence_seconds=self.lease_seconds)
+            self._channels[address] = channels.open_channel(
+                address, self._credentials, silence_seconds=self.lease_seconds
+            )
         return self._channels[address]
 
     def fetch_norms(self, replica: Replica, request: server_pb2.FetchNormsRequest) -> Any:

@@ -22,6 +22,7 @@ from psdist.errors import (
     ServerUnreachableError,
     WrongRunError,
 )
+from psdist.security.credentials import Credentials
 from psdist.types import ClusterMap
 from psdist.v1 import common_pb2
 from psdist.v1 import scheduler_pb2 as pb
@@ -46,9 +47,15 @@ class ServerSession:
     """
 
     def __init__(
-        self, address: str, token: str, advertise: str, server_id: str, run_id: str, rng: Random | None = None
+        self,
+        address: str,
+        credentials: Credentials,
+        advertise: str,
+        server_id: str,
+        run_id: str,
+        rng: Random | None = None,
     ) -> None:
-        self._connection = MemberConnection(address, "--scheduler or PSDIST_SCHEDULER", token, rng or Random())
+        self._connection = MemberConnection(address, "--scheduler or PSDIST_SCHEDULER", credentials, rng or Random())
         self._advertise = advertise
         self.registration = ServerRegistration(run_id, server_id)
         #: Set when the scheduler reports that no worker is left and the training result is saved.

@@ -20,6 +20,7 @@ from psdist.compression import segments
 from psdist.compression.background_compiler import LARGE_ELEMENTS, BackgroundCompiler
 from psdist.errors import NoStorageError
 from psdist.off_loop import in_thread
+from psdist.security.credentials import Credentials
 from psdist.snapshots.opening import open_storage
 from psdist.snapshots.storage import Storage
 from psdist.tracing.member import MemberTrace
@@ -70,7 +71,7 @@ class ParameterServer:
     def __init__(
         self,
         registration: ServerRegistration,
-        token: str,
+        credentials: Credentials,
         kernel_threads: int,
         rng: Random | None = None,
         opener: Callable[[str], Storage] = open_storage,
@@ -90,7 +91,7 @@ class ParameterServer:
         self.trace = MemberTrace(self._spans.start, self._spans.stop, self._spans.clock)
         self.stores: dict[str, ParameterStore] = {}
         self.peers = PeerServers(
-            self.me, run_id, token, rng, registration.lease_seconds, lambda: self._report(), carriers
+            self.me, run_id, credentials, rng, registration.lease_seconds, lambda: self._report(), carriers
         )
         self.admission = Admission(run_id, self.stores, self.peers, compiler.loaded if compiler is not None else None)
         self._norm_exchange = NormGatherer(self.peers, lambda: self.admission.map)

@@ -22,6 +22,7 @@ from psdist.consistency import BSP
 from psdist.errors import InternalError, PsdistError
 from psdist.link.accepting import TcpListener
 from psdist.link.frame_connection import PREFIX, FrameConnection
+from psdist.security.credentials import Credentials
 from psdist.types import ClusterMap, ParametersEntry, ParametersSpec, Replica, ServerEntry, Shard, Slicing
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import limits
@@ -236,7 +237,7 @@ class Outcome:
 
 async def give_to_replica(frames: Sequence[bytes]) -> Outcome:
     """Give frames to a replica that holds the shard."""
-    host = ParameterServer(ServerRegistration("run", "server-1"), "", kernel_threads=1)
+    host = ParameterServer(ServerRegistration("run", "server-1"), Credentials(), kernel_threads=1)
     arena = GradientArena.create(2 * SIZE, "float32")
     try:
         await host.adopt_map(MAP)

@@ -17,6 +17,7 @@ import numpy as np
 from psdist.client.async_client import AsyncClient
 from psdist.client.parameters import AsyncParameters
 from psdist.errors import DuplicateMemberError, FencedError, PsdistError, ServerLostError
+from psdist.security.credentials import Credentials
 from psdist.types import ClusterMap, ParametersEntry
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
 from psdist.wire import status
@@ -167,7 +168,9 @@ class World:
     async def _serve(self, node: Node, number: int) -> None:
         self.counts["server lives"] += 1
         address = f"10.0.1.{number}:{7000 + self.counts['server lives']}"
-        link = ServerSession(SCHEDULER, "", address, f"server-{number}" if self.options.replicas == 1 else "", RUN)
+        link = ServerSession(
+            SCHEDULER, Credentials(), address, f"server-{number}" if self.options.replicas == 1 else "", RUN
+        )
         try:
             await link.register(60.0)
             host = self.make_host(link)
@@ -188,7 +191,7 @@ class World:
 
     def make_host(self, link: ServerSession) -> ParameterServer:
         """Return the host of a registered server."""
-        return ParameterServer(link.registration, "", KERNEL_THREADS)
+        return ParameterServer(link.registration, Credentials(), KERNEL_THREADS)
 
     def server_ended(self, number: int, node: Node) -> None:
         """Restart a server whose process exited by itself, as a launcher would."""

@@ -28,6 +28,7 @@ import psdist_scheduler.service  # noqa: F401
 import psdist_server.scheduler_session
 import psdist_server.service  # noqa: F401
 from psdist.link.peers import PeerListener
+from psdist.security.credentials import Credentials
 from psdist.wire import channels, convert, malloc_options, status
 from psdist.wire.followed_map import FollowedMap
 from psdist.wire.shm import WeightsArena
@@ -197,7 +198,9 @@ class InlineExecutor:
         """Do nothing: no work is pending."""
 
 
-def _open_channel(address: str, message_bytes: int = 0, silence_seconds: float = 0.0) -> SimChannel:
+def _open_channel(
+    address: str, credentials: Credentials, message_bytes: int = 0, silence_seconds: float = 0.0
+) -> SimChannel:
     return SimChannel(running().network, address)
 
 

@@ -22,6 +22,7 @@ from psdist.client.datasets import Range
 from psdist.consistency import Consistency
 from psdist.errors import FencedError, SnapshotFailedError, StorageError
 from psdist.optim import SGD
+from psdist.security.credentials import Credentials
 from psdist.snapshots.policy import SavePolicy
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.events.cluster_events import MemberLost
@@ -183,7 +184,7 @@ class SnapshotWorld(World):
 
     def make_host(self, link: ServerSession) -> ParameterServer:
         """See World."""
-        return ParameterServer(link.registration, "", KERNEL_THREADS, opener=self.open_storage)
+        return ParameterServer(link.registration, Credentials(), KERNEL_THREADS, opener=self.open_storage)
 
     def open_storage(self, url: str) -> SimStorage:
         """Return the run's storage."""

@@ -17,6 +17,7 @@ import numpy as np
 import psdist
 from psdist import errors
 from psdist.compression.dtypes import NUMPY_DTYPES
+from psdist.security.credentials import Credentials
 from psdist.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc, server_pb2, server_pb2_grpc
 from psdist.wire import channels, convert, status
 
@@ -69,11 +70,11 @@ class FakeServer(server_pb2_grpc.ServerServiceServicer):
         #: Pulls are answered once this is set.
         self.pulling: asyncio.Event | None = None
         self.address = ""
-        self._server = channels.make_server("")
+        self._server = channels.make_server(Credentials())
 
     async def start(self) -> FakeServer:
         server_pb2_grpc.add_ServerServiceServicer_to_server(self, self._server)
-        self.address = f"127.0.0.1:{channels.bind(self._server, '127.0.0.1', 0, False)}"
+        self.address = f"127.0.0.1:{channels.bind(self._server, '127.0.0.1', 0, Credentials())}"
         await self._server.start()
         return self
 
@@ -223,12 +224,12 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.save_answers: asyncio.Queue[Any] = asyncio.Queue()
         #: Worker states received: header and file.
         self.states: asyncio.Queue[Any] = asyncio.Queue()
-        self._server = channels.make_server("")
+        self._server = channels.make_server(Credentials())
 
     async def start(self, port: int = 0) -> FakeScheduler:
-        self._server = channels.make_server("")
+        self._server = channels.make_server(Credentials())
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self, self._server)
-        self.address = f"127.0.0.1:{channels.bind(self._server, '127.0.0.1', port, False)}"
+        self.address = f"127.0.0.1:{channels.bind(self._server, '127.0.0.1', port, Credentials())}"
         await self._server.start()
         return self
 

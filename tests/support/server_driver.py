@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from psdist import optim
 from psdist.consistency import BSP, Consistency
+from psdist.security.credentials import Credentials
 from psdist.snapshots import format as layouts
 from psdist.snapshots.format import Manifest, ParametersState, ShardFile
 from psdist.snapshots.opening import open_storage
@@ -69,7 +70,7 @@ class Driver:
     def __init__(self, storage: Storage, threads: int = 2) -> None:
         self.storage = storage
         self.host = ParameterServer(
-            ServerRegistration(RUN, "server-0", storage=storage.url), "", threads, opener=lambda url: storage
+            ServerRegistration(RUN, "server-0", storage=storage.url), Credentials(), threads, opener=lambda url: storage
         )
         self.reports: asyncio.Queue[pb.SnapshotReport] = asyncio.Queue()
         self.changed = asyncio.Event()

@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from psdist import addresses
 from psdist.cli.diagnosis.finding import Finding, fail, ok, warn
 from psdist.errors import PsdistError, UnauthenticatedError
+from psdist.security.credentials import Credentials
 from psdist.v1 import scheduler_pb2
 from psdist.version import __version__
 from psdist.wire import auth, status
@@ -34,7 +35,7 @@ _SLOW_BYTES_PER_SECOND: Final = 50e6
 _SLOW_PING_SECONDS: Final = 0.02
 
 
-async def check_cluster(address: str, token: str, timeout_seconds: float) -> AsyncIterator[Finding]:
+async def check_cluster(address: str, credentials: Credentials, timeout_seconds: float) -> AsyncIterator[Finding]:
     """Yield the findings about the scheduler at ``address`` and its servers."""
     host, port = addresses.parse_address(address)
     for check in (check_name(host, timeout_seconds), check_connection("scheduler", host, port, timeout_seconds)):
@@ -42,7 +43,7 @@ async def check_cluster(address: str, token: str, timeout_seconds: float) -> Asy
         yield finding
         if finding.level == "fail":
             return
-    before, answer = time.time(), await _status(address, token, timeout_seconds)
+    before, answer = time.time(), await _status(address, credentials, timeout_seconds)
     if isinstance(answer, Finding):
         yield answer
         return
@@ -53,7 +54,7 @@ async def check_cluster(address: str, token: str, timeout_seconds: float) -> Asy
     if not servers:
         yield warn("servers", "none is live", "start psdist-server --scheduler " + address)
     for server in servers:
-        async for finding in check_server(server.member_id, server.address, token, timeout_seconds):
+        async for finding in check_server(server.member_id, server.address, credentials, timeout_seconds):
             yield finding
 
 
@@ -92,10 +93,10 @@ async def check_connection(what: str, host: str, port: int, timeout_seconds: flo
     return ok(check, f"{place} can be reached")
 
 
-async def _status(address: str, token: str, timeout_seconds: float) -> Any:
+async def _status(address: str, credentials: Credentials, timeout_seconds: float) -> Any:
     """Return the scheduler's status, or the finding that it gives none."""
     try:
-        async with scheduler_at(address, token) as call:
+        async with scheduler_at(address, credentials) as call:
             return await call("GetStatus", scheduler_pb2.GetStatusRequest(), timeout_seconds)
     except grpc.aio.AioRpcError as failure:
         error: PsdistError = status.from_call(failure, f"the scheduler at {address}")
@@ -130,7 +131,9 @@ def check_clock(theirs: float, before: float, after: float) -> Finding:
     return ok("clock", f"within {max(abs(ahead), uncertain):.1f} s of the scheduler's")
 
 
-async def check_server(server_id: str, address: str, token: str, timeout_seconds: float) -> AsyncIterator[Finding]:
+async def check_server(
+    server_id: str, address: str, credentials: Credentials, timeout_seconds: float
+) -> AsyncIterator[Finding]:
     """Yield the findings about the link to a server."""
     host, port = addresses.parse_address(address)
     finding = await check_connection(server_id, host, port, timeout_seconds)
@@ -143,7 +146,7 @@ async def check_server(server_id: str, address: str, token: str, timeout_seconds
     check = f"link to {server_id}"
     try:
         async with asyncio.timeout(timeout_seconds):
-            latency, speed = await _measure(address, token)
+            latency, speed = await _measure(address, credentials)
     except (TimeoutError, grpc.aio.AioRpcError) as error:
         reason = f"within {timeout_seconds:g} s" if isinstance(error, TimeoutError) else error.code().name
         yield fail(
@@ -159,18 +162,18 @@ async def check_server(server_id: str, address: str, token: str, timeout_seconds
         yield ok(check, text)
 
 
-async def _measure(address: str, token: str) -> tuple[float, float]:
+async def _measure(address: str, credentials: Credentials) -> tuple[float, float]:
     """Return the time of a small call in seconds, and the speed of large ones in bytes per second.
 
     The health service answers any name, and its calls change nothing.
     """
-    async with open_channel(address) as channel:
+    async with open_channel(address, credentials) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
 
         async def call(size: int) -> float:
             request, began = health_pb2.HealthCheckRequest(service="-" * size), time.perf_counter()
             try:
-                await stub.Check(request, metadata=auth.metadata(token))
+                await stub.Check(request, metadata=auth.metadata(credentials.token))
             except grpc.aio.AioRpcError as error:
                 if error.code() is not grpc.StatusCode.NOT_FOUND:
                     raise

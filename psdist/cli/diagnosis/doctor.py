@@ -13,9 +13,10 @@ from typing import Final
 from psdist.cli.commands import show
 from psdist.cli.diagnosis.finding import STATUSES, Finding, warn, worst
 from psdist.cli.diagnosis.time_limit import Check, TimeLimit
-from psdist.settings.config import address_text, device_text, find_token, storage_text
+from psdist.security.credentials import Credentials
+from psdist.settings.config import address_text, device_text, given_credentials, storage_text
 from psdist.settings.flags import CommandLine, Flag, integer, seconds
-from psdist.settings.programs import FORMAT_FLAG, TOKEN_FILE_FLAG
+from psdist.settings.programs import CREDENTIAL_FLAGS, FORMAT_FLAG
 
 _STYLES: Final = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
@@ -38,7 +39,7 @@ def command_line() -> CommandLine:
                  shown_default="none"),
             Flag("--server-device", "also check that a server can use this device, such as cuda:0", device_text, "cpu",
                  "NAME", twin=False),
-            TOKEN_FILE_FLAG,
+            *CREDENTIAL_FLAGS,
             FORMAT_FLAG,
             Flag("--timeout", "longest wait of each check", seconds(0.01), 10.0, "SECONDS", twin=False),
         ),
@@ -48,9 +49,9 @@ def command_line() -> CommandLine:
 
 def run(given: Namespace, environ: Mapping[str, str]) -> int:
     """Check, print, and return the exit status."""
-    token = find_token(environ, token_file=given.token_file)
+    credentials = given_credentials(given, environ)
     limit = TimeLimit(given.timeout)
-    findings = [*_here(given, limit), *asyncio.run(_cluster(given, token))]
+    findings = [*_here(given, limit), *asyncio.run(_cluster(given, credentials))]
     show(given.format, [asdict(finding) for finding in findings], lambda _: _print(findings))
     status = STATUSES[worst(findings)]
     if limit.has_abandoned:
@@ -83,12 +84,12 @@ def _storage(path: str, timeout_seconds: float) -> Check:
     return Check("storage", lambda: [asyncio.run(check_storage(path, timeout_seconds))], remedy)
 
 
-async def _cluster(given: Namespace, token: str) -> list[Finding]:
+async def _cluster(given: Namespace, credentials: Credentials) -> list[Finding]:
     if not given.connect:
         return []
     from psdist.cli.diagnosis.cluster import check_cluster
 
-    return [finding async for finding in check_cluster(given.connect, token, given.timeout)]
+    return [finding async for finding in check_cluster(given.connect, credentials, given.timeout)]
 
 
 def _print(findings: list[Finding]) -> None:

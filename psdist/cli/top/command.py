@@ -59,7 +59,7 @@ def require_textual() -> Callable[..., TopApp]:
 async def _show(make_app: Callable[..., TopApp], target: SchedulerChoice, timeout_seconds: float) -> int:
     from psdist.wire.scheduler_client import scheduler_at
 
-    async with scheduler_at(target.address, target.token) as call:
+    async with scheduler_at(target.address, target.credentials) as call:
         app = make_app(lambda after: _ask(call, target, timeout_seconds, after))
         status = await app.run_async()
     if app.error is not None:

@@ -15,6 +15,7 @@ from typing import Any
 from psdist.client.session.wait_tracker import WaitTracker
 from psdist.errors import ClosedError, DuplicateMemberError, ServerUnreachableError
 from psdist.link.peers import PeerListener
+from psdist.security.credentials import Credentials
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire.backoff import Backoff
 from psdist.wire.member_connection import MemberConnection
@@ -27,7 +28,7 @@ class SchedulerTarget:
     address: str
     #: Where the address came from, for messages.
     source: str
-    token: str
+    credentials: Credentials
     run_id: str = ""
     worker_id: str = ""
     rank: int | None = None
@@ -76,7 +77,7 @@ class Registrar:
         self._connection = connection
         self._waits = waits
         #: Port for links of other workers.
-        self.listener = PeerListener(target.token)
+        self.listener = PeerListener(target.credentials)
         #: ``host:port`` of this worker's metrics; empty without.
         self.metrics_address = ""
 

@@ -27,7 +27,7 @@ class SchedulerCalls(MemberConnection):
     """Calls of one client. target: the scheduler, and the identity that this client asks for."""
 
     def __init__(self, target: SchedulerTarget, membership: WorkerMembership, waits: WaitTracker, rng: Random) -> None:
-        super().__init__(target.address, target.source, target.token, rng)
+        super().__init__(target.address, target.source, target.credentials, rng)
         self._membership = membership
         self._waits = waits
 

@@ -6,10 +6,11 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from psdist.client.session.registration import SchedulerTarget
 from psdist.errors import ConfigurationError, InvalidArgumentError, SchedulerUnreachableError
+from psdist.security.tls import TlsFiles
 from psdist.settings.config import ClientSettings, TransportName, client_settings, read_address
 from psdist.types import check_name
 
@@ -19,6 +20,7 @@ _POLL_SECONDS: Final = 0.02
 async def find_target(
     scheduler: str | None,
     token: str | None,
+    tls: TlsFiles | Literal[False] | None,
     run_id: str | None,
     worker_id: str | None,
     rank: int | None,
@@ -37,7 +39,7 @@ async def find_target(
         check_name(worker_id, "worker_id")
     # The file is waited for here, where the wait can be cancelled, not by client_settings.
     environ = {name: value for name, value in os.environ.items() if name != "PSDIST_SCHEDULER_FILE"}
-    settings = client_settings(environ, scheduler=scheduler, token=token, run_id=run_id, transport=transport)
+    settings = client_settings(environ, scheduler=scheduler, token=token, tls=tls, run_id=run_id, transport=transport)
     address, source = settings.scheduler, "the argument" if scheduler else "PSDIST_SCHEDULER"
     if not address and (file := os.environ.get("PSDIST_SCHEDULER_FILE")):
         address, source = await _await_address(Path(file), timeout), f"the file {file} of PSDIST_SCHEDULER_FILE"
@@ -49,7 +51,7 @@ async def find_target(
     target = SchedulerTarget(
         address,
         source,
-        settings.token,
+        settings.credentials,
         settings.run_id,
         worker_id or settings.worker_id or "",
         settings.rank if rank is None else rank,

@@ -174,12 +174,13 @@ def test_status_tells_several_runs_apart(tmp_path: Path, monkeypatch: pytest.Mon
     registry.claim("starting", tmp_path / "token", tmp_path)
 
     def find(scheduler: str, run_id: str, environ: dict[str, str]) -> commands.SchedulerChoice:
-        return commands.find_target(Namespace(scheduler=scheduler, run_id=run_id, token_file=None), environ)
+        files = {"token_file": None, "tls_ca": None, "tls_cert": None, "tls_key": None}
+        return commands.find_target(Namespace(scheduler=scheduler, run_id=run_id, **files), environ)
 
     with pytest.raises(InvalidArgumentError, match="a, b, starting"):
         find("", "", environ)
     target = find("", "b", environ)
-    assert (target.address, target.token) == ("127.0.0.1:2", "secret")
+    assert (target.address, target.credentials.token) == ("127.0.0.1:2", "secret")
     assert str(os.getpid()) in target.origin
     with pytest.raises(SchedulerUnreachableError, match="not up yet"):
         find("", "starting", environ)

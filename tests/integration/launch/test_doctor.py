@@ -5,6 +5,7 @@ from __future__ import annotations
 from psdist.cli.diagnosis.cluster import check_cluster
 from psdist.cli.diagnosis.finding import Finding
 from psdist.launcher.embedded import EmbeddedCluster
+from psdist.security.credentials import Credentials
 from psdist.wire.channels import make_server
 
 SECONDS = 200.0
@@ -12,7 +13,7 @@ LINKS = ("link to server-0", "link to server-1")
 
 
 async def findings(address: str, token: str) -> dict[str, Finding]:
-    return {finding.check: finding async for finding in check_cluster(address, token, SECONDS)}
+    return {finding.check: finding async for finding in check_cluster(address, Credentials(token), SECONDS)}
 
 
 async def test_the_way_to_a_cluster_is_checked() -> None:
@@ -32,7 +33,7 @@ async def test_the_way_to_a_cluster_is_checked() -> None:
 
 
 async def test_a_port_of_another_service_is_found() -> None:
-    server = make_server("")
+    server = make_server(Credentials())
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:

@@ -41,7 +41,7 @@ _SERVER = """
 import os, sys
 from psdist.settings.programs import server_settings
 settings = server_settings(sys.argv[1:])
-assert settings.token and settings.scheduler_address() == "127.0.0.1:9" and settings.run_id
+assert settings.credentials.token and settings.scheduler_address() == "127.0.0.1:9" and settings.run_id
 print("pid", os.getpid(), settings.server_id, settings.kernel_threads, flush=True)
 if os.environ.get("STAND_IN") == "server dies" and settings.server_id == "server-1":
     print("the server's last words", file=sys.stderr, flush=True)

@@ -28,6 +28,7 @@ from psdist.errors import (
     WrongRunError,
 )
 from psdist.link.accepting import TcpListener
+from psdist.security.credentials import Credentials
 from psdist.v1 import common_pb2 as cpb
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import auth, channels, limits, status
@@ -51,9 +52,9 @@ class TcpBench(Bench):
 
 @pytest.fixture
 async def bench() -> AsyncIterator[TcpBench]:
-    host = ParameterServer(ServerRegistration("run", "server-0"), TOKEN, kernel_threads=1)
-    server = channels.make_server(TOKEN)
-    port = channels.bind(server, "127.0.0.1", 0, insecure=False)
+    host = ParameterServer(ServerRegistration("run", "server-0"), Credentials(TOKEN), kernel_threads=1)
+    server = channels.make_server(Credentials(TOKEN))
+    port = channels.bind(server, "127.0.0.1", 0, Credentials())
     listener = TcpListener()
     await listener.open("127.0.0.1")
     service = ServerService(host, listener)

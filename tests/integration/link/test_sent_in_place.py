@@ -12,6 +12,7 @@ import numpy as np
 import uvloop
 
 from psdist.link.accepting import TcpListener
+from psdist.security.credentials import Credentials
 from psdist.types import Identity
 from psdist.v1 import common_pb2 as cpb
 from psdist.v1 import server_pb2 as pb
@@ -30,7 +31,7 @@ class Bench:
     """A server with two workers of one large slice, which is zeros, and no gRPC."""
 
     def __init__(self) -> None:
-        self.host = ParameterServer(ServerRegistration("run", "server-0"), TOKEN, kernel_threads=1)
+        self.host = ParameterServer(ServerRegistration("run", "server-0"), Credentials(TOKEN), kernel_threads=1)
         self.listener = TcpListener()
         spec = replace(entry(2, ready=False).spec, slice_elements=TOTAL)
         self.entry = replace(entry(2, ready=False), spec=spec, total=TOTAL, shards=entry(2, ready=False).shards[:1])

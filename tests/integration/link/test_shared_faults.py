@@ -29,6 +29,7 @@ from psdist.client.transport.shm.stream import attach
 from psdist.errors import ClosedError, InvalidArgumentError, ServerLostError, SharingUnavailableError, WaitTimeoutError
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.link import fd_passing
+from psdist.security.credentials import Credentials
 from psdist.types import Slicing
 from psdist.v1 import common_pb2
 from psdist.v1 import server_pb2 as pb
@@ -195,12 +196,12 @@ class Liar:
     ],
 )
 async def test_a_server_that_lies_is_not_shared_with(lie: str, reason: str) -> None:
-    server = channels.make_server("secret")
-    port = channels.bind(server, "127.0.0.1", 0, insecure=False)
+    server = channels.make_server(Credentials("secret"))
+    port = channels.bind(server, "127.0.0.1", 0, Credentials())
     handlers = {"Share": grpc.stream_stream_rpc_method_handler(Liar(lie).serve)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("psdist.v1.ServerService", handlers),))
     await server.start()
-    async with channels.open_channel(f"127.0.0.1:{port}") as channel:
+    async with channels.open_channel(f"127.0.0.1:{port}", Credentials()) as channel:
         await channel.channel_ready()  # On a busy machine one attempt to connect may take longer than its limit.
         call = channel.stream_stream("/psdist.v1.ServerService/Share")(metadata=auth.metadata("secret"))
         arena = GradientArena.create(100, "float32")

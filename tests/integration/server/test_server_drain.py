@@ -5,12 +5,13 @@ from __future__ import annotations
 from structlog.testing import capture_logs
 
 from psdist.launcher.process import free_port
+from psdist.security.credentials import Credentials
 from psdist_server.scheduler_session import ServerSession
 
 
 async def test_a_server_whose_scheduler_is_gone_says_in_one_sentence_why_it_is_not_drained() -> None:
     address = f"127.0.0.1:{free_port('127.0.0.1')}"
-    session = ServerSession(address, "token", "127.0.0.1:1", "server-0", "run")
+    session = ServerSession(address, Credentials("token"), "127.0.0.1:1", "server-0", "run")
     with capture_logs() as logs:
         await session.drain(60.0)
     await session.close()

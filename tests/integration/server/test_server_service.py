@@ -23,6 +23,7 @@ from psdist.errors import (
     UnknownParametersError,
     WrongRunError,
 )
+from psdist.security.credentials import Credentials
 from psdist.types import (
     ClusterMap,
     ParametersEntry,
@@ -126,9 +127,9 @@ def payloads(values: np.ndarray) -> list[bytes]:
 
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
-    host = ParameterServer(ServerRegistration("run", "server-0"), TOKEN, kernel_threads=1)
-    server = channels.make_server(TOKEN)
-    port = channels.bind(server, "127.0.0.1", 0, insecure=False)
+    host = ParameterServer(ServerRegistration("run", "server-0"), Credentials(TOKEN), kernel_threads=1)
+    server = channels.make_server(Credentials(TOKEN))
+    port = channels.bind(server, "127.0.0.1", 0, Credentials())
     server.add_generic_rpc_handlers((ServerService(host).handler(),))
     await server.start()
     async with open_channel(f"127.0.0.1:{port}") as channel:

@@ -16,6 +16,7 @@ from psdist.chaos.proxy import HELD, Fault, FaultProxy
 from psdist.consistency import BSP
 from psdist.errors import LimitExceededError, StaleEpochError
 from psdist.link.accepting import TcpListener
+from psdist.security.credentials import Credentials
 from psdist.types import (
     ClusterMap,
     ParametersEntry,
@@ -49,14 +50,17 @@ class Server:
     def __init__(self, replica: Replica, carriers: Collection[str]) -> None:
         # No peer is slow here, not even on a busy machine.
         self.host = ParameterServer(
-            ServerRegistration("run", replica.server_id, lease_seconds=60.0), TOKEN, kernel_threads=1, carriers=carriers
+            ServerRegistration("run", replica.server_id, lease_seconds=60.0),
+            Credentials(TOKEN),
+            kernel_threads=1,
+            carriers=carriers,
         )
         self.reported = asyncio.Event()
         self.host.report_to(self.reported.set, lambda report: None)
         self._listener = TcpListener()
         self._service = ServerService(self.host, self._listener)
-        self._server = channels.make_server(TOKEN)
-        self.address = f"127.0.0.1:{channels.bind(self._server, '127.0.0.1', 0, insecure=False)}"
+        self._server = channels.make_server(Credentials(TOKEN))
+        self.address = f"127.0.0.1:{channels.bind(self._server, '127.0.0.1', 0, Credentials())}"
         self._server.add_generic_rpc_handlers((self._service.handler(),))
 
     async def start(self) -> None:

@@ -8,6 +8,7 @@ from contextlib import suppress
 import grpc
 import grpc.aio
 
+from psdist.security.credentials import Credentials
 from psdist.wire import channels
 
 #: Longer than any pause between two attempts to connect.
@@ -37,14 +38,14 @@ async def test_connects_to_a_peer_that_greets_late() -> None:
         far_writer.write(held)
         await asyncio.gather(copy_bytes(near, far_writer), copy_bytes(far, near_writer))
 
-    server = channels.make_server("")
+    server = channels.make_server(Credentials())
     handlers = {"Ask": grpc.unary_unary_rpc_method_handler(answer)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Slow", handlers),))
-    port = channels.bind(server, "127.0.0.1", 0, insecure=False)
+    port = channels.bind(server, "127.0.0.1", 0, Credentials())
     await server.start()
     proxy = await asyncio.start_server(accept, "127.0.0.1", 0)
     try:
-        async with channels.open_channel(f"127.0.0.1:{proxy.sockets[0].getsockname()[1]}") as channel:
+        async with channels.open_channel(f"127.0.0.1:{proxy.sockets[0].getsockname()[1]}", Credentials()) as channel:
             assert await channel.unary_unary("/test.Slow/Ask")(b"", wait_for_ready=True, timeout=30) == b"answer"
     finally:
         proxy.close()

@@ -13,6 +13,7 @@ from psdist.cli import status
 from psdist.cli.status_table import print_status
 from psdist.cli.target import SchedulerChoice
 from psdist.monitoring.run_json import status_json
+from psdist.security.credentials import Credentials
 from psdist.v1 import scheduler_pb2 as pb
 from psdist_scheduler import messages
 
@@ -110,7 +111,7 @@ def test_watch_shows_blocks_until_it_is_interrupted(
         if len(paused) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(status, "find_target", lambda given, environ: SchedulerChoice("h:1", "", "test"))
+    monkeypatch.setattr(status, "find_target", lambda given, environ: SchedulerChoice("h:1", Credentials(), "test"))
     monkeypatch.setattr(status, "fetch", lambda target, timeout: answer())
     monkeypatch.setattr(status.time, "sleep", pause)
     assert status.run(Namespace(watch=True, timeout=1.0, format="table"), {}) == 0

@@ -21,6 +21,7 @@ from psdist.cli.status_screen import Screen, screen_lines
 from psdist.cli.target import SchedulerChoice
 from psdist.errors import SchedulerUnreachableError
 from psdist.monitoring.run_json import status_json
+from psdist.security.credentials import Credentials
 from psdist.v1 import scheduler_pb2 as pb
 
 WIDTH, HEIGHT = 80, 24
@@ -152,7 +153,9 @@ def test_the_command_on_a_terminal_leaves_it_as_it_was(monkeypatch: pytest.Monke
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     with os.fdopen(inner, "w") as stdout, monkeypatch.context() as patch:
-        patch.setattr(status, "find_target", lambda given, environ: SchedulerChoice("10.0.0.1:29600", "", "test"))
+        patch.setattr(
+            status, "find_target", lambda given, environ: SchedulerChoice("10.0.0.1:29600", Credentials(), "test")
+        )
         patch.setattr(status, "fetch", fetch)
         patch.setattr(status.time, "sleep", lambda seconds: None)
         patch.setattr(status.signal, "signal", lambda number, handler: None)

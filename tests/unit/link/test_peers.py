@@ -13,6 +13,7 @@ from psdist.link import listening
 from psdist.link.frame_connection import FrameConnection, MessageReceiver
 from psdist.link.peer_link import ARENA, PeerLink, SharedPlaces
 from psdist.link.peers import PeerListener, check_hello
+from psdist.security.credentials import Credentials
 from psdist.v1 import worker_pb2 as pb
 from psdist.v1.common_pb2 import WorkerEntry
 from psdist.wire import limits
@@ -60,7 +61,7 @@ class Consumer(MessageReceiver[pb.PeerFrame]):
 
 @pytest.fixture
 async def listener() -> AsyncIterator[PeerListener]:
-    listener = PeerListener("secret")
+    listener = PeerListener(Credentials("secret"))
     await listener.open_towards("127.0.0.1:1", spans_hosts=False)
     yield listener
     listener.close()
@@ -136,7 +137,7 @@ async def test_the_number_of_strangers_is_bounded(listener: PeerListener, monkey
 
 
 async def test_an_address_that_refuses_is_named() -> None:
-    listener = PeerListener("")
+    listener = PeerListener(Credentials())
     await listener.open_towards("127.0.0.1:1", spans_hosts=False)
     said = hello(listener)
     listener.close()
@@ -146,13 +147,13 @@ async def test_an_address_that_refuses_is_named() -> None:
 
 async def test_no_port_is_open_beyond_loopback_without_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psdist.addresses.own_address", lambda: "192.0.2.7")
-    listener = PeerListener("")
+    listener = PeerListener(Credentials())
     await listener.open_towards("127.0.0.1:1", spans_hosts=True)
     assert listener.address == "" and listener.port == 0
 
 
 def test_a_link_means_one_incarnation_of_one_worker_of_one_run() -> None:
-    said = hello(PeerListener(""))
+    said = hello(PeerListener(Credentials()))
     check_hello(said, "run", "worker-0", 1)
     with pytest.raises(WrongRunError, match="of run 'run', and this is run 'other'"):
         check_hello(said, "other", "worker-0", 1)

@@ -11,6 +11,7 @@ from psdist.cli.diagnosis import explain as command
 from psdist.cli.target import SchedulerChoice
 from psdist.errors import WaitTimeoutError
 from psdist.monitoring.explanation import Explanation, Pending, explain
+from psdist.security.credentials import Credentials
 
 
 def period(
@@ -187,7 +188,7 @@ def test_a_run_without_server_reports_is_explained_without_its_kernels() -> None
 def test_the_command_gives_the_reason_when_its_wait_ends(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target = SchedulerChoice("127.0.0.1:1", "", "test")
+    target = SchedulerChoice("127.0.0.1:1", Credentials(), "test")
     monkeypatch.setattr(command, "find_target", lambda given, environ: target)
     answers: list[Any] = [Pending("the run has no live worker")]
     monkeypatch.setattr(command, "_explain", lambda *_: answers[0])

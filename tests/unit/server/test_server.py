@@ -11,6 +11,7 @@ import pytest
 
 from psdist import SSP, optim
 from psdist.errors import FencedError, InvalidArgumentError, StaleEpochError
+from psdist.security.credentials import Credentials
 from psdist.types import (
     ClusterMap,
     Identity,
@@ -65,7 +66,7 @@ def _map(epoch: int, ready: bool, *workers: int) -> ClusterMap:
 
 async def test_a_read_that_waits_for_the_bound_is_refused_when_its_worker_is_expelled() -> None:
     """The end of its membership also ends its wait: it would be served weights that are too old."""
-    host = ParameterServer(ServerRegistration("run", "server-0"), "", kernel_threads=1)
+    host = ParameterServer(ServerRegistration("run", "server-0"), Credentials(), kernel_threads=1)
     await host.adopt_map(_map(1, False, 0, 1))
     zeros = np.zeros(16, np.float32)
     host.admission.store("p").install(0, memoryview(zeros).cast("B"), 1)
@@ -86,7 +87,7 @@ async def test_a_read_that_waits_for_the_bound_is_refused_when_its_worker_is_exp
 
 async def test_initial_values_for_a_ready_set_are_refused_by_the_age_of_the_senders_map() -> None:
     """A worker that was asked twice to upload may not have the map yet that says that its first upload counted."""
-    host = ParameterServer(ServerRegistration("run", "server-0"), "", kernel_threads=1)
+    host = ParameterServer(ServerRegistration("run", "server-0"), Credentials(), kernel_threads=1)
     await host.adopt_map(_map(1, False, 0))
     values = memoryview(np.ones(16, np.float32)).cast("B")
     store = host.admission.store("p")
@@ -102,13 +103,13 @@ async def test_initial_values_for_a_ready_set_are_refused_by_the_age_of_the_send
 @needs_compiler
 async def test_a_server_on_a_device_says_so() -> None:
     device = HostDevice()
-    host = ParameterServer(ServerRegistration("run", "server-0"), "", kernel_threads=1, lanes=Lanes(device))
+    host = ParameterServer(ServerRegistration("run", "server-0"), Credentials(), kernel_threads=1, lanes=Lanes(device))
     assert (host.statistics().device, host.statistics().device_bytes) == (device.name, 0)
     await host.adopt_map(_map(1, False, 0, 1))
     host.admission.store("p").install(0, memoryview(np.zeros(16, np.float32)).cast("B"), 1)
     assert host.statistics().device_bytes == device.allocated > 0
     assert [(update.apply_seconds, update.parameters) for update in host.statistics().parameters] == [(0, "p")]
     await host.close()
-    plain = ParameterServer(ServerRegistration("run", "server-0"), "", kernel_threads=1)
+    plain = ParameterServer(ServerRegistration("run", "server-0"), Credentials(), kernel_threads=1)
     assert (plain.statistics().device, plain.statistics().device_bytes) == ("", 0)
     await plain.close()

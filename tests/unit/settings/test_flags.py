@@ -201,7 +201,7 @@ def test_values_that_look_like_flags_are_values() -> None:
 
 def test_scheduler_settings() -> None:
     settings = scheduler_settings(["--min_workers=3", "--insecure", "--host", "0.0.0.0"], {"PSDIST_TOKEN": " t\n"})
-    assert (settings.workers_min, settings.insecure, settings.token, settings.port) == (3, True, "t", 0)
+    assert (settings.workers_min, settings.insecure, settings.credentials.token, settings.port) == (3, True, "t", 0)
 
 
 def test_storage_and_policy_of_a_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,13 +426,13 @@ def test_order_of_tokens(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("from-a\n")
     (tmp_path / "b").write_text("from-b\n")
     environ = {"PSDIST_TOKEN": "direct", "PSDIST_TOKEN_FILE": str(tmp_path / "a"), "PSDIST_SCHEDULER": "h:1"}
-    assert client_settings(environ, token="given").token == "given"
-    assert client_settings(environ).token == "direct"
-    assert server_settings(["--token-file", str(tmp_path / "b")], environ).token == "from-b"
-    assert server_settings([], environ).token == "direct"
+    assert client_settings(environ, token="given").credentials.token == "given"
+    assert client_settings(environ).credentials.token == "direct"
+    assert server_settings(["--token-file", str(tmp_path / "b")], environ).credentials.token == "from-b"
+    assert server_settings([], environ).credentials.token == "direct"
     del environ["PSDIST_TOKEN"]
-    assert client_settings(environ).token == "from-a"
-    assert client_settings({}).token == ""
+    assert client_settings(environ).credentials.token == "from-a"
+    assert client_settings({}).credentials.token == ""
 
 
 def test_client_settings() -> None:
@@ -491,16 +491,18 @@ def test_loopback(host: str, loopback: bool) -> None:
 def test_a_token_is_created_once_and_for_this_user_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "token"
     environ = {"PSDIST_TOKEN": "", "PSDIST_TOKEN_FILE": str(file)}
-    token = scheduler_settings(["--create-token"], environ).token
+    token = scheduler_settings(["--create-token"], environ).credentials.token
     assert len(token) == 43 and file.read_text() == f"{token}\n" and file.stat().st_mode & 0o777 == 0o600
-    assert scheduler_settings(["--create-token"], environ).token == token
-    assert server_settings(["--scheduler", "h:1"], environ).token == token
+    assert scheduler_settings(["--create-token"], environ).credentials.token == token
+    assert server_settings(["--scheduler", "h:1"], environ).credentials.token == token
     assert [path.name for path in tmp_path.iterdir()] == ["token"]
     other = tmp_path / "other"
-    assert scheduler_settings(["--create-token", "--token-file", str(other)], environ).token not in ("", token)
+    created = scheduler_settings(["--create-token", "--token-file", str(other)], environ)
+    assert created.credentials.token not in ("", token)
     # The token that was given comes first, so that none is needed.
     given = {"PSDIST_TOKEN": "given", "PSDIST_TOKEN_FILE": str(tmp_path / "third")}
-    assert scheduler_settings(["--create-token"], given).token == "given" and not (tmp_path / "third").exists()
+    assert scheduler_settings(["--create-token"], given).credentials.token == "given"
+    assert not (tmp_path / "third").exists()
     nowhere = {"PSDIST_TOKEN_FILE": str(tmp_path / "no" / "token")}
     unnamed: dict[str, str] = {}
     for wrong, words in ((unnamed, "PSDIST_TOKEN_FILE"), (nowhere, "No such file")):

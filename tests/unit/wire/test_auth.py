@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 
 from psdist import errors
+from psdist.security.credentials import Credentials
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
 from psdist.wire import auth, channels, limits, status
 
@@ -22,17 +23,17 @@ TOKEN = "token-of-the-test"
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def address() -> AsyncIterator[str]:
-    server = channels.make_server(TOKEN)
+    server = channels.make_server(Credentials(TOKEN))
     scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(FakeScheduler([]), server)
     health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
-    port = channels.bind(server, "127.0.0.1", 0, False)
+    port = channels.bind(server, "127.0.0.1", 0, Credentials())
     await server.start()
     yield f"127.0.0.1:{port}"
     await server.stop(None)
 
 
 async def _register(address: str, metadata: tuple[tuple[str, str], ...]) -> scheduler_pb2.RegisterResponse:
-    async with channels.open_channel(address) as channel:
+    async with channels.open_channel(address, Credentials()) as channel:
         stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
         return await stub.Register(scheduler_pb2.RegisterRequest(), metadata=metadata)
 
@@ -59,7 +60,7 @@ async def test_others_do_not(address: str, metadata: tuple[tuple[str, str], ...]
 
 
 async def test_a_body_that_is_no_message_is_not_looked_at(address: str) -> None:
-    async with channels.open_channel(address) as channel:
+    async with channels.open_channel(address, Credentials()) as channel:
         call = channel.unary_unary("/psdist.v1.SchedulerService/Register")
         with pytest.raises(grpc.aio.AioRpcError) as failure:
             await call(b"\xff" * 1000, metadata=auth.metadata("wrong"))
@@ -69,7 +70,7 @@ async def test_a_body_that_is_no_message_is_not_looked_at(address: str) -> None:
 async def test_health_needs_no_token(address: str) -> None:
     from grpc_health.v1 import health_pb2
 
-    async with channels.open_channel(address) as channel:
+    async with channels.open_channel(address, Credentials()) as channel:
         response = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
     assert response.status == health_pb2.HealthCheckResponse.SERVING
 
@@ -77,13 +78,13 @@ async def test_health_needs_no_token(address: str) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "::"])
 async def test_no_bind_beyond_loopback_without_insecure(host: str) -> None:
     with pytest.raises(errors.InsecureBindError, match="--insecure"):
-        channels.bind(channels.make_server(TOKEN), host, 0, False)
+        channels.bind(channels.make_server(Credentials(TOKEN)), host, 0, Credentials())
 
 
 async def test_a_taken_port_is_named(address: str) -> None:
     port = int(address.rpartition(":")[2])
     with pytest.raises(errors.ConfigurationError, match=f"127.0.0.1:{port} cannot be bound"):
-        channels.bind(channels.make_server(TOKEN), "127.0.0.1", port, False)
+        channels.bind(channels.make_server(Credentials(TOKEN)), "127.0.0.1", port, Credentials())
 
 
 async def test_a_flood_without_the_token_is_held_to_a_rate_and_others_are_not(address: str) -> None:
@@ -94,7 +95,7 @@ async def test_a_flood_without_the_token_is_held_to_a_rate_and_others_are_not(ad
 
     async def flood() -> None:
         nonlocal refused
-        async with channels.open_channel(address) as channel:
+        async with channels.open_channel(address, Credentials()) as channel:
             stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
             while asyncio.get_running_loop().time() < begun + 1.0:
                 with pytest.raises(grpc.aio.AioRpcError):
@@ -113,7 +114,7 @@ async def test_a_flood_without_the_token_is_held_to_a_rate_and_others_are_not(ad
 
 
 async def test_health_checks_are_paced_and_never_wait_long(address: str) -> None:
-    async with channels.open_channel(address) as channel:
+    async with channels.open_channel(address, Credentials()) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         calls = [stub.Check(health_pb2.HealthCheckRequest()) for _ in range(400)]
         outcomes = await asyncio.gather(*calls, return_exceptions=True)

@@ -16,6 +16,7 @@ from scheduler_driver import Driver, caller
 from psdist import errors
 from psdist.consistency import BSP
 from psdist.optim import SGD
+from psdist.security.credentials import Credentials
 from psdist.types import ParametersSpec
 from psdist.v1 import common_pb2
 from psdist.v1 import scheduler_pb2 as pb
@@ -262,13 +263,13 @@ class Transport:
     """Server that echoes requests; ``held`` calls of Hold wait until they are cancelled."""
 
     def __init__(self, message_bytes: int) -> None:
-        self.server = channels.make_server("", message_bytes)
+        self.server = channels.make_server(Credentials(), message_bytes)
         methods = {
             "Echo": grpc.unary_unary_rpc_method_handler(_echo),
             "Hold": grpc.unary_unary_rpc_method_handler(self._hold),
         }
         self.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Test", methods),))
-        self.address = f"127.0.0.1:{channels.bind(self.server, '127.0.0.1', 0, False)}"
+        self.address = f"127.0.0.1:{channels.bind(self.server, '127.0.0.1', 0, Credentials())}"
         self.held = 0
         self.changed = asyncio.Event()
 
@@ -305,7 +306,10 @@ async def _refusal(call: Any) -> errors.PsdistError:
 async def test_messages_both_ways(transport: Any) -> None:
     server = await transport()
     size = limits.DATA_MESSAGE_BYTES
-    async with channels.open_channel(server.address) as small, channels.open_channel(server.address, 2 * size) as large:
+    async with (
+        channels.open_channel(server.address, Credentials()) as small,
+        channels.open_channel(server.address, Credentials(), 2 * size) as large,
+    ):
         assert len(await large.unary_unary(ECHO)(bytes(size))) == size
         assert isinstance(await _refusal(large.unary_unary(ECHO)(bytes(size + 1))), errors.LimitExceededError)
         assert isinstance(await _refusal(small.unary_unary(ECHO)(bytes(size + 1))), errors.LimitExceededError)
@@ -314,7 +318,10 @@ async def test_messages_both_ways(transport: Any) -> None:
 @loop
 async def test_calls_at_a_time(transport: Any) -> None:
     server = await transport(CONCURRENT_CALLS_MAX=3)
-    async with channels.open_channel(server.address) as one, channels.open_channel(server.address) as other:
+    async with (
+        channels.open_channel(server.address, Credentials()) as one,
+        channels.open_channel(server.address, Credentials()) as other,
+    ):
         held = [one.unary_unary("/test.Test/Hold")(b"") for _ in range(3)]
         while server.held < 3:
             server.changed.clear()

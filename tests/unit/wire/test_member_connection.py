@@ -13,6 +13,7 @@ import pytest
 
 from psdist import addresses
 from psdist.errors import PsdistError, ServerUnreachableError
+from psdist.security.credentials import Credentials
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import scheduler_pb2_grpc
 from psdist.wire import channels
@@ -37,11 +38,11 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
 
 @pytest.fixture
 async def scheduler() -> AsyncIterator[tuple[Scheduler, MemberConnection]]:
-    made, server = Scheduler(), channels.make_server("")
+    made, server = Scheduler(), channels.make_server(Credentials())
     scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(made, server)
-    address = f"127.0.0.1:{channels.bind(server, '127.0.0.1', 0, False)}"
+    address = f"127.0.0.1:{channels.bind(server, '127.0.0.1', 0, Credentials())}"
     await server.start()
-    connection = MemberConnection(address, "a test", "", Random(1))
+    connection = MemberConnection(address, "a test", Credentials(), Random(1))
     yield made, connection
     await connection.close()
     await server.stop(None)

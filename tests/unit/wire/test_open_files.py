@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from psdist.security.credentials import Credentials
 from psdist.wire import channels, limits
 
 
@@ -38,13 +39,13 @@ def test_files_are_left_where_few_may_be_open(soft: int, connections: int) -> No
 
 async def test_an_ipv6_address_is_bound_with_and_without_brackets() -> None:
     for host in ("::1", "[::1]"):
-        server = channels.make_server("")
+        server = channels.make_server(Credentials())
         try:
             with socket.socket(socket.AF_INET6) as probe:
                 probe.bind(("::1", 0))
         except OSError:
             pytest.skip("this machine has no IPv6 loopback address")
-        assert channels.bind(server, host, 0, insecure=False) > 0
+        assert channels.bind(server, host, 0, Credentials()) > 0
         await server.stop(None)
 
 

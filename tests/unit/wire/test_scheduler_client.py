@@ -7,6 +7,7 @@ import socket
 import grpc
 import pytest
 
+from psdist.security.credentials import Credentials
 from psdist.v1 import scheduler_pb2
 from psdist.wire.scheduler_client import scheduler_at
 
@@ -20,7 +21,7 @@ async def test_failed_attempts_to_connect_end_only_calls_that_do_not_wait(
 ) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        async with scheduler_at(f"127.0.0.1:{unused.getsockname()[1]}", "token") as call:
+        async with scheduler_at(f"127.0.0.1:{unused.getsockname()[1]}", Credentials("token")) as call:
             with pytest.raises(grpc.aio.AioRpcError) as raised:
                 await call("GetStatus", scheduler_pb2.GetStatusRequest(), timeout, wait_for_ready=wait_for_ready)
     assert raised.value.code() is code

@@ -21,7 +21,8 @@ from psdist.client.transport.grpc.write_queue import WriteQueue
 from psdist.client.transport.requests import Request
 from psdist.client.transport.transport import ServerLoss, Transport, attempt_error
 from psdist.errors import ClosedError, ServerUnreachableError, copy_error
-from psdist.wire import channels, limits, status
+from psdist.security.credentials import Credentials
+from psdist.wire import auth, channels, limits, status
 
 #: Text of grpc.aio, instead of the server's status, for a write after the server ended the stream (grpc issue 36066).
 #: The next attempt receives that status, or succeeds.
@@ -36,12 +37,15 @@ _SERVICE: Final = "/psdist.v1.ServerService/"
 
 
 class GrpcTransport(Transport):
-    """Channels to servers. metadata: of every call. silence_seconds: see ``channels.open_channel``."""
+    """Channels to servers. credentials: of every call. silence_seconds: see ``channels.open_channel``."""
 
     name = "grpc"
 
-    def __init__(self, metadata: Any, silence_seconds: Callable[[], float] = lambda: limits.KEEPALIVE_SECONDS) -> None:
-        self._metadata = metadata
+    def __init__(
+        self, credentials: Credentials, silence_seconds: Callable[[], float] = lambda: limits.KEEPALIVE_SECONDS
+    ) -> None:
+        self._credentials = credentials
+        self._metadata = auth.metadata(credentials.token)
         self._silence_seconds = silence_seconds
         self._methods: dict[tuple[str, str], Any] = {}
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -57,7 +61,9 @@ class GrpcTransport(Transport):
     def _channel(self, address: str) -> grpc.aio.Channel:
         channel = self._channels.get(address)
         if channel is None:
-            channel = self._channels[address] = channels.open_channel(address, silence_seconds=self._silence_seconds())
+            channel = self._channels[address] = channels.open_channel(
+                address, self._credentials, silence_seconds=self._silence_seconds()
+            )
         return channel
 
     async def call_server(self, address: str) -> None:

@@ -14,6 +14,7 @@ import psdist
 from psdist import errors
 from psdist.client.process import loop
 from psdist.client.session.activity import Activities
+from psdist.security.credentials import Credentials
 from psdist.wire import limits
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -87,8 +88,8 @@ async def test_something_else_answers() -> None:
 async def test_another_grpc_server_answers() -> None:
     from psdist.wire import channels
 
-    server = channels.make_server("")
-    port = channels.bind(server, "127.0.0.1", 0, False)
+    server = channels.make_server(Credentials())
+    port = channels.bind(server, "127.0.0.1", 0, Credentials())
     await server.start()
     with pytest.raises(errors.SchedulerUnreachableError, match="is not a psdist scheduler"):
         await psdist.AsyncClient(f"127.0.0.1:{port}").connect()

@@ -1,0 +1,1 @@
+"""Tokens, TLS identities, and the certificates of a deployment."""

@@ -1,0 +1,139 @@
+"""A CA of its own for one deployment, and the certificates that it issues. No files here.
+
+A certificate states the role of its holder in a URI among its SANs, ``psdist://RUN/ROLE``; RUN is ``*`` for any run.
+Its other SANs are the hosts at which the holder may be dialed. It serves both ends of a connection, because servers and
+workers dial each other.
+
+Needs the package ``cryptography`` (the extra ``tls``), which nothing else in psdist needs.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from psdist import addresses
+from psdist.errors import ConfigurationError
+from psdist.security.roles import Role, role_uri
+
+#: Names and addresses of this machine, which every certificate has.
+LOOPBACK_HOSTS: Final = ("localhost", "127.0.0.1", "::1")
+#: Hosts whose clocks are behind accept a new certificate.
+_EARLIER: Final = datetime.timedelta(minutes=5)
+_DNS_NAME: Final = re.compile(r"(\*\.)?([a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?\.)*[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?")
+_DNS_CHARACTERS: Final = 253
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    """A certificate and its private key, in PEM."""
+
+    cert: bytes
+    key: bytes
+
+
+def make_authority(name: str, days: int, now: datetime.datetime) -> KeyPair:
+    """Return a new CA. name: its common name. now: in UTC."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    builder = (
+        _builder(name, name, key.public_key(), days, now)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(signs_certificates=True), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    )
+    return _signed(builder, key, key)
+
+
+def issue(
+    authority: KeyPair, role: Role, run_id: str, hosts: Iterable[str], days: int, now: datetime.datetime
+) -> KeyPair:
+    """Return a new certificate of a role, and its key.
+
+    run_id: the run it is for; empty for any.
+    hosts: names and addresses at which the holder is dialed, besides this machine's own.
+    now: in UTC.
+
+    Raises ConfigurationError for a host that cannot be in a certificate, or a CA that expires before.
+    """
+    issuer = x509.load_pem_x509_certificate(authority.cert)
+    if now + datetime.timedelta(days=days) > issuer.not_valid_after_utc:
+        raise ConfigurationError(
+            f"the CA expires on {issuer.not_valid_after_utc:%Y-%m-%d}, before a certificate of {days} days: issue one "
+            'of fewer days, or make a new CA (docs/secure.md, "Replace the CA")'
+        )
+    issuer_key = serialization.load_pem_private_key(authority.key, None)
+    assert isinstance(issuer_key, ec.EllipticCurvePrivateKey)
+    key = ec.generate_private_key(ec.SECP256R1())
+    names = map(_general_name, dict.fromkeys((*LOOPBACK_HOSTS, *hosts)))
+    role_name = x509.UniformResourceIdentifier(role_uri(run_id, role))
+    issuer_name = str(issuer.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
+    builder = (
+        _builder(f"psdist {role}", issuer_name, key.public_key(), days, now)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(signs_certificates=False), critical=True)
+        .add_extension(
+            x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False
+        )
+        .add_extension(x509.SubjectAlternativeName([role_name, *names]), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()), critical=False)
+    )
+    return _signed(builder, key, issuer_key)
+
+
+def _builder(
+    subject: str, issuer: str, public_key: ec.EllipticCurvePublicKey, days: int, now: datetime.datetime
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject)]))
+        .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]))
+        .public_key(public_key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _EARLIER)
+        .not_valid_after(now + datetime.timedelta(days=days))
+    )
+
+
+def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _signed(
+    builder: x509.CertificateBuilder, key: ec.EllipticCurvePrivateKey, issuer_key: ec.EllipticCurvePrivateKey
+) -> KeyPair:
+    cert = builder.sign(issuer_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    return KeyPair(cert, private)
+
+
+def _general_name(host: str) -> x509.GeneralName:
+    """Return a host as a SAN. Raises ConfigurationError."""
+    if host != "localhost" and (address := addresses.literal(host)) is not None:
+        if address.is_unspecified:
+            raise ConfigurationError(f"--host {host} is no address that anybody dials: name this host's own address")
+        return x509.IPAddress(ipaddress.ip_address(str(address)))
+    name = host.lower().removesuffix(".")
+    if len(name) > _DNS_CHARACTERS or not _DNS_NAME.fullmatch(name):
+        raise ConfigurationError(f"--host {host!r:.300} is neither an address nor a DNS name: write one host, no port")
+    return x509.DNSName(name)

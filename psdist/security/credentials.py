@@ -1,0 +1,35 @@
+"""Credentials of a process, for its connections in both directions. Nothing here needs gRPC."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from psdist import addresses
+from psdist.errors import InsecureBindError
+from psdist.security.tls import TlsFiles
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """Proof of membership in a run, for both directions.
+
+    token: the run's; empty without one.
+    tls: identity for mutual TLS; None for plaintext.
+    insecure: True permits plaintext beyond loopback.
+    """
+
+    token: str = field(default="", repr=False)
+    tls: TlsFiles | None = None
+    insecure: bool = False
+
+    def require_private(self, host: str, use: str) -> None:
+        """Raise InsecureBindError for a host beyond loopback, unless TLS protects it or ``insecure`` permits it.
+
+        use: the beginning of the error: "--host 0.0.0.0 listens".
+        """
+        if self.tls is None and not self.insecure and not addresses.is_loopback(host):
+            raise InsecureBindError(
+                f"{use} beyond this machine without encryption: set --tls-ca, --tls-cert and --tls-key (see "
+                "docs/secure.md), or bind 127.0.0.1, or pass --insecure on a private network",
+                host=host,
+            )

@@ -1,0 +1,267 @@
+"""TLS identity of a process: the files of a CA, a certificate and its key, and what gRPC and TCP connections need of
+them.
+
+Both sides of every connection show a certificate. The dialing side also compares the host that it dialed with the names
+and addresses (SANs) in the certificate of the other.
+
+The files are read again once they change, so that certificates are replaced without a restart. New connections use the
+new identity, and open connections stay open. An operator replaces three files one after the other; until they fit
+together, the identity that was read before stays in use. "Fit together" means that a handshake of the process with
+itself, in memory, succeeds. So a process never begins to use an identity that all its peers would refuse.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import ssl
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from psdist.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    import grpc
+
+FilePath = str | os.PathLike[str]
+_Stamp = tuple[tuple[int, int, int] | None, ...]
+
+logger = logging.getLogger("psdist.tls")
+
+#: X509_V_FLAG_NO_CHECK_TIME, which ``ssl`` does not name.
+_IGNORE_TIME: Final = 0x200000
+#: Messages that pass in each direction until a handshake is over, with room to spare.
+_TURNS: Final = 6
+_NEW_FILES: Final = "make new ones with 'psdist certs', or see docs/secure.md"
+
+
+@dataclass(frozen=True, slots=True)
+class TlsIdentity:
+    """Checked content of the files.
+
+    ca, cert, key: PEM texts.
+    not_before, not_after: validity of the certificate, in seconds since 1970.
+    names: the certificate's SANs, each as (kind, name): ("DNS", "a.example"), ("IP Address", "10.0.0.1"),
+        ("URI", "psdist://run/worker").
+    server_context, client_context: for the accepting and for the dialing side of a TCP connection.
+    """
+
+    ca: bytes = field(repr=False)
+    cert: bytes = field(repr=False)
+    key: bytes = field(repr=False)
+    not_before: float
+    not_after: float
+    names: tuple[tuple[str, str], ...]
+    server_context: ssl.SSLContext = field(repr=False)
+    client_context: ssl.SSLContext = field(repr=False)
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """Return credentials for a gRPC channel."""
+        import grpc
+
+        return grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
+
+    def server_configuration(self) -> grpc.ServerCertificateConfiguration:
+        """Return the configuration of a gRPC port."""
+        import grpc
+
+        return grpc.ssl_server_certificate_configuration([(self.key, self.cert)], self.ca)
+
+
+@dataclass(slots=True)
+class _Cache:
+    """The identity that was read last, and the state of the files at that time."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    stamp: _Stamp = ()
+    identity: TlsIdentity | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """PEM files of a TLS identity.
+
+    ca: certificates of the CAs that this process trusts: several while a CA is being replaced.
+    cert: this process's certificate, followed by intermediate certificates if there are some.
+    key: its private key, not encrypted.
+    """
+
+    ca: FilePath
+    cert: FilePath
+    key: FilePath
+    _cache: _Cache = field(default_factory=_Cache, init=False, repr=False, compare=False)
+
+    def identity(self) -> TlsIdentity:
+        """Return the identity in the files as they are now, or the last valid one while they do not fit together.
+
+        Raises ConfigurationError if they never did: a file is missing or unreadable, the key is not the certificate's,
+        the certificate is not of this CA, has expired or is not valid yet.
+        """
+        cache, stamp = self._cache, self._stamp()
+        with cache.lock:
+            if cache.identity is None:
+                cache.identity, cache.stamp = _load(self), stamp
+            elif stamp != cache.stamp:
+                cache.stamp = stamp
+                try:
+                    cache.identity = _load(self)
+                    logger.info("read new TLS files (%s): new connections use them", self.cert)
+                except ConfigurationError as error:
+                    logger.warning("kept the TLS identity in use: %s", error.message)
+            return cache.identity
+
+    def server_context(self) -> ssl.SSLContext:
+        """Return the context to accept a TCP connection with. Ask for it again for each connection."""
+        return self.identity().server_context
+
+    def client_context(self) -> ssl.SSLContext:
+        """Return the context to dial with. ``server_hostname`` must be the dialed host. Ask again for each
+        connection."""
+        return self.identity().client_context
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """Return credentials for a gRPC port. They follow the files. Raises as ``identity``."""
+        import grpc
+
+        last = self.identity()
+
+        def fetch() -> grpc.ServerCertificateConfiguration | None:  # for each connection, on a thread of gRPC
+            nonlocal last
+            found = self.identity()
+            if found is last:
+                return None
+            last = found
+            return found.server_configuration()
+
+        return grpc.dynamic_ssl_server_credentials(
+            last.server_configuration(), fetch, require_client_authentication=True
+        )
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """Return credentials for a gRPC channel, of the files as they are now. Raises as ``identity``."""
+        return self.identity().channel_credentials()
+
+    def _stamp(self) -> _Stamp:
+        """Return a value that differs once a file has changed."""
+        return tuple(map(_file_stamp, (self.ca, self.cert, self.key)))
+
+
+def _file_stamp(path: FilePath) -> tuple[int, int, int] | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+def _load(files: TlsFiles) -> TlsIdentity:
+    """Read and check the files. Raises ConfigurationError."""
+    ca, cert, key = (_read(getattr(files, what), what) for what in ("ca", "cert", "key"))
+    shown = _certificate(files)
+    not_before, not_after = (ssl.cert_time_to_seconds(shown[end]) for end in ("notBefore", "notAfter"))
+    _check_time(files, not_before, not_after)
+    server, client = _context(files, ssl.PROTOCOL_TLS_SERVER), _context(files, ssl.PROTOCOL_TLS_CLIENT)
+    names = tuple((kind, name) for kind, name in shown.get("subjectAltName", ()))
+    return TlsIdentity(ca, cert, key, not_before, not_after, names, server, client)
+
+
+def _read(path: FilePath, what: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise ConfigurationError(
+            f"the TLS file {path} (--tls-{what}) cannot be read: {error.strerror}. Correct the path or its "
+            f"permissions, or {_NEW_FILES}",
+            path=path,
+        ) from None
+
+
+def _context(files: TlsFiles, protocol: int) -> ssl.SSLContext:
+    """Return a context of one side, which demands a certificate of the other. Raises ConfigurationError."""
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3  # Both sides are psdist.
+    context.verify_mode = ssl.CERT_REQUIRED
+    if protocol == ssl.PROTOCOL_TLS_SERVER:
+        context.num_tickets = 0  # No session is ever resumed.
+    try:
+        context.load_cert_chain(files.cert, files.key, lambda: _refuse_encrypted(files))
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            text = f"the TLS key {files.key} is not the key of the certificate {files.cert}: use files made together"
+        else:
+            text = f"{files.cert} and {files.key} are not a certificate and its key in PEM ({error.reason})"
+        raise ConfigurationError(f"{text}, or {_NEW_FILES}") from None
+    try:
+        context.load_verify_locations(files.ca)
+    except ssl.SSLError as error:
+        raise ConfigurationError(
+            f"the TLS file {files.ca} (--tls-ca) is no certificate in PEM ({error.reason}): use the CA's, or "
+            f"{_NEW_FILES}"
+        ) from None
+    return context
+
+
+def _refuse_encrypted(files: TlsFiles) -> NoReturn:
+    raise ConfigurationError(
+        f"the TLS key {files.key} is encrypted: store it decrypted, readable by this user alone (mode 0600)"
+    )
+
+
+def _certificate(files: TlsFiles) -> Any:
+    """Return the certificate as ``ssl.SSLSocket.getpeercert`` does, after a handshake with itself.
+
+    Raises ConfigurationError if that fails for another reason than time.
+    """
+    server, client = _context(files, ssl.PROTOCOL_TLS_SERVER), _context(files, ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    for context in (server, client):
+        context.verify_flags |= _IGNORE_TIME
+    try:
+        return _shake_hands(server, client)
+    except ssl.SSLCertVerificationError as error:
+        raise ConfigurationError(
+            f"peers would refuse the certificate {files.cert}, which was checked by the CA in {files.ca}: "
+            f"{error.verify_message}. The CA must have issued it, for servers and clients alike (extended key usage): "
+            f"{_NEW_FILES}"
+        ) from None
+    except ssl.SSLError as error:
+        raise ConfigurationError(
+            f"TLS with the certificate {files.cert} fails ({error.reason}): {_NEW_FILES}"
+        ) from None
+
+
+def _shake_hands(server_context: ssl.SSLContext, client_context: ssl.SSLContext) -> Any:
+    """Return the server's certificate after a handshake in memory. Raises ssl.SSLError."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    server = server_context.wrap_bio(to_server, to_client, server_side=True)
+    client = client_context.wrap_bio(to_client, to_server)
+    for _ in range(_TURNS):
+        for side in (client, server):
+            with suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+    return client.getpeercert()
+
+
+def _check_time(files: TlsFiles, not_before: float, not_after: float) -> None:
+    """Raise ConfigurationError unless the certificate is valid now."""
+    now = time.time()
+    if now > not_after:
+        raise ConfigurationError(
+            f"the certificate {files.cert} expired at {_utc(not_after)}: issue another ('psdist certs issue')"
+        )
+    if now < not_before:
+        raise ConfigurationError(
+            f"the certificate {files.cert} is not valid before {_utc(not_before)}, and it is {_utc(now)} here: correct "
+            "this machine's clock, or issue another"
+        )
+
+
+def _utc(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))

@@ -1,0 +1,253 @@
+"""The TLS identity of a process: its checks, its renewal, and gRPC with it."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import os
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+from cryptography.hazmat.primitives import serialization
+
+from psdist.errors import ConfigurationError, InsecureBindError
+from psdist.security.authority import KeyPair
+from psdist.security.credentials import Credentials
+from psdist.security.tls import TlsFiles
+from psdist.wire import channels
+from tests.support.certificates import NOW, make_ca, write_tls
+
+CA = make_ca()
+OTHER_CA = make_ca("other CA")
+DAY = datetime.timedelta(days=1)
+
+
+def read_error(files: TlsFiles) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        files.identity()
+    return caught.value.message
+
+
+# --- the checks of files ----------------------------------------------------------------------------------------------
+
+
+def test_identity_shows_names_and_validity(tmp_path: Path) -> None:
+    identity = write_tls(tmp_path, CA, "server", run_id="run-1", hosts=("node-1.example", "10.0.0.7")).identity()
+    assert ("URI", "psdist://run-1/server") in identity.names
+    assert ("DNS", "node-1.example") in identity.names and ("IP Address", "10.0.0.7") in identity.names
+    assert identity.not_after == int((NOW + 90 * DAY).timestamp())
+    for secret in (identity.key, identity.ca):
+        assert repr(secret) not in repr(identity)
+
+
+@pytest.mark.parametrize("missing", ["ca", "cert", "key"])
+def test_missing_file_is_named(tmp_path: Path, missing: str) -> None:
+    files = write_tls(tmp_path, CA)
+    os.unlink(getattr(files, missing))
+    message = read_error(files)
+    assert f"{missing}.pem (--tls-{missing}) cannot be read: No such file or directory" in message
+
+
+@pytest.mark.parametrize("wrong", ["ca", "cert", "key"])
+def test_file_of_another_kind_is_named(tmp_path: Path, wrong: str) -> None:
+    files = write_tls(tmp_path, CA)
+    Path(getattr(files, wrong)).write_text("-----BEGIN NOTHING-----\n")
+    assert f"{wrong}.pem" in read_error(files) and "PEM" in read_error(files)
+
+
+def test_key_of_another_certificate_is_refused(tmp_path: Path) -> None:
+    files, other = write_tls(tmp_path / "a", CA), write_tls(tmp_path / "b", CA)
+    assert "is not the key of the certificate" in read_error(TlsFiles(files.ca, files.cert, other.key))
+
+
+def test_encrypted_key_is_refused_without_a_prompt(tmp_path: Path) -> None:
+    files = write_tls(tmp_path, CA)
+    key = serialization.load_pem_private_key(Path(files.key).read_bytes(), None)
+    locked = serialization.BestAvailableEncryption(b"secret")
+    encoding, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    Path(files.key).write_bytes(key.private_bytes(encoding, form, locked))
+    assert "is encrypted" in read_error(files)
+
+
+def test_certificate_of_another_ca_is_refused(tmp_path: Path) -> None:
+    files = write_tls(tmp_path, CA, trusted=OTHER_CA.cert)
+    assert "peers would refuse the certificate" in read_error(files)
+
+
+def test_expired_certificate_is_refused(tmp_path: Path) -> None:
+    files = write_tls(tmp_path, CA, days=1, now=NOW - 2 * DAY)
+    assert "expired at" in read_error(files) and "psdist certs" in read_error(files)
+
+
+def test_certificate_of_tomorrow_is_refused(tmp_path: Path) -> None:
+    files = write_tls(tmp_path, CA, days=2, now=NOW + DAY)
+    assert "is not valid before" in read_error(files) and "clock" in read_error(files)
+
+
+# --- renewal ----------------------------------------------------------------------------------------------------------
+
+
+def test_files_are_read_again_once_they_change(tmp_path: Path) -> None:
+    files = write_tls(tmp_path, CA)
+    first = files.identity()
+    assert files.identity() is first
+    write_tls(tmp_path, CA)
+    assert files.identity().cert != first.cert
+    assert files.server_context() is files.identity().server_context is not first.server_context
+
+
+def test_identity_is_kept_while_files_do_not_fit_together(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    files = write_tls(tmp_path, CA)
+    first, next_files = files.identity(), write_tls(tmp_path / "next", CA)
+    os.replace(next_files.cert, files.cert)
+    assert [files.identity() for _ in range(3)] == [first] * 3
+    assert [record.levelname for record in caplog.records] == ["WARNING"], "once for each change"
+    os.replace(next_files.key, files.key)
+    assert files.identity().cert == Path(files.cert).read_bytes() != first.cert
+
+
+def test_files_that_vanish_keep_the_identity(tmp_path: Path) -> None:
+    files = write_tls(tmp_path, CA)
+    first = files.identity()
+    os.unlink(files.key)
+    assert files.identity() is first
+
+
+# --- contexts of TCP connections --------------------------------------------------------------------------------------
+
+
+async def _echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(await reader.read(100))
+    await writer.drain()
+    writer.close()
+
+
+async def _exchange(server: TlsFiles, client: ssl.SSLContext, host: str) -> bytes:
+    """Return the answer of a server that echoes, to a client that dials it under the name ``host``."""
+    listening = await asyncio.start_server(_echo, "127.0.0.1", 0, ssl=server.server_context())
+    async with listening:
+        port = listening.sockets[0].getsockname()[1]
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=client, server_hostname=host)
+        writer.write(b"hello")
+        try:
+            return await reader.read(100)
+        finally:
+            writer.close()
+
+
+async def test_contexts_connect_and_check_the_dialed_host(tmp_path: Path) -> None:
+    server, client = write_tls(tmp_path / "s", CA, "server", hosts=("node-1",)), write_tls(tmp_path / "c", CA)
+    assert await _exchange(server, client.client_context(), "127.0.0.1") == b"hello"
+    assert await _exchange(server, client.client_context(), "node-1") == b"hello"
+    with pytest.raises(ssl.SSLCertVerificationError, match="Hostname mismatch"):
+        await _exchange(server, client.client_context(), "node-2")
+
+
+async def test_server_context_demands_a_certificate(tmp_path: Path) -> None:
+    server = write_tls(tmp_path, CA, "server")
+    anonymous = ssl.create_default_context(cafile=server.ca)
+    try:
+        answer = await _exchange(server, anonymous, "localhost")
+    except OSError:  # ssl.SSLError is one. Which it is depends on whether the refusal is read before the end.
+        answer = b""
+    assert answer == b""
+
+
+# --- gRPC -------------------------------------------------------------------------------------------------------------
+
+
+async def _identity(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
+    names: list[bytes] = context.auth_context()["x509_subject_alternative_name"]
+    return b" ".join(names)
+
+
+async def _both_ways(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+    async for request in requests:
+        yield request
+
+
+@asynccontextmanager
+async def serving(files: TlsFiles) -> AsyncIterator[str]:
+    """Yield the address of a gRPC server with this identity."""
+    credentials = Credentials(tls=files)
+    server = channels.make_server(credentials)
+    methods = {
+        "Identity": grpc.unary_unary_rpc_method_handler(_identity),
+        "BothWays": grpc.stream_stream_rpc_method_handler(_both_ways),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", methods),))
+    address = f"127.0.0.1:{channels.bind(server, '127.0.0.1', 0, credentials)}"
+    await server.start()
+    try:
+        yield address
+    finally:
+        await server.stop(0)
+
+
+async def _call(channel: grpc.aio.Channel) -> bytes:
+    answer: bytes = await channel.unary_unary("/test/Identity")(b"", timeout=60)
+    return answer
+
+
+async def test_grpc_server_sees_the_role(tmp_path: Path) -> None:
+    client = write_tls(tmp_path / "c", CA, "reader", run_id="r")
+    async with (
+        serving(write_tls(tmp_path / "s", CA, "server")) as address,
+        channels.open_channel(address, Credentials(tls=client)) as channel,
+    ):
+        assert b"psdist://r/reader" in await _call(channel)
+
+
+@pytest.mark.parametrize("what", ["plaintext", "other CA", "no certificate"])
+async def test_grpc_server_refuses(tmp_path: Path, what: str) -> None:
+    server = write_tls(tmp_path / "s", CA, "server")
+    channel = {
+        "plaintext": lambda address: channels.open_channel(address, Credentials("token")),
+        "other CA": lambda address: channels.open_channel(
+            address, Credentials(tls=write_tls(tmp_path / "c", OTHER_CA))
+        ),
+        "no certificate": lambda address: grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(CA.cert)),
+    }[what]
+    async with serving(server) as address, channel(address) as opened:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await _call(opened)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_ca_is_replaced_while_calls_continue(tmp_path: Path) -> None:
+    """Both sides trust old and new CA, then change certificates, then drop the old CA. A stream lasts through it."""
+    places: tuple[tuple[Path, str], ...] = ((tmp_path / "s", "server"), (tmp_path / "c", "worker"))
+    both = CA.cert + OTHER_CA.cert
+    server, client = (write_tls(place, CA) for place, _ in places)
+    async with serving(server) as address, channels.open_channel(address, Credentials(tls=client)) as channel:
+        call = channel.unary_unary("/test/Identity")
+        stream = channel.stream_stream("/test/BothWays")(timeout=60)
+        await stream.write(b"before")
+        assert await stream.read() == b"before"
+        stages: list[tuple[KeyPair, bytes]] = [(CA, both), (OTHER_CA, both), (OTHER_CA, OTHER_CA.cert)]
+        for issuer, trusted in stages:
+            for place, _ in places:  # One side after the other, so that they differ for a while.
+                write_tls(place, issuer, trusted=trusted)
+                assert b"psdist://" in await call(b"", timeout=60)
+        await stream.write(b"after")
+        assert await stream.read() == b"after"
+        await stream.done_writing()
+        assert await stream.read() is grpc.aio.EOF
+        # Whoever still has the old certificate is refused.
+        old = write_tls(tmp_path / "old", CA, trusted=both)
+        async with channels.open_channel(address, Credentials(tls=old)) as late:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await _call(late)
+
+
+def test_beyond_loopback_tls_needs_no_permission(tmp_path: Path) -> None:
+    with pytest.raises(InsecureBindError, match="--tls-ca, --tls-cert and --tls-key"):
+        Credentials("token").require_private("10.0.0.1", "--host 10.0.0.1 listens")
+    Credentials(tls=write_tls(tmp_path, CA)).require_private("10.0.0.1", "")
+    Credentials(insecure=True).require_private("10.0.0.1", "")
+    Credentials().require_private("127.0.0.1", "")
