@@ -20,12 +20,12 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Final, NamedTuple
 
+from psdist.monitoring.stragglers import StepTimes, stragglers
+
 #: Completed steps of each worker that an explanation needs: one more or less is an error of a fifth.
 STEPS_MIN: Final = 5
 #: Payload of one step in bytes, both directions, from which its time is the link's and not the latency's.
 TRANSFER_BYTES_MIN: Final = 256 << 10
-#: Part of the step by which a worker must exceed a typical one to be a straggler.
-_STRAGGLER_SHARE: Final = 0.1
 #: Bytes of an element as the codecs send it.
 _INT8_BYTES: Final = 1 + 4 / 256
 _TOPK_BYTES: Final = 0.08
@@ -42,21 +42,21 @@ LATENCY: Final = "latency"
 class _Worker(NamedTuple):
     """Means of one worker over the window: seconds and bytes of one step.
 
-    own: seconds that other workers may wait for: computing and sending.
+    times: the step by phase.
     transports: all that it uses.
     """
 
     id: str
     seconds: float
-    compute: float
-    push: float
+    times: StepTimes
     push_bytes: float
     pull_bytes: float
     transports: frozenset[str]
 
     @property
     def own(self) -> float:
-        return self.compute + self.push
+        """Seconds that other workers may wait for."""
+        return self.times.own
 
 
 class _Server(NamedTuple):
@@ -216,8 +216,7 @@ def _worker(member: str, parameters: str, window: Iterable[Mapping[str, Any]]) -
     return _Worker(
         id=member,
         seconds=seconds / steps,
-        compute=sums["compute"] / steps,
-        push=sums["push"] / steps,
+        times=StepTimes(**{phase: sums[phase] / steps for phase in StepTimes._fields}),
         push_bytes=sums["push_bytes"] / steps,
         pull_bytes=sums["pull_bytes"] / steps,
         transports=frozenset(transports),
@@ -255,34 +254,36 @@ class _Division:
         self.workers = workers
         self.server = server
         self.step = median(worker.seconds for worker in workers)
-        by_own = sorted(workers, key=lambda worker: worker.own, reverse=True)
+        # The others wait for a worker while it does not wait.
+        slowest_first = sorted(workers, key=lambda worker: worker.times.busy, reverse=True)
         #: Workers that nobody waits for.
         spared = 0 if parameters["consistency"] != "bsp" else parameters["backup_workers"]
-        waited = by_own[min(spared, len(by_own) - 1) :]
+        waited = slowest_first[min(spared, len(slowest_first) - 1) :]
         self.slowest = waited[0]
         self.others = waited[1:] or waited
         self.typical = median(worker.own for worker in self.others)
+        slow = stragglers({one.id: one.times for one in workers}) if parameters["consistency"] != "asp" else {}
+        self.stragglers = [one for one in waited if one.id in slow]
         self.excess = self._excess()
-        self.stragglers = [one for one in waited if one.own > self.typical + self.excess / 2] if self.excess else []
         self.push_bytes = median(worker.push_bytes for worker in workers)
         self.pull_bytes = median(worker.pull_bytes for worker in workers)
         self.transports = sorted({transport for worker in workers for transport in worker.transports})
         self.parts = self._parts()
 
     def _excess(self) -> float:
-        """Return the seconds of a step in which workers wait for the slowest; 0 in asynchronous modes."""
-        if self.parameters["consistency"] == "asp":
-            return 0.0
-        excess = min(self.slowest.own - self.typical, self.step)
-        return excess if excess > _STRAGGLER_SHARE * self.step else 0.0
+        """Return the seconds of a step in which workers wait for the slowest straggler; 0 without one."""
+        busy = median(one.times.busy for one in self.others)
+        late = [max(one.own - self.typical, one.times.busy - busy) for one in self.stragglers]
+        return min(max(late, default=0.0), self.step)
 
     def _parts(self) -> dict[str, float]:
         """Return seconds by part, which add up to the step."""
-        compute = min(median(one.compute for one in self.others), self.step - self.excess)
+        typical = [one.times for one in (self.others if self.stragglers else [self.slowest])]
+        compute = min(median(one.compute for one in typical), self.step - self.excess)
         rest = self.step - self.excess - compute
         kernel = min(rest, self.server.busy * self.step) if self.server is not None else 0.0
         left = rest - kernel
-        copying = min(left, median(one.push for one in self.others))
+        copying = min(left, median(one.push for one in typical))
         if self.transports == ["shm"]:
             link = copying if self.push_bytes >= TRANSFER_BYTES_MIN else 0.0
         else:

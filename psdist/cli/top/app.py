@@ -22,6 +22,7 @@ from textual.widgets import Input, Static
 from psdist.cli.top import panels
 from psdist.cli.top.history import RunHistory
 from psdist.errors import PsdistError, SchedulerUnreachableError
+from psdist.monitoring.stragglers import FACTOR
 from psdist.settings.exit_codes import OK, SIGNAL_BASE
 
 _ASK_SECONDS: Final = 1.0
@@ -35,7 +36,7 @@ KEYS: Final = (
     ("q, ctrl+c", "quit"),
 )
 _SIGNS: Final = (
-    "! straggler: computes over twice as long for a step as the fastest quarter of the workers",
+    f"! straggler: computes and sends {FACTOR:g} times as long for a step as the fastest quarter of the workers",
     "! behind, ! silent: a copy that lags, a member without heartbeats; ✗ lost; … waiting or under way",
 )
 

@@ -1,8 +1,4 @@
-"""A run as ``psdist top`` knows it: the last status, the samples of some minutes, and series made from them. Pure.
-
-A straggler is a worker whose computation for one step takes over twice the lower quartile of all workers', as in the
-alert PsdistStraggler.
-"""
+"""A run as ``psdist top`` knows it: the last status, the samples of some minutes, and series made from them. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +10,6 @@ from typing import Any, Final
 SAMPLES_KEPT: Final = 300
 #: Newest samples over which rates and phases are averaged.
 _RECENT_SAMPLES: Final = 5
-_STRAGGLER_FACTOR: Final = 2.0
 _PHASES: Final = ("compute", "push", "wait", "pull")
 
 
@@ -107,29 +102,3 @@ def mean(periods: Sequence[dict[str, Any]], *keys: str) -> float:
 def phases(periods: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Return the shares of a worker's time by phase; they add up to 1."""
     return {phase: mean(periods, "phases", phase) for phase in _PHASES}
-
-
-def compute_seconds_a_step(periods: Sequence[dict[str, Any]]) -> float | None:
-    """Return the time that a worker's script computes for a push; None if it pushed nothing."""
-    pushes = sum(rate * period["seconds"] for period in periods for rate in period["steps_per_second"].values())
-    return sum(one["phases"]["compute"] * one["seconds"] for one in periods) / pushes if pushes else None
-
-
-def stragglers(workers: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
-    """Return the stragglers among workers, each with its time for a step divided by the lower quartile."""
-    times = {worker: seconds for worker, one in workers.items() if (seconds := compute_seconds_a_step(one)) is not None}
-    if len(times) < 2:
-        return {}
-    quartile = _lower_quartile(sorted(times.values()))
-    return {
-        worker: seconds / quartile
-        for worker, seconds in times.items()
-        if quartile and seconds > _STRAGGLER_FACTOR * quartile
-    }
-
-
-def _lower_quartile(ordered: Sequence[float]) -> float:
-    """Return the quartile between two neighbours, as Prometheus does."""
-    below, part = divmod((len(ordered) - 1) / 4, 1)
-    left, right = ordered[int(below)], ordered[min(int(below) + 1, len(ordered) - 1)]
-    return left + part * (right - left)

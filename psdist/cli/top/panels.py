@@ -16,9 +16,10 @@ from rich.text import Text
 
 from psdist.cli.status_screen import natural
 from psdist.cli.status_table import STATE_STYLES, behind, duration, rate, shard_copies, steps
-from psdist.cli.top.history import RunHistory, mean, phases, stragglers
+from psdist.cli.top.history import RunHistory, mean, phases
 from psdist.launcher.final_snapshot import size
 from psdist.launcher.local import plural
+from psdist.monitoring.stragglers import step_times, stragglers
 
 _LEVELS: Final = "▁▂▃▄▅▆▇█"
 #: Sign and colour of each phase in a worker's bar.
@@ -26,6 +27,8 @@ PHASE_SIGNS: Final = {"compute": ("█", "green"), "push": ("▓", "blue"), "wai
 #: Seconds without a heartbeat after which a live member is marked: they come about once a second.
 _LATE_SECONDS: Final = 3.0
 _BAR_COLUMNS: Final = 24
+#: A factor that is larger is shown as this: the others computed next to nothing.
+_FACTOR_SHOWN: Final = 99.0
 
 
 class Panel(NamedTuple):
@@ -94,7 +97,7 @@ def workers(run: RunHistory, width: int) -> Panel:
     if not members:
         return Panel([Text("no workers yet", "dim")], [])
     recent = run.recent_workers()
-    slow = stragglers(recent)
+    slow = stragglers(step_times(recent))
     names = max(len(member["id"]) for member in members)
     bar = max(8, min(_BAR_COLUMNS + (width - 80) // 2, 60))
     legend = Text.assemble(*((f"{sign} {phase}  ", style) for phase, (sign, style) in PHASE_SIGNS.items()))
@@ -234,7 +237,7 @@ def _worker(
         line.append_text(_phase_bar(shares, bar))
         line.append(f" {shares['compute']:4.0%} compute {shares['wait']:4.0%} wait")
     if (factor := slow.get(member["id"])) is not None:
-        line.append(f" ! straggler, {factor:.1f}x", "bold red")
+        line.append(f" ! straggler, {min(factor, _FACTOR_SHOWN):.1f}x", "bold red")
     return line.append(_late(member), "yellow")
 
 

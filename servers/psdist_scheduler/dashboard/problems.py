@@ -6,17 +6,16 @@ Pure: each function reads the JSON forms of ``psdist.monitoring.run_json``.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from psdist.monitoring.stragglers import step_times, stragglers
+
 #: A member that has missed this many heartbeats is called silent.
 MISSED_HEARTBEATS: Final = 2
-#: A straggler waits for at most this share of its time, while the others wait for more than ``_HELD_UP``.
-_HARDLY_WAITS: Final = 0.2
-_HELD_UP: Final = 0.4
-#: Where nobody waits for others: a worker with less than this part of the others' step rate is slow.
-_SLOW_RATE: Final = 0.6
+#: The others wait for a straggler if their share of waiting exceeds its own by this.
+_HELD_UP: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,27 +99,23 @@ def of_shards(status: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def of_workers(periods: Mapping[str, Period]) -> list[dict[str, Any]]:
-    """Return the workers for which the others wait, or that are much slower than the others."""
-    found = []
-    for who, mine in periods.items():
-        others = [one for other, one in periods.items() if other != who]
-        if others and (text := _slowness(who, mine, others)):
-            found.append(problem(who, text[1], kind=text[0]))
-    return found
+def of_workers(samples: Mapping[str, Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the stragglers. samples: each worker's newest periods."""
+    periods = {who: period(found) for who, found in samples.items()}
+    return [
+        _slowness(who, periods[who], [one for other, one in periods.items() if other != who])
+        for who in stragglers(step_times(samples))
+    ]
 
 
-def _slowness(who: str, mine: Period, others: list[Period]) -> tuple[str, str] | None:
-    """Return the kind of a worker's slowness with its sentence; None if it keeps up."""
+def _slowness(who: str, mine: Period, others: list[Period]) -> dict[str, Any]:
+    """Return a straggler with the reason for its slowness."""
 
     def median(*phases: str) -> float:
         return statistics.median(sum(one.shares[phase] for phase in phases) for one in others)
 
-    holds_up = mine.shares["wait"] < _HARDLY_WAITS and median("wait") > _HELD_UP
+    holds_up = median("wait") > mine.shares["wait"] + _HELD_UP
     rate = statistics.median(one.rate for one in others)
-    lags = mine.rate < _SLOW_RATE * rate and mine.shares["wait"] < 0.5
-    if not holds_up and not lags:
-        return None
     excess = {
         "straggler": mine.shares["compute"] - median("compute"),
         "link": mine.shares["push"] + mine.shares["pull"] - median("push", "pull"),
@@ -133,4 +128,4 @@ def _slowness(who: str, mine: Period, others: list[Period]) -> tuple[str, str] |
     seconds = mine.step_seconds(*phases)
     each = f", {1e3 * seconds:.0f} ms a step" if seconds is not None else ""
     name = "is slow" if kind == "straggler" else "has a slow link"
-    return kind, f"worker {who} {name}: it {verb} for {share:.0%} of its time{each}, and {effect}"
+    return problem(who, f"worker {who} {name}: it {verb} for {share:.0%} of its time{each}, and {effect}", kind=kind)

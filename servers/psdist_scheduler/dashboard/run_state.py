@@ -84,9 +84,9 @@ class RunState:
     def _slow_workers(self) -> list[dict[str, Any]]:
         """Return the slow workers: by their newest second, so that they are seen soon, and by the window, so that they
         stay while single seconds differ."""
-        newest = problems.of_workers({name: problems.period([found[-1]]) for name, found in self._workers.items()})
+        newest = problems.of_workers({name: [found[-1]] for name, found in self._workers.items()})
         named = {one["who"] for one in newest}
-        window = problems.of_workers({name: problems.period(found) for name, found in self._workers.items()})
+        window = problems.of_workers(self._workers)
         slow = newest + [one for one in window if one["who"] not in named]
         return [one for one in slow if one["kind"] != "link" or self.last_sample >= self._links_judged_after]
 
