@@ -11,7 +11,8 @@
 #   make sim      10,000 simulated runs with faults (SEEDS=n FIRST=n), 10,000 of ordinary life (ORDINARY_SEEDS=n), 5,000 of
 #                 scripts with several parameter sets (SETS_SEEDS=n), 500 with snapshots (SNAPSHOT_SEEDS=n), 500 that lose
 #                 the scheduler's store or snapshots (LOST_SEEDS=n), 500 that write weights (WRITES_SEEDS=n), 10,000 of groups
-#                 of collectives (GROUPS_SEEDS=n), each fault of a storage, and each safeguard removed in turn
+#                 of collectives (GROUPS_SEEDS=n), 10,000 with two schedulers (STANDBY_SEEDS=n), each fault of a storage,
+#                 and each safeguard removed in turn
 #   make chaos    faults on real processes, each promise with its figure, in about half an hour (KILLS=n of each kind,
 #                 INTERRUPTS=n of each kind, ROUNDS=n of barriers, GROUP_ROUNDS=n of lost ranks)
 #   make fuzz     10 million random and mutated payloads for each kind of segment (INPUTS=n), and with checks of bounds;
@@ -51,6 +52,7 @@ SNAPSHOT_SEEDS ?= 500
 LOST_SEEDS ?= 500
 WRITES_SEEDS ?= 500
 GROUPS_SEEDS ?= 10000
+STANDBY_SEEDS ?= 10000
 INPUTS ?= 10000000
 CALLS ?= 100000
 FIRST ?= 0
@@ -142,6 +144,8 @@ sim: $(VENV)/.dev kernels
 	$(BIN)/python -m tests.simulation writes --ablations
 	$(BIN)/python -m tests.simulation groups --seeds $(GROUPS_SEEDS) --first $(FIRST)
 	$(BIN)/python -m tests.simulation groups --ablations
+	$(BIN)/python -m tests.simulation standby --seeds $(STANDBY_SEEDS) --first $(FIRST)
+	$(BIN)/python -m tests.simulation standby --ablations
 
 # Numba's cache does not tell kernels with checks of bounds from those without.
 fuzz: $(VENV)/.dev kernels

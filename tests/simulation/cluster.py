@@ -91,15 +91,19 @@ class World:
         self.doomed: list[str] = []
         self._changed = asyncio.Event()
 
+    #: Addresses of the schedulers, divided by commas.
+    schedulers = SCHEDULER
+
     # --- starting and ending ------------------------------------------------------------------------------------------
 
     def start_scheduler(self) -> None:
         """Start a scheduler from the contents of the disk."""
         self.scheduler_node = node = self.loop.node("scheduler", "host-s")
-        self.loop.start(node, self._schedule(node))
+        self.loop.start(node, self.schedule(node, SCHEDULER, DiskStore(self.disk)))
 
-    async def _schedule(self, node: Node) -> None:
-        self.scheduler = scheduler = await self.make_scheduler(DiskStore(self.disk))
+    async def schedule(self, node: Node, address: str, store: DiskStore) -> None:
+        """Run a scheduler on ``node``."""
+        self.scheduler = scheduler = await self.make_scheduler(store)
         self.counts["scheduler started"] += 1
         carry_out = scheduler.calls.carry_out
 
@@ -113,10 +117,16 @@ class World:
                 self._note_loss(effect.news)
 
         scheduler.calls.carry_out = carry_out_and_tell
-        rpc.serve(self.network, SCHEDULER, node, Service(scheduler).handler())
-        ticks = asyncio.create_task(scheduler.tick())
-        await scheduler.run()
-        ticks.cancel()
+        rpc.serve(self.network, address, node, Service(scheduler).handler())
+        working = [asyncio.create_task(scheduler.tick()), asyncio.create_task(scheduler.run())]
+        await asyncio.wait(working, return_when=asyncio.FIRST_COMPLETED)
+        for task in working:
+            task.cancel()
+        self.scheduler_ended(node, next(error for task in working if task.done() and (error := task.exception())))
+
+    def scheduler_ended(self, node: Node, error: BaseException) -> None:
+        """Handle the end of a scheduler by an error."""
+        self.oracle.violation(f"{node.name} ended: {error!r}")
 
     def _note_loss(self, news: MemberLost) -> None:
         """Count a loss caused by a cut path. A worker that cannot reach a server is expelled once and rejoins when it
@@ -169,7 +179,7 @@ class World:
         self.counts["server lives"] += 1
         address = f"10.0.1.{number}:{7000 + self.counts['server lives']}"
         link = ServerSession(
-            SCHEDULER, Credentials(), address, f"server-{number}" if self.options.replicas == 1 else "", RUN
+            self.schedulers, Credentials(), address, f"server-{number}" if self.options.replicas == 1 else "", RUN
         )
         try:
             await link.register(60.0)
@@ -256,8 +266,8 @@ class World:
         self.loop.crash(node)
         self.network.process_died(node, silent=silent)
         if node is self.scheduler_node:
-            self.disk.crash()
             self.scheduler = None
+        self.disk.crash(node)
 
     def begin(self) -> None:
         """Start all processes of a new run."""
@@ -328,7 +338,7 @@ class World:
     async def _connect(self, worker_id: str) -> AsyncClient:
         while True:
             client = AsyncClient(
-                SCHEDULER, "", run_id=RUN, worker_id=worker_id, transport="grpc", connect_timeout=300.0
+                self.schedulers, "", run_id=RUN, worker_id=worker_id, transport="grpc", connect_timeout=300.0
             )
             try:
                 return await client.connect()

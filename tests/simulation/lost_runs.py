@@ -195,9 +195,10 @@ class LostWorld(SnapshotWorld):
         if begins and history is not None:
             snapshot_io.check_readable(history, URL)
 
-    async def _schedule(self, node: Node) -> None:
+    async def schedule(self, node: Node, address: str, store: DiskStore) -> None:
+        """See World."""
         try:
-            await super()._schedule(node)
+            await super().schedule(node, address, store)
         except ConfigurationError as error:  # A launcher gives up.
             self._ended("scheduler", error)
             self.loop.world_soon(self.end_everything)

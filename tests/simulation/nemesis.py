@@ -79,10 +79,14 @@ class Nemesis:
                 world.start_server(server)
 
     def _bring(self, kind: str) -> None:
-        done = _KINDS[kind](self)
+        done = self.cause(kind)
         self._loop.trace(f"nemesis {kind} {done}")
         if done:
             self._world.counts[kind] += 1
+
+    def cause(self, kind: str) -> bool:
+        """Cause a fault. Returns False if there is no victim for it now."""
+        return _KINDS[kind](self)
 
     # --- victims ------------------------------------------------------------------------------------------------------
 

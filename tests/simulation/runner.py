@@ -19,7 +19,7 @@ from typing import Any, Final
 #: Number of seeds that a process takes per chunk.
 CHUNK = 20
 #: Kinds of runs; "" is the general one.
-KINDS: Final = ("", "snapshots", "ordinary", "lost", "sets", "writes", "groups")
+KINDS: Final = ("", "snapshots", "ordinary", "lost", "sets", "writes", "groups", "standby")
 
 
 @dataclass
@@ -58,9 +58,11 @@ class Summary:
 
 def runs_of(kind: str) -> Any:
     """Return the module with ``run`` and ``draw`` of a kind of runs."""
-    from tests.simulation import groups, lost_runs, ordinary, scenario, sets, snapshots, writes
+    from tests.simulation import groups, lost_runs, ordinary, scenario, sets, snapshots, standby, writes
 
-    return dict(zip(KINDS, (scenario, snapshots, ordinary, lost_runs, sets, writes, groups), strict=True))[kind]
+    return dict(zip(KINDS, (scenario, snapshots, ordinary, lost_runs, sets, writes, groups, standby), strict=True))[
+        kind
+    ]
 
 
 def ablations_of(kind: str) -> Any:
@@ -72,12 +74,13 @@ def ablations_of(kind: str) -> Any:
         ordinary_ablations,
         sets_ablations,
         snapshot_ablations,
+        standby_ablations,
         write_ablations,
     )
 
     tables = (
         ablations, snapshot_ablations, ordinary_ablations, lost_ablations, sets_ablations, write_ablations,
-        group_ablations,
+        group_ablations, standby_ablations,
     )  # fmt: skip
     return dict(zip(KINDS, tables, strict=True))[kind]
 

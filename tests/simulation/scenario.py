@@ -42,25 +42,32 @@ class Result:
         return "\n  ".join([f"seed {self.seed}: {self.options.text}", *self.violations])
 
 
-def run(seed: int, options: Options | None = None, *, trace: bool = False) -> Result:
+def run(
+    seed: int,
+    options: Options | None = None,
+    *,
+    trace: bool = False,
+    world: type[World] = World,
+    nemesis: type[Nemesis] = Nemesis,
+) -> Result:
     """Run a seed. The environment must be installed."""
     options = options or draw(seed)
     started = time.process_time()
     loop = RunLoop(options.stream("schedule"), options.handle_seconds)
     loop.lines = [] if trace else None
-    result = _play(loop, options)
+    result = _play(loop, world(loop, options), nemesis)
     tear_down(loop)
     result.violations += loop.failures
     result.cpu_seconds = time.process_time() - started
     return result
 
 
-def _play(loop: RunLoop, options: Options) -> Result:
-    world = World(loop, options)
+def _play(loop: RunLoop, world: World, nemesis: type[Nemesis]) -> Result:
+    options = world.options
     violations, begun = list[str](), loop.time()
     try:
         lasting = CUT_OFF_SECONDS if LASTING.intersection(options.faults) else 0.0
-        loop.run(_main(world), options.fault_seconds + lasting + CONVERGE_SECONDS)
+        loop.run(_main(world, nemesis), options.fault_seconds + lasting + CONVERGE_SECONDS)
     except (Deadlock, TooLong) as error:
         violations.append(f"no end: {error}; {state(world)}")
     except Failed:
@@ -76,12 +83,12 @@ def _play(loop: RunLoop, options: Options) -> Result:
     )  # fmt: skip
 
 
-async def _main(world: World) -> None:
+async def _main(world: World, kind: type[Nemesis]) -> None:
     options, loop = world.options, world.loop
     world.begin()
     if options.reader:
         world.start_reader()
-    nemesis = Nemesis(world)
+    nemesis = kind(world)
     await nemesis.run()
     await loop.after(options.lease_seconds * options.stream("heal").random())
     await loop.after(nemesis.lasts_until - loop.time())
