@@ -15,6 +15,7 @@ from typing import Any
 
 from psdist.errors import PeerUnreachableError, PsdistError
 from psdist.link.dialing import CONNECT_SECONDS
+from psdist.security.credentials import Credentials
 from psdist.v1 import worker_pb2 as pb
 from tests.simulation.environment import RunLoop, running
 from tests.simulation.loop import Node
@@ -63,7 +64,7 @@ class PeerNetwork:
 class SimListener:
     """Port of one worker. address: of other workers' dials."""
 
-    token = ""
+    credentials = Credentials()
 
     def __init__(self, network: PeerNetwork, node: Node, address: str) -> None:
         self.node = node
