@@ -41,6 +41,8 @@ def print_status(status: dict[str, Any], file: IO[str] | None = None) -> None:
     )
     if status["metrics_address"]:
         console.print(Text(f"metrics: http://{status['metrics_address']}/metrics; ports of all processes: /targets"))
+    if status["dashboard_address"]:
+        console.print(Text(f"dashboard: http://{status['dashboard_address']}/"))
     if status["members"]:
         console.print(_members(status["members"]))
     if status["parameters"]:

@@ -13,6 +13,7 @@ import secrets
 import shlex
 import shutil
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -42,7 +43,7 @@ from psdist.launcher.runner import ProcessPlan, Runner
 from psdist.launcher.scale_watch import ScaleRequest
 from psdist.launcher.shutdown import RunPolicy
 from psdist.link import fd_passing
-from psdist.monitoring.dashboard_link import dashboard_link, require_dashboard, view_key
+from psdist.monitoring.dashboard_link import dashboard_link, listen, require_dashboard, view_key
 from psdist.settings import exit_codes, preflight, signals
 from psdist.settings.config import find_token, parse_address, read_address
 from psdist.settings.declarations import setting
@@ -168,6 +169,9 @@ async def _run(
         world_size=settings.processes,
         metrics=metrics.environment,
     )
+    dashboard = (
+        listen(settings.dashboard_host or host, settings.dashboard_port or 0) if settings.has_dashboard else None
+    )
     lifeline, lifeline_end = os.pipe()
     services = ServicesPlan(
         settings=settings.resolved(link.run_id),
@@ -180,13 +184,15 @@ async def _run(
         host=host,
         metrics_port=settings.metrics_port,
         metrics_host=settings.metrics_host,
-        dashboard_port=_dashboard_port(settings, host),
+        dashboard=dashboard.fileno() if dashboard is not None else None,
         dashboard_host=settings.dashboard_host,
     )
     try:
         return await _supervise(settings, environ, workers, services, on_address, metrics)
     finally:
         metrics.close()
+        if dashboard is not None:
+            dashboard.close()
         os.close(lifeline)
         os.close(lifeline_end)
 
@@ -240,8 +246,8 @@ async def _supervise(
             f"to watch it: psdist status --run-id {run_id}"
         )
         told = storage != "" and _report_storage(output, services.settings, storage, asked=bool(settings.storage_path))
-        if (port := services.dashboard_port) is not None:
-            output.say(f"dashboard: {_dashboard_link(settings, services.host, port, workers.link, environ)}")
+        if services.dashboard is not None:
+            output.say(f"dashboard: {_dashboard_link(services, workers.link, environ)}")
         output.say(_how_to_join(run_id, settings, RunRegistry(records_directory(environ))))
         announce(output, workers, environ)
         metrics.start(output)
@@ -262,25 +268,12 @@ async def _supervise(
         output.close()
 
 
-def _dashboard_port(settings: LocalSettings, host: str) -> int | None:
-    """Return the port of the dashboard, which a restarted scheduler keeps; None without one. Raises ConfigurationError
-    if its host is none of this machine's addresses."""
-    if not settings.has_dashboard:
-        return None
-    chosen = settings.dashboard_host or host
-    try:
-        return settings.dashboard_port or free_port(chosen.strip("[]"))
-    except OSError as error:
-        raise ConfigurationError(
-            f"the dashboard cannot be served on {chosen}: {error.strerror or error}. Correct --dashboard-host"
-        ) from None
-
-
-def _dashboard_link(
-    settings: LocalSettings, host: str, port: int, link: SchedulerAddress, environ: Mapping[str, str]
-) -> str:
-    chosen = settings.dashboard_host or host
+def _dashboard_link(services: ServicesPlan, link: SchedulerAddress, environ: Mapping[str, str]) -> str:
+    assert services.dashboard is not None
+    chosen = services.dashboard_host or services.host
     shown = addresses.own_address() if addresses.is_wildcard(chosen) else chosen
+    with socket.socket(fileno=os.dup(services.dashboard)) as listening:
+        port = listening.getsockname()[1]
     token = find_token(link.environment(environ))
     return dashboard_link(addresses.format_address(shown, port), view_key(token, link.run_id))
 

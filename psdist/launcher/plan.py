@@ -321,7 +321,8 @@ class ServicesPlan:
     host: address on which they listen: this machine's loopback address.
     metrics_port: port of the scheduler's metrics; servers take free ones. None serves none.
     metrics_host: address of the metrics; empty for loopback.
-    dashboard_port, dashboard_host: port and address of the dashboard; None and empty as above.
+    dashboard: listening socket of the dashboard, which a restarted scheduler inherits again; None serves none.
+    dashboard_host: address of the dashboard; empty for loopback.
     """
 
     settings: ServicesSettings
@@ -335,7 +336,7 @@ class ServicesPlan:
     host: str = "127.0.0.1"
     metrics_port: int | None = None
     metrics_host: str = ""
-    dashboard_port: int | None = None
+    dashboard: int | None = None
     dashboard_host: str = ""
 
     def scheduler(self, base: Mapping[str, str], port: int = 0) -> ProcessSpec:
@@ -355,12 +356,13 @@ class ServicesPlan:
             address_file=self.link.file,
             storage_path=self.settings.storage_path or None,
             metrics_port=self.metrics_port,
-            dashboard_port=self.dashboard_port,
-            dashboard_host=self.dashboard_host or None,
+            dashboard_fd=self.dashboard,
+            dashboard_host=self.dashboard_host or None if self.dashboard is not None else None,
             storage_optional=self.storage_optional,
         )
         argv = (*program("psdist_scheduler"), *flags)
-        return ProcessSpec(ProcessKey("scheduler", 0), argv, self.link.environment(base))
+        descriptors = () if self.dashboard is None else (self.dashboard,)
+        return ProcessSpec(ProcessKey("scheduler", 0), argv, self.link.environment(base), descriptors=descriptors)
 
     def server(self, number: int, base: Mapping[str, str]) -> ProcessSpec:
         """Return the process of one server."""
@@ -394,7 +396,7 @@ class ServicesPlan:
         return {
             "host": self.host,
             "insecure": not is_loopback(self.host),  # Whoever chose the host has allowed it.
-            "metrics_host": self.metrics_host or None,
+            "metrics_host": self.metrics_host or None if self.metrics_port is not None else None,
             "run_id": self.link.run_id,
             "lifeline_fd": self.lifeline,
             "log_format": self.settings.log_format,

@@ -39,12 +39,14 @@ class ProcessSpec:
     """A process to start: its command line and its whole environment.
 
     signals_group: True if SIGTERM also goes to its descendants, as for a shell script, which does not pass it on.
+    descriptors: those that it inherits under the same numbers.
     """
 
     key: ProcessKey
     argv: tuple[str, ...]
     environment: Mapping[str, str]
     signals_group: bool = False
+    descriptors: tuple[int, ...] = ()
 
 
 class Lifeline:
@@ -133,7 +135,8 @@ class Child:
         self._on_exit = on_exit
         self._loop = asyncio.get_running_loop()
         self._returncode: int | None = None
-        self._process = spawn(spec.argv, spec.environment, inherited)
+        descriptors = spec.descriptors if inherited is None else (*spec.descriptors, inherited)
+        self._process = spawn(spec.argv, spec.environment, descriptors)
         self.pid = self._process.pid
         self._pidfd = os.pidfd_open(self.pid)
         self._loop.add_reader(self._pidfd, self._ended)
@@ -197,12 +200,12 @@ class Child:
 def spawn(
     argv: Sequence[str],
     environment: Mapping[str, str],
-    inherited: int | None = None,
+    inherited: tuple[int, ...] = (),
     stderr: int | None = subprocess.PIPE,
 ) -> subprocess.Popen[bytes]:
     """Start a process in its own session that dies with this process. It has no input; its output is piped.
 
-    inherited: a descriptor that the process inherits under the same number.
+    inherited: descriptors that the process inherits under the same numbers.
     """
     parent = os.getpid()
 
@@ -217,7 +220,7 @@ def spawn(
         stdout=subprocess.PIPE,
         stderr=stderr,
         env=dict(environment),
-        pass_fds=() if inherited is None else (inherited,),
+        pass_fds=inherited,
         start_new_session=True,
         # Safe here: the launcher has one thread, and the function only calls into libc.
         preexec_fn=die_with_parent,

@@ -1,4 +1,4 @@
-"""Link to the dashboard of a run, and the key in it.
+"""Link to the dashboard of a run, the key in it, and the socket that listens for it.
 
 The key is derived from the run's token: it opens the dashboard, which only shows, and nothing else. It is in the
 fragment of the link, which a browser sends to nobody.
@@ -6,11 +6,15 @@ fragment of the link, which a browser sends to nobody.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
+import socket
 from importlib.util import find_spec
 
+from psdist import addresses
 from psdist.errors import ConfigurationError
+from psdist.wire import limits
 
 
 def view_key(token: str, run_id: str) -> str:
@@ -33,3 +37,25 @@ def require_dashboard() -> None:
             f"the dashboard needs {' and '.join(missing)}: pip install 'psdist[dashboard]', or leave out --dashboard "
             "and --dashboard-port"
         )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket, so that browsers that connect before it is served wait. port: 0 takes a free one.
+
+    Raises ConfigurationError if this machine has no such address, or the port is taken.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host.strip("[]"), port))
+        listening.listen(limits.DASHBOARD_CONNECTIONS_MAX)
+    except OSError as error:
+        listening.close()
+        is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        remedy = "Choose another --dashboard-port, or 0 for a free one" if is_port else "Correct --dashboard-host"
+        place = addresses.format_address(host, port)
+        raise ConfigurationError(
+            f"the dashboard cannot be served on {place}: {error.strerror or error}. {remedy}"
+        ) from None
+    return listening

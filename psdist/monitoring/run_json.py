@@ -33,6 +33,7 @@ def status_json(answer: scheduler_pb2.GetStatusResponse) -> dict[str, Any]:
         "snapshots": _snapshots(answer.snapshots) if answer.HasField("snapshots") else None,
         "waiting_for": list(answer.waiting_for),
         "metrics_address": answer.metrics_address,
+        "dashboard_address": answer.dashboard_address,
         "events": [values(event, "time", "text", "number", "kind", "warning") for event in answer.events],
     }
 

@@ -69,11 +69,13 @@ class MetricsEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class DashboardEndpoint:
-    """Place of a run's dashboard. port: 0 takes a free one. token: the run's; empty without one."""
+    """Place of a run's dashboard. port: 0 takes a free one. token: the run's; empty without one. descriptor: an
+    inherited socket that listens there already."""
 
     host: str
     port: int
     token: str
+    descriptor: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

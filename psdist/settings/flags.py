@@ -38,6 +38,7 @@ class Flag:
     shown_default: the default as a user would write it, if its ``str`` differs.
     group: heading under which the help lists the flag.
     write: inverse of ``convert``, for the command line of another process.
+    needs: flags without which this one has no effect; one of those that the program has must be set.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Flag:
     shown_default: str = ""
     group: str = ""
     write: Callable[[Any], str] = str
+    needs: tuple[str, ...] = ()
 
     @property
     def default_text(self) -> str:
@@ -205,6 +207,7 @@ class CommandLine:
         words = [given.pop(word) for word in self.words]
         try:
             found = self._resolve(given, environ, self._read_file(given, environ))
+            self._check_needs(found)
         except InvalidArgumentError as error:
             fail(self.program, str(error))
         origins = {name: one.origin for name, one in found.items() if one.origin is not None}
@@ -222,6 +225,19 @@ class CommandLine:
         self, given: Mapping[str, str], environ: Mapping[str, str], filed: Mapping[str, SourcedText]
     ) -> dict[str, _Resolved]:
         return {flag.dest: _resolve(flag, given.get(flag.dest), environ, filed.get(flag.dest)) for flag in self.flags}
+
+    def _check_needs(self, found: Mapping[str, _Resolved]) -> None:
+        """Raise ConfigurationError for a flag that would be ignored. A variable may be meant for another program."""
+        by_name = {flag.name: found[flag.dest] for flag in self.flags}
+        for flag in self.flags:
+            value, origin = found[flag.dest]
+            needs = [name for name in flag.needs if name in by_name]
+            if origin is None or origin.source in flag.environment or not value or not needs:
+                continue
+            if all(by_name[name].value in (None, False, "") for name in needs):
+                given = origin.source if flag.convert is None else f"{origin.source} {origin.text}"
+                remedy = f"add {needs[0]}, or leave it out"
+                raise ConfigurationError(f"{given} has no effect without {' or '.join(needs)}: {remedy}")
 
     def _read_file(self, given: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, SourcedText]:
         """Return the values in the file of ``--config``; none without that flag. Raises ConfigurationError."""

@@ -175,7 +175,7 @@ class MonitoringSettings:
     )  # fmt: skip
     metrics_host: str = setting(
         "address of the metrics; beyond this machine they need a token, and are not encrypted (default: loopback)",
-        text, "", "HOST", group=MONITORING_TITLE,
+        text, "", "HOST", group=MONITORING_TITLE, needs=("--metrics-port",),
     )  # fmt: skip
 
 
@@ -189,7 +189,7 @@ class DashboardSettings:
     )  # fmt: skip
     dashboard_host: str = setting(
         "address of the dashboard; beyond this machine it needs a token, and is not encrypted (default: loopback)",
-        text, "", "HOST", group=MONITORING_TITLE,
+        text, "", "HOST", group=MONITORING_TITLE, needs=("--dashboard", "--dashboard-port", "--dashboard-fd"),
     )  # fmt: skip
 
 
@@ -273,10 +273,15 @@ class SchedulerSettings(RunSettings, DashboardSettings, ProgramSettings):
     address_file: Path | None = setting("file to write HOST:PORT into once listening", Path, None, "FILE")
     #: If the storage cannot be written, start anyway and save nothing.
     storage_optional: bool = setting(
-        "if the storage cannot be written, warn and take no snapshots", group=_SNAPSHOTS_TITLE
+        "if the storage cannot be written, warn and take no snapshots",
+        group=_SNAPSHOTS_TITLE,
+        needs=("--storage-path",),
     )
     create_token: bool = setting(
         "if the token's file does not exist, write a new random token to it", group=_NETWORK_TITLE
+    )
+    dashboard_fd: int | None = setting(
+        "inherited socket that listens for the dashboard", integer(0), None, "N", twin=False, group=MONITORING_TITLE
     )
     #: Place of the store; None keeps it in memory.
     store_place: Path | EtcdLocation | None = None
@@ -284,9 +289,10 @@ class SchedulerSettings(RunSettings, DashboardSettings, ProgramSettings):
     @property
     def dashboard(self) -> DashboardEndpoint | None:
         """Place of the dashboard; None serves none."""
-        if self.dashboard_port is None:
+        if self.dashboard_port is None and self.dashboard_fd is None:
             return None
-        return DashboardEndpoint(self.dashboard_host or loopback(), self.dashboard_port, self.credentials.token)
+        host = self.dashboard_host or loopback()
+        return DashboardEndpoint(host, self.dashboard_port or 0, self.credentials.token, self.dashboard_fd)
 
     @property
     def storage(self) -> str:

@@ -37,5 +37,6 @@ def serve(scheduler: Scheduler, endpoint: DashboardEndpoint, optional: bool) -> 
             raise
         logger.warning("the run continues without its dashboard: %s", error)
         return None
+    scheduler.reports.dashboard_address = server.address
     logger.info("dashboard: http://%s/", server.address)
     return server

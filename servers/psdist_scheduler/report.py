@@ -22,6 +22,8 @@ class Reports:
         self.by_member: dict[str, pb.MemberStatus] = {}
         #: ``host:port`` of the scheduler's metrics; empty without.
         self.metrics_address = ""
+        #: ``host:port`` of the dashboard; empty without.
+        self.dashboard_address = ""
         self.samples = SampleHistory()
         self.summary: SummaryKeeper | None = None
 
@@ -56,6 +58,7 @@ def status(cluster: Cluster, reports: Reports, now: float) -> pb.GetStatusRespon
     by_id = reports.by_member
     return pb.GetStatusResponse(
         metrics_address=reports.metrics_address,
+        dashboard_address=reports.dashboard_address,
         time=time.time(),
         run_id=cluster.settings.run_id,
         phase=cluster.phase,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import errno
 import logging
 import socket
 import threading
@@ -20,6 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from psdist import addresses
 from psdist.errors import ConfigurationError, InsecureBindError
+from psdist.monitoring.dashboard_link import listen
 from psdist.settings.config import DashboardEndpoint
 from psdist.wire import limits
 from psdist_scheduler.dashboard.access import Access
@@ -50,7 +50,7 @@ class DashboardServer:
             )
         self._scheduler_loop = asyncio.get_running_loop()
         self._read = read
-        self._socket = _bound(endpoint)
+        self._socket = _listening(endpoint)
         port = self._socket.getsockname()[1]
         host = addresses.own_address() if addresses.is_wildcard(endpoint.host) else endpoint.host
         self.address = addresses.format_address(host, port)
@@ -116,23 +116,13 @@ class DashboardServer:
         return await asyncio.wait_for(asyncio.wrap_future(answer), _ANSWER_SECONDS)
 
 
-def _bound(endpoint: DashboardEndpoint) -> socket.socket:
-    """Return a listening socket: browsers that connect before the thread runs wait. Raises ConfigurationError."""
-    host = endpoint.host.strip("[]")
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+def _listening(endpoint: DashboardEndpoint) -> socket.socket:
+    if endpoint.descriptor is None:
+        return listen(endpoint.host, endpoint.port)
     try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((host, endpoint.port))
-        bound.listen(limits.DASHBOARD_CONNECTIONS_MAX)
+        return socket.socket(fileno=endpoint.descriptor)
     except OSError as error:
-        bound.close()
-        is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
-        remedy = "Choose another --dashboard-port, or 0 for a free one" if is_port else "Correct --dashboard-host"
-        place = addresses.format_address(endpoint.host, endpoint.port)
-        raise ConfigurationError(
-            f"the dashboard cannot be served on {place}: {error.strerror or error}. {remedy}"
-        ) from None
-    return bound
+        raise ConfigurationError(f"--dashboard-fd {endpoint.descriptor} is no socket: {error.strerror}") from None
 
 
 class _BrowserConnection(H11Protocol):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from psdist.errors import ConfigurationError
-from psdist.launcher.local import LocalSettings, _dashboard_port
+from psdist.monitoring.dashboard_link import listen
 from tests.support.launched import Run
 
 SCRIPT = """
@@ -49,6 +49,5 @@ def test_the_printed_link_shows_the_run_and_a_killed_worker(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("host", ["192.0.2.7", "[fe80:"])
 def test_a_host_that_is_not_of_this_machine_is_named(host: str) -> None:
-    settings = LocalSettings(dashboard=True, dashboard_host=host)
     with pytest.raises(ConfigurationError, match="Correct --dashboard-host"):
-        _dashboard_port(settings, "127.0.0.1")
+        listen(host, 0)

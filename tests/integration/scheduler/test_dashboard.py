@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import os
 import random
 import socket
 import threading
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from psdist.errors import ConfigurationError, InsecureBindError
-from psdist.monitoring.dashboard_link import view_key
+from psdist.monitoring.dashboard_link import listen, view_key
 from psdist.settings.config import DashboardEndpoint
 from psdist.wire import limits
 from psdist_scheduler.dashboard import feed, pages
@@ -283,6 +284,24 @@ async def test_connections_and_readers_are_bounded(monkeypatch: pytest.MonkeyPat
 
     async with serving() as port:
         await asyncio.to_thread(check, port)
+
+
+async def test_a_browser_that_connects_while_the_scheduler_restarts_is_answered_by_the_next_one() -> None:
+    """Its launcher holds the listening socket, which each scheduler inherits."""
+    with closing(listen("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+        for _ in range(2):
+            waiting = socket.create_connection(("127.0.0.1", port), timeout=60)
+            with closing(waiting):
+                endpoint = DashboardEndpoint("127.0.0.1", 0, TOKEN, os.dup(held.fileno()))
+                server = DashboardServer(endpoint, KEY, made_up())
+                assert server.address == f"127.0.0.1:{port}"
+                waiting.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1:%d\r\n\r\n" % port)
+                answer = await asyncio.to_thread(waiting.recv, 100)
+                assert answer.startswith(b"HTTP/1.1 200")
+                await asyncio.to_thread(server.close)
+    with pytest.raises(ConfigurationError, match="--dashboard-fd 12345 is no socket"):
+        DashboardServer(DashboardEndpoint("127.0.0.1", 0, TOKEN, 12345), KEY, made_up())
 
 
 async def test_ports_and_hosts_that_cannot_be_are_refused() -> None:

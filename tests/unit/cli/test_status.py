@@ -141,3 +141,13 @@ def test_what_says_nothing_is_not_shown() -> None:
     report.servers_wanted, report.members[2].reason = 3, "its session broke"
     text = "\n".join(" ".join(row) for row in table(report))
     assert "servers wanted 3, copies" in text and "reason" in text, text
+
+
+def test_the_addresses_of_the_dashboard_and_of_the_metrics_are_shown() -> None:
+    report = answer()
+    assert ["dashboard:"] not in [line[:1] for line in table(report)] and status_json(report)["dashboard_address"] == ""
+    report.dashboard_address, report.metrics_address = "10.0.0.1:9500", "10.0.0.1:9400"
+    shown = table(report)
+    assert ["dashboard:", "http://10.0.0.1:9500/"] in shown
+    assert ["metrics:", "http://10.0.0.1:9400/metrics;"] in [line[:2] for line in shown]
+    assert status_json(report)["dashboard_address"] == "10.0.0.1:9500"

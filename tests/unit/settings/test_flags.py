@@ -243,6 +243,17 @@ def services(settings: ServicesSettings, directory: Path, **others: Any) -> Serv
     return ServicesPlan(settings, directory, link, lifeline=7, workers=3, **others)
 
 
+def test_services_get_no_flags_without_effect(tmp_path: Path) -> None:
+    """The variables of the hosts alone serve nothing."""
+    plan = services(ServicesSettings(servers=1), tmp_path, metrics_host="::1", dashboard_host="::1")
+    for spec in (plan.scheduler({}), plan.server(0, {})):
+        assert not [word for word in spec.argv if word.endswith("-host") and word != "--host"], spec.argv
+    spec = services(ServicesSettings(servers=1), tmp_path, dashboard=9, dashboard_host="::1").scheduler({})
+    assert spec.descriptors == (9,)
+    endpoint = scheduler_settings(flags_in(spec), {}).dashboard
+    assert endpoint is not None and (endpoint.host, endpoint.descriptor) == ("::1", 9)
+
+
 def flags_in(spec: ProcessSpec) -> tuple[str, ...]:
     return spec.argv[spec.argv.index("-m") + 2 :]
 

@@ -33,3 +33,25 @@ def test_the_flags_of_the_scheduler() -> None:
     assert scheduler_settings([], {"PSDIST_DASHBOARD_PORT": "9500", "PSDIST_DASHBOARD_HOST": "::1"}).dashboard == (
         type(endpoint)("::1", 9500, "")
     )
+    inherited = scheduler_settings(["--dashboard-fd", "7", "--dashboard-host", "::1"], {}).dashboard
+    assert inherited == type(endpoint)("::1", 0, "", 7)
+
+
+@pytest.mark.parametrize(
+    ("argv", "refusal"),
+    [
+        (["--dashboard-host", "::1"], "--dashboard-host ::1 has no effect without --dashboard-port or --dashboard-fd"),
+        (["--metrics-host", "::1"], "--metrics-host ::1 has no effect without --metrics-port: add --metrics-port"),
+        (["--storage-optional"], "--storage-optional has no effect without --storage-path"),
+        (["--storage-path", "none", "--storage-optional"], "--storage-optional has no effect without --storage-path"),
+    ],
+)
+def test_flags_without_effect_are_refused(argv: list[str], refusal: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        scheduler_settings(argv, {})
+    assert ended.value.code == 2 and refusal in capsys.readouterr().err
+
+
+def test_a_variable_may_be_meant_for_another_program() -> None:
+    settings = scheduler_settings([], {"PSDIST_DASHBOARD_HOST": "::1", "PSDIST_METRICS_HOST": "::1"})
+    assert settings.dashboard is settings.metrics is None
