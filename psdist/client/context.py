@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Final, Literal, Protocol, Self, SupportsFloat
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, Self, SupportsFloat
 
 from numpy.typing import ArrayLike
 
@@ -26,14 +26,18 @@ from psdist.client.reporting.pipe import MetricsPipe
 from psdist.client.reporting.reporter import Reporter
 from psdist.client.reporting.run_info import RunInfo
 from psdist.client.sync_client import Client, Parameters
-from psdist.collectives.sync_group import Collectives, WorkerGroup
-from psdist.collectives.workers import SILENCE_SECONDS, AsyncCollectives
+from psdist.collectives import SILENCE_SECONDS
+from psdist.collectives.on_demand import Collectives
 from psdist.errors import ConfigurationError, DuplicateMemberError, InvalidArgumentError, LateWorkerError
 from psdist.metrics.trackers.progress import PLAIN_SECONDS, ProgressTracker
 from psdist.metrics.trackers.tracker import Tracker
 from psdist.security.tls import TlsFiles
 from psdist.settings.config import MetricsSettings, TransportName, metrics_settings
 from psdist.settings.other_launchers import check_alone
+
+if TYPE_CHECKING:
+    from psdist.collectives.sync_group import WorkerGroup
+    from psdist.collectives.workers import AsyncCollectives
 
 _CONFIGURED = ("PSDIST_SCHEDULER", "PSDIST_SCHEDULER_FILE", "DMLC_PS_ROOT_URI")
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Iterable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Coroutine, Sequence
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from psdist.client.process import loop
-from psdist.client.process.blocking import on_loop
 from psdist.client.process.process_bound import ProcessBound
-from psdist.client.session.scheduler_session import WorkerSession
 from psdist.collectives.compression import AllReduceCompression
 from psdist.collectives.core.plan import Array
 from psdist.collectives.group import AsyncWorkerGroup
-from psdist.collectives.workers import AsyncCollectives
 from psdist.compression import Codec
 
 T = TypeVar("T")
@@ -232,44 +229,6 @@ class WorkerGroup(ProcessBound):
     def close(self) -> None:
         """End the group. Calls of other ranks that need this one fail. Closing again does nothing."""
         loop.shared().call(self._async.close(), ending=True)
-
-
-class BlockingClient(Protocol):
-    """The part of ``Client`` that groups need."""
-
-    @property
-    def session(self) -> WorkerSession:
-        """Membership of this worker. Raises ClosedError."""
-
-
-class Collectives:
-    """Groups of the workers of a run, made on first use. client: connected."""
-
-    def __init__(self, client: BlockingClient) -> None:
-        self._client = client
-        self._async: AsyncCollectives | None = None
-        #: Group of all workers.
-        self.world: WorkerGroup | None = None
-
-    def new_group(self, ranks: Iterable[int] | None = None, ordered: bool = False) -> WorkerGroup:
-        """See ``Context.new_group``."""
-        return loop.shared().call(on_loop(lambda: self._new_group(ranks, ordered)))
-
-    def _new_group(self, ranks: Iterable[int] | None, ordered: bool) -> WorkerGroup:
-        return WorkerGroup(self.started().new_group(ranks, ordered=ordered))
-
-    def join_group(self, name: str, **settings: Any) -> WorkerGroup:
-        """See ``Context.join_group``."""
-        return WorkerGroup(loop.shared().call(self._join_group(name, settings)))
-
-    async def _join_group(self, name: str, settings: dict[str, Any]) -> AsyncWorkerGroup:
-        return await self.started().join_group(name, **settings)
-
-    def started(self) -> AsyncCollectives:
-        """Return the groups for code on psdist's loop thread."""
-        if self._async is None:
-            self._async = AsyncCollectives(self._client.session)
-        return self._async
 
 
 def _run(coroutine: Coroutine[Any, Any, T], async_op: bool) -> T | Handle[T]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Final
 
 from psdist.client.session.registration import Registration
 from psdist.client.session.scheduler_session import WorkerSession
+from psdist.collectives import SILENCE_SECONDS
 from psdist.collectives.exchange import Exchange
 from psdist.collectives.forming import GroupFormer, GroupSettings
 from psdist.collectives.group import AsyncWorkerGroup
@@ -17,9 +17,6 @@ from psdist.collectives.mesh import Mesh
 from psdist.errors import ExcludedError, InvalidArgumentError, check_integer
 from psdist.types import check_name
 from psdist.wire.limits import WORLD_MAX
-
-#: Default time limit of silence: above the retransmission of a lost packet, which takes 0.2 s.
-SILENCE_SECONDS: Final = 0.4
 
 
 class AsyncCollectives:

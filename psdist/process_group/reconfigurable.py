@@ -27,9 +27,9 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # missin
 from psdist.client.context import Context, init
 from psdist.client.process import loop
 from psdist.client.process.blocking import on_loop
+from psdist.collectives import SILENCE_SECONDS
 from psdist.collectives.group import AsyncWorkerGroup
 from psdist.collectives.incoming import Sender
-from psdist.collectives.workers import SILENCE_SECONDS
 from psdist.errors import ClosedError, InvalidArgumentError, PeerUnreachableError, WaitTimeoutError, check_integer
 from psdist.process_group.link_group import LinkGroup
 from psdist.torch_backend import NAME

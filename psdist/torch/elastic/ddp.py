@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from psdist.client.context import Context, init
 from psdist.client.process import loop
+from psdist.collectives import SILENCE_SECONDS
 from psdist.collectives.elastic import ElasticSteps, StepArrays
 from psdist.collectives.group import AsyncWorkerGroup
-from psdist.collectives.workers import SILENCE_SECONDS
 from psdist.errors import DTypeMismatchError, InvalidArgumentError
 from psdist.torch.elastic.state import Stateful, TrainingState
 
