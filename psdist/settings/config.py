@@ -146,14 +146,19 @@ def check_run_id(value: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EtcdLocation:
-    """A store in etcd. endpoints: HOST:PORT of members of the etcd cluster. prefix: of its keys, without a slash at the
-    end."""
+    """A store in etcd.
+
+    endpoints: HOST:PORT of members of the etcd cluster.
+    prefix: of its keys, without a slash at the end.
+    secure: True for mutual TLS, with the files of this process.
+    """
 
     endpoints: tuple[str, ...]
     prefix: str
+    secure: bool = False
 
     def __str__(self) -> str:
-        return f"etcd://{','.join(self.endpoints)}/{self.prefix}"
+        return f"{'etcds' if self.secure else 'etcd'}://{','.join(self.endpoints)}/{self.prefix}"
 
 
 def store_location(value: str) -> Path | EtcdLocation | None:
@@ -164,7 +169,7 @@ def store_location(value: str) -> Path | EtcdLocation | None:
     scheme, separator, rest = value.partition("://")
     if not separator:
         return Path(value)
-    if scheme != "etcd":
+    if scheme not in ("etcd", "etcds"):
         raise ConfigurationError(f"--store {value}: {scheme}:// is no store; use a file, memory or {_ETCD_FORM}")
     hosts, _, prefix = rest.partition("/")
     prefix = prefix.strip("/")
@@ -172,7 +177,7 @@ def store_location(value: str) -> Path | EtcdLocation | None:
         raise ConfigurationError(f"--store {value} names no prefix for the keys of this run: use {_ETCD_FORM}")
     for endpoint in hosts.split(","):
         parse_address(endpoint)
-    return EtcdLocation(tuple(hosts.split(",")), prefix)
+    return EtcdLocation(tuple(hosts.split(",")), prefix, scheme == "etcds")
 
 
 def default_store(environ: Mapping[str, str], run_id: str, port: int) -> Path | None:

@@ -33,6 +33,7 @@ from psdist.settings.config import (
     find_scheduler,
     given_credentials,
     is_loopback,
+    parse_address,
     scheduler_text,
     storage_text,
     store_location,
@@ -265,9 +266,10 @@ class SchedulerSettings(RunSettings, DashboardSettings, ProgramSettings):
         "fail before psdist.init(); 0 waits for ever", 0.0,
     )  # fmt: skip
     store: str | None = setting(
-        "SQLite file from which a restarted scheduler continues the run, or etcd://HOST:PORT,.../PREFIX, where another "
-        "scheduler can take over, or memory for none (default: a file below $XDG_STATE_HOME/psdist if --run-id and "
-        "--port are given, otherwise none). It is deleted when the run ends in order", str, None, "FILE|URL",
+        "SQLite file from which a restarted scheduler continues the run, or etcd://HOST:PORT,.../PREFIX (etcds:// with "
+        "TLS), where another scheduler can take over, or memory for none (default: a file below "
+        "$XDG_STATE_HOME/psdist if --run-id and --port are given, otherwise none). It is deleted when the run ends in "
+        "order", str, None, "FILE|URL",
     )  # fmt: skip
     standby: bool = setting("wait until no other scheduler leads the run, then lead it (needs --store etcd://...)")
     address_file: Path | None = setting("file to write HOST:PORT into once listening", Path, None, "FILE")
@@ -323,17 +325,37 @@ def scheduler_settings(argv: Sequence[str], environ: Mapping[str, str] | None = 
     given = line.parse(argv, environ)
     try:
         store = default_store(environ, given.run_id, given.port) if given.store is None else store_location(given.store)
-        if given.standby and not isinstance(store, EtcdLocation):
-            raise ConfigurationError(
-                "--standby needs a store that two schedulers can reach: --store etcd://HOST:PORT/PREFIX"
-            )
         _ = read(SchedulerSettings, given).policy  # Raises if it is wrong.
         if given.create_token:
             create_token_file(environ, given.token_file)
     except ConfigurationError as error:
         fail(line.program, str(error))
     credentials = _program_credentials(line.program, given, environ)
+    try:
+        _check_store(store, given.standby, credentials)
+    except InvalidArgumentError as error:
+        fail(line.program, str(error))
     return read(SchedulerSettings, given, store_place=store, host=_host(given), credentials=credentials)
+
+
+def _check_store(store: Path | EtcdLocation | None, standby: bool, credentials: Credentials) -> None:
+    """Raise ConfigurationError or InsecureBindError if the store does not fit the other settings."""
+    if not isinstance(store, EtcdLocation):
+        if standby:
+            raise ConfigurationError(
+                "--standby needs a store that two schedulers can reach: --store etcd://HOST:PORT/PREFIX"
+            )
+        return
+    if store.secure and credentials.tls is None:
+        raise ConfigurationError(
+            f"--store {store} needs --tls-ca, --tls-cert and --tls-key: etcd asks for a certificate"
+        )
+    for endpoint in store.endpoints if not store.secure else ():
+        if not is_loopback(parse_address(endpoint)[0]) and not credentials.insecure:
+            raise InsecureBindError(
+                f"--store {store} sends the state of the run to another machine without encryption: use etcds:// with "
+                "--tls-ca, --tls-cert and --tls-key, or pass --insecure on a private network"
+            )
 
 
 # --- psdist-server ----------------------------------------------------------------------------------------------------

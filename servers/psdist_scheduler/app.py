@@ -66,6 +66,7 @@ def main(settings: SchedulerSettings) -> int:
             optional=settings.store_optional,
             standby=settings.standby,
             wait=partial(_wait, settings.lifeline_fd),
+            tls=settings.credentials.tls,
         )
         logs.identify(run=run_id)
         status: int = uvloop.run(signals.ignored_after(_serve(settings, store, run_id)))

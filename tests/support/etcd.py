@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from psdist.addresses import free_port
+from psdist.security.tls import TlsFiles
 from psdist_scheduler.stores.etcd_client import EtcdClient
 
 #: Heartbeats and elections of the members, in milliseconds: etcd's defaults suit a network and a busy disk.
@@ -19,9 +20,15 @@ _TIMES = ("--heartbeat-interval", "100", "--election-timeout", "1000")
 
 
 class Etcd:
-    """A running cluster. endpoints: HOST:PORT of its members."""
+    """A running cluster. endpoints: HOST:PORT of its members. tls: files that they use, and ask their clients for."""
 
-    def __init__(self, directory: Path, size: int) -> None:
+    def __init__(self, directory: Path, size: int, tls: TlsFiles | None = None) -> None:
+        self._tls = tls
+        scheme = "http" if tls is None else "https"
+        files = () if tls is None else (
+            "--trusted-ca-file", str(tls.ca), "--cert-file", str(tls.cert), "--key-file", str(tls.key),
+            "--client-cert-auth",
+        )  # fmt: skip
         ports = [free_port("127.0.0.1") for _ in range(2 * size)]
         self.endpoints = [f"127.0.0.1:{port}" for port in ports[:size]]
         peers = [f"http://127.0.0.1:{port}" for port in ports[size:]]
@@ -30,9 +37,9 @@ class Etcd:
         self._commands = [
             (
                 "etcd", "--name", f"m{number}", "--data-dir", str(directory / f"m{number}"), "--logger", "zap",
-                "--listen-client-urls", f"http://{client}", "--advertise-client-urls", f"http://{client}",
+                "--listen-client-urls", f"{scheme}://{client}", "--advertise-client-urls", f"{scheme}://{client}",
                 "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", members,
-                "--log-level", "error", "--snapshot-count", "5000", *_TIMES,
+                "--log-level", "error", "--snapshot-count", "5000", *_TIMES, *files,
             )
             for number, (client, peer) in enumerate(zip(self.endpoints, peers, strict=True))
         ]  # fmt: skip
@@ -40,7 +47,7 @@ class Etcd:
 
     def url(self, prefix: str) -> str:
         """Return the value of ``--store`` for a prefix."""
-        return f"etcd://{','.join(self.endpoints)}/{prefix}"
+        return f"{'etcd' if self._tls is None else 'etcds'}://{','.join(self.endpoints)}/{prefix}"
 
     def _start(self, number: int) -> subprocess.Popen[bytes]:
         log = (self._directory / f"m{number}.log").open("ab")
@@ -55,7 +62,7 @@ class Etcd:
     def await_ready(self) -> None:
         """Return once all members know the leader of the cluster."""
         for endpoint in self.endpoints:
-            client = EtcdClient([endpoint])
+            client = EtcdClient([endpoint], self._tls)
             client.get(b"ready", 60.0)
             client.close()
 
@@ -69,13 +76,13 @@ class Etcd:
 
 
 @contextmanager
-def running(directory: Path, size: int = 1) -> Iterator[Etcd]:
+def running(directory: Path, size: int = 1, tls: TlsFiles | None = None) -> Iterator[Etcd]:
     """Run a cluster of ``size`` members. Skips the test without etcd."""
     if shutil.which("etcd") is None:
         pytest.skip("etcd is not installed (Debian: apt install etcd-server)")
     directory.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        etcd = Etcd(directory, size)
+        etcd = Etcd(directory, size, tls)
         stack.callback(etcd.stop)
         etcd.await_ready()
         yield etcd

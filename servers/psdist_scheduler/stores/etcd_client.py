@@ -6,6 +6,7 @@ repeat calls whose effect they can recognize (see ``EtcdStore``).
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, TypeVar
@@ -13,6 +14,7 @@ from typing import Any, Final, TypeVar
 import grpc
 
 from psdist.errors import StorageError
+from psdist.security.tls import TlsFiles, TlsIdentity
 from psdist.v1 import etcd_pb2 as pb
 from psdist.wire import limits
 
@@ -41,17 +43,33 @@ _OPTIONS: Final = [
 
 
 class EtcdClient:
-    """A client of one etcd cluster. endpoints: HOST:PORT of its members, at least one."""
+    """A client of one etcd cluster.
 
-    def __init__(self, endpoints: Sequence[str]) -> None:
+    endpoints: HOST:PORT of its members, at least one.
+    tls: files of the identity to show; None for plaintext. New ones are used for new connections.
+    """
+
+    def __init__(self, endpoints: Sequence[str], tls: TlsFiles | None = None) -> None:
         self.endpoints = tuple(endpoints)
-        self._channels = [grpc.insecure_channel(endpoint, options=_OPTIONS) for endpoint in endpoints]
+        self._tls = tls
+        self._identity: TlsIdentity | None = None
+        self._channels: list[grpc.Channel] = []
         self._next = 0
+        self._opening = threading.Lock()
 
     def close(self) -> None:
         """Close the connections."""
         for channel in self._channels:
             channel.close()
+
+    def _channel(self, index: int) -> grpc.Channel:
+        with self._opening:
+            identity = self._tls.identity() if self._tls is not None else None
+            if not self._channels or identity is not self._identity:
+                self.close()
+                self._identity = identity
+                self._channels = [_open(endpoint, identity) for endpoint in self.endpoints]
+            return self._channels[index]
 
     def get(self, key: bytes, seconds: float) -> pb.EtcdKeyValue | None:
         """Return a key with its value and revisions, or None. Raises StorageError after ``seconds``."""
@@ -122,10 +140,10 @@ class EtcdClient:
         while True:
             left = until - time.monotonic()
             try:
-                return start(self._channels[self._next], max(0.01, min(left, ATTEMPT_SECONDS)))
+                return start(self._channel(self._next), max(0.01, min(left, ATTEMPT_SECONDS)))
             except (grpc.RpcError, StopIteration) as error:
                 failed = self.endpoints[self._next]
-                self._next = (self._next + 1) % len(self._channels)
+                self._next = (self._next + 1) % len(self.endpoints)
                 code = error.code() if isinstance(error, grpc.RpcError) else grpc.StatusCode.UNAVAILABLE
                 reason = error.details() if isinstance(error, grpc.RpcError) else "no answer"
             if code not in _PASSING or not repeats or until - time.monotonic() <= _PAUSE_SECONDS:
@@ -133,6 +151,12 @@ class EtcdClient:
                     f"etcd does not carry out {method.rpartition('/')[2]} (last asked: {failed}): {code.name}: {reason}"
                 )
             time.sleep(_PAUSE_SECONDS)
+
+
+def _open(endpoint: str, identity: TlsIdentity | None) -> grpc.Channel:
+    if identity is None:
+        return grpc.insecure_channel(endpoint, options=_OPTIONS)
+    return grpc.secure_channel(endpoint, identity.channel_credentials(), options=_OPTIONS)
 
 
 def put(key: bytes, value: bytes, lease: int = 0) -> pb.EtcdOperation:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from psdist.errors import ConfigurationError
+from psdist.security.tls import TlsFiles
 from psdist.settings.config import EtcdLocation
 from psdist_scheduler.stores.sqlite_store import SqliteStore
 from psdist_scheduler.stores.store import Store
@@ -25,6 +26,7 @@ def open_store(
     optional: bool = False,
     standby: bool = False,
     wait: Callable[[float], None] = time.sleep,
+    tls: TlsFiles | None = None,
 ) -> tuple[Store, str]:
     """Open the store at ``place`` (None: memory). Returns it with the run's name.
 
@@ -34,11 +36,12 @@ def open_store(
     standby: True to wait, in etcd, until no other scheduler leads the run. False waits only as long as the lease of one
         that has died may last.
     wait: waits some seconds, or raises what ends the process.
+    tls: identity for etcd, if the place needs one.
 
     Raises ConfigurationError, StorageError.
     """
     if isinstance(place, EtcdLocation):
-        return _open_etcd(place, run_id, new_run_id, standby, wait)
+        return _open_etcd(place, tls if place.secure else None, run_id, new_run_id, standby, wait)
     if place is not None and optional and (refusal := _make_directory(place.parent)):
         logger.warning(
             "this scheduler cannot be restarted without losing the run (choose a file with --store): %s", refusal
@@ -51,13 +54,18 @@ def open_store(
 
 
 def _open_etcd(
-    place: EtcdLocation, run_id: str, new_run_id: Callable[[], str], standby: bool, wait: Callable[[float], None]
+    place: EtcdLocation,
+    tls: TlsFiles | None,
+    run_id: str,
+    new_run_id: Callable[[], str],
+    standby: bool,
+    wait: Callable[[float], None],
 ) -> tuple[Store, str]:
     from psdist_scheduler.stores import leadership  # Other runs start without it.
     from psdist_scheduler.stores.etcd_client import EtcdClient
     from psdist_scheduler.stores.etcd_store import EtcdStore
 
-    client = EtcdClient(place.endpoints)
+    client = EtcdClient(place.endpoints, tls)
     mine = leadership.Leader(socket.gethostname(), os.getpid())
     claim = leadership.Leadership(client, f"{place.prefix}/leader".encode(), mine)
     until = time.monotonic() + 2 * leadership.LEASE_SECONDS

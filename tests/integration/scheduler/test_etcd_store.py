@@ -24,6 +24,7 @@ from psdist_scheduler.stores import etcd_store, leadership
 from psdist_scheduler.stores.etcd_client import EtcdClient, delete_range, put
 from psdist_scheduler.stores.etcd_store import EtcdStore
 from psdist_scheduler.stores.opening import open_store
+from tests.support.certificates import make_ca, write_tls
 from tests.support.etcd import Etcd, running
 from tests.unit.scheduler.test_sqlite_store import MEMBER, NODE, RECORD
 
@@ -244,6 +245,28 @@ def test_without_etcd_the_scheduler_says_so(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_wrong_place_is_refused(value: str, reason: str) -> None:
     with pytest.raises(ConfigurationError, match=reason):
         store_location(value)
+
+
+def test_etcd_with_tls(tmp_path: Path) -> None:
+    """Both sides show a certificate; one of another CA is refused, and new files are used for new connections."""
+    ca = make_ca()
+    files = write_tls(tmp_path / "etcd", ca, "server")
+    mine = write_tls(tmp_path / "mine", ca, "scheduler")
+    with running(tmp_path / "run", tls=files) as etcd:
+        place = store_location(etcd.url("run"))
+        assert isinstance(place, EtcdLocation) and place.secure
+        store = opened(place, tls=mine)
+        store.write(Persist(1, (MEMBER,)))
+        write_tls(tmp_path / "mine", ca, "scheduler", days=30)
+        store.write(Persist(2, nodes=(NODE,)))
+        store.close()
+        store = opened(place, tls=mine)
+        assert store.load() == StoredState("run", 2, (MEMBER,), nodes=(NODE,))
+        store.close()
+        stranger = EtcdClient(etcd.endpoints, write_tls(tmp_path / "stranger", make_ca(), "scheduler"))
+        with pytest.raises(StorageError, match="UNAVAILABLE"):
+            stranger.get(b"run/head", 1.0)
+        stranger.close()
 
 
 @pytest.mark.long

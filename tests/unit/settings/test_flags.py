@@ -17,7 +17,7 @@ from psdist.launcher.plan import SchedulerAddress, ServicesPlan, ServicesSetting
 from psdist.launcher.process import ProcessSpec
 from psdist.launcher.run_record import RunRegistry, records_directory
 from psdist.settings import config
-from psdist.settings.config import client_settings
+from psdist.settings.config import EtcdLocation, client_settings
 from psdist.settings.declarations import arguments, read
 from psdist.settings.programs import ServerSettings, scheduler_settings, server_settings
 from psdist.snapshots.policy import DEFAULT_POLICY, SavePolicy, parse_interval
@@ -520,3 +520,24 @@ def test_a_token_is_created_once_and_for_this_user_alone(tmp_path: Path, capsys:
         with pytest.raises(SystemExit) as caught:
             scheduler_settings(["--create-token"], wrong)
         assert caught.value.code == 2 and words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--standby",), "--standby needs a store that two schedulers can reach"),
+        (("--standby", "--store", "memory"), "--standby needs a store that two schedulers can reach"),
+        (("--store", "etcd://10.0.0.1:2379/p"), "without encryption: use etcds://"),
+        (("--store", "etcds://10.0.0.1:2379/p"), "needs --tls-ca, --tls-cert and --tls-key"),
+        (("--store", "etcd://10.0.0.1:2379"), "names no prefix"),
+    ],
+)
+def test_a_store_in_etcd_must_fit(arguments: tuple[str, ...], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        scheduler_settings(arguments, {})
+    assert reason in capsys.readouterr().err
+
+
+def test_a_store_in_etcd_of_this_machine_or_a_private_network() -> None:
+    for given in (("--store", "etcd://127.0.0.1:2379/p"), ("--store", "etcd://10.0.0.1:2379/p", "--insecure")):
+        assert isinstance(scheduler_settings(given, {"PSDIST_TOKEN": "x" * 40}).store_place, EtcdLocation)
