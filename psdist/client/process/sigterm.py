@@ -4,7 +4,8 @@
 raises nothing, because CPython drops an exception that is raised inside a finalizer or a callback of C code. It sets a
 flag and wakes psdist's loop, which coordinates the shutdown of the clients (``stopping``). When they may leave, calls
 under way are cancelled, and that call or the next one raises SystemExit. If the script makes no call for 10 s, the
-signal is sent again, and then the handler raises.
+signal is sent again, and then the handler raises. So does a second signal from outside, unless it comes together with
+the first one: an engine such as Slurm signals all processes of a job, and the launcher passes the signal on.
 
 The loop also reads signals from a pipe that C code writes to, so it sees a signal even while the interpreter is busy in
 a long call of the script. This module also decides the reason that a leaving worker reports.
@@ -13,10 +14,12 @@ a long call of the script. This module also decides the reason that a leaving wo
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -27,6 +30,8 @@ from psdist.errors import ClosedError
 EXIT_STATUS: Final = 128 + signal.SIGTERM
 #: Seconds after which the signal is sent again to a script that should end and makes no call.
 AGAIN_SECONDS: Final = 10.0
+#: Signals within this time in seconds are one request. A launcher whose worker failed repeats the signal after 0.5 s.
+TOGETHER_SECONDS: Final = 0.4
 _READ_BYTES: Final = 4096
 
 
@@ -55,6 +60,7 @@ class SigtermHandler:
         #: psdist's own work at the interpreter's exit is under way.
         self._exiting = False
         self._signals = 0
+        self._signalled_at = -math.inf
         self._loop: asyncio.AbstractEventLoop | None = None
         self._clients: Callable[[], Sequence[StoppableClient]] = tuple
         self._give_up: Callable[[], None] = lambda: None
@@ -165,11 +171,18 @@ class SigtermHandler:
         if self._exiting:
             return
         self.asked = True
-        self._signals += 1
+        self._count()
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._begin)
         if self._signals > 1 or not self._clients():
             self._exit()
+
+    def _count(self) -> None:
+        """Count a request to end. While the interpreter exits each signal counts, since nothing waits for agreement."""
+        now = time.monotonic()
+        if now - self._signalled_at >= TOGETHER_SECONDS or not threading.main_thread().is_alive():
+            self._signals += 1
+            self._signalled_at = now
 
     def _exit(self) -> None:
         """End the script: by SystemExit, or, if it has ended and other code runs at the interpreter's exit, by the

@@ -231,6 +231,7 @@ finally:
 
 def test_a_second_signal_ends_at_once() -> None:
     status, lines, error = run("""
+module.TOGETHER_SECONDS = 0
 term()
 try:
     term()
@@ -444,9 +445,24 @@ def test_the_signal_comes_again_as_long_as_the_script_makes_no_call(monkeypatch:
     clock = Clock(monkeypatch, Client(2))
     clock.run(35)
     assert clock.again == [12, 22, 32]
+    later = sigterm.time.monotonic() + 35
+    monkeypatch.setattr(sigterm.time, "monotonic", lambda: later)
     with pytest.raises(SystemExit) as raised:
         clock.handler.on_signal(signal.SIGTERM, None)
     assert raised.value.code == EXIT_STATUS == 143
+
+
+def test_signals_that_come_together_are_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when an engine signals the launcher and its workers, and the launcher passes the signal on."""
+    clock, now = Clock(monkeypatch, Client(2)), 7.0
+    monkeypatch.setattr(sigterm.time, "monotonic", lambda: now)
+    clock.run(1, lambda: clock.handler.on_signal(signal.SIGTERM, None))
+    now += sigterm.TOGETHER_SECONDS - 0.01
+    clock.handler.on_signal(signal.SIGTERM, None)
+    assert not clock.handler.raised
+    now += 0.02
+    with pytest.raises(SystemExit):
+        clock.handler.on_signal(signal.SIGTERM, None)
 
 
 def test_a_script_that_was_told_is_not_sent_the_signal_again(monkeypatch: pytest.MonkeyPatch) -> None:
