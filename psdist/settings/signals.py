@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from types import FrameType
 from typing import Final, TypeVar
 
@@ -34,6 +34,19 @@ def end_on(signals: Iterable[int]) -> None:
     for number in signals:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _end)
+
+
+def handle(handler: Callable[[], object]) -> None:
+    """Call ``handler`` on the running loop for the signals that end a service.
+
+    A SIGTERM that was ignored when the program started stays so: engines signal all processes of a job together, but
+    servers and scheduler have to outlive the workers. SIGINT is always handled, because shells ignore it for
+    commands in the background.
+    """
+    loop = asyncio.get_running_loop()
+    for number in SERVICE_SIGNALS:
+        if number != signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
+            loop.add_signal_handler(number, handler)
 
 
 def ignore(signals: Iterable[int]) -> None:

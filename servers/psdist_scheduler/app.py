@@ -170,8 +170,7 @@ async def _until_the_end(settings: SchedulerSettings, scheduler: Scheduler, addr
     """Serve until the end is requested, the run is over, or the store fails."""
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in signals.SERVICE_SIGNALS:
-        loop.add_signal_handler(number, ended.set)
+    signals.handle(ended.set)
     if settings.lifeline_fd is not None:
         loop.add_reader(settings.lifeline_fd, _watch_lifeline, settings.lifeline_fd, ended)
     waiting = asyncio.create_task(ended.wait())

@@ -212,11 +212,9 @@ async def _unless(stop: asyncio.Event, work: Coroutine[None, None, T]) -> T | No
 
 
 def _stop_on_signals(stop: asyncio.Event, lifeline_fd: int | None) -> None:
-    loop = asyncio.get_running_loop()
-    for number in signals.SERVICE_SIGNALS:
-        loop.add_signal_handler(number, stop.set)
+    signals.handle(stop.set)
     if lifeline_fd is not None:
-        loop.add_reader(lifeline_fd, _lifeline_broken, stop, lifeline_fd)
+        asyncio.get_running_loop().add_reader(lifeline_fd, _lifeline_broken, stop, lifeline_fd)
 
 
 def _lifeline_broken(stop: asyncio.Event, lifeline_fd: int) -> None:

@@ -50,6 +50,27 @@ print(signal.getsignal(signal.SIGHUP).name)
     assert (done.stdout, done.stderr) == ("SIG_IGN\n", "")
 
 
+def test_a_service_whose_sigterm_is_ignored_ends_by_ctrl_c_only() -> None:
+    """As under Slurm, which signals all processes of a job. Shells ignore SIGINT for commands in the background."""
+    done = run("""
+async def work():
+    ended = asyncio.Event()
+    signals.handle(ended.set)
+    signal.raise_signal(signal.SIGTERM)
+    await asyncio.sleep(0)
+    assert not ended.is_set()
+    signal.raise_signal(signal.SIGINT)
+    await ended.wait()
+    return 7
+
+for number in signals.SERVICE_SIGNALS:
+    signal.signal(number, signal.SIG_IGN)
+signals.end_on(signals.SERVICE_SIGNALS)
+sys.exit(uvloop.run(signals.ignored_after(work())))
+""")
+    assert (done.returncode, done.stdout, done.stderr) == (7, "", "")
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_signals_after_a_services_work_change_nothing(fails: bool) -> None:
     done = run(f"""
