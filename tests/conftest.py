@@ -42,6 +42,9 @@ _FOREIGN = (
     "TORCHELASTIC_",
     "SLURM_",
     "OMPI_",
+    "MPI_LOCAL",
+    "MV2_",
+    "JSM_",
     "PMI",
 )
 

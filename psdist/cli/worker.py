@@ -15,6 +15,7 @@ from psdist.launcher.local import LocalSettings, run_local
 from psdist.settings.config import check_run_id, find_scheduler, scheduler_text
 from psdist.settings.declarations import flags_of, read
 from psdist.settings.flags import CommandLine, Flag, grouped, integer, one_of, text, torchrun
+from psdist.settings.other_launchers import LauncherTask, find_task
 from psdist.wire.limits import WORLD_MAX
 
 
@@ -107,13 +108,42 @@ def agent_settings(given: Namespace, environ: Mapping[str, str]) -> AgentSetting
     found = None if address or file is not None else choose_run(run_id, environ)
     if found is not None:
         file, token_file = found.address_file, token_file or Path(found.token_file)
-    # Workers of psdist run need no TLS and no nodes, so any number may join.
-    others = {} if found is None else {"tls_ca": None, "tls_cert": None, "tls_key": None}
-    nodes = given.nnodes or (1, 1 if found is None else WORLD_MAX)
+    if found is not None:  # Workers of psdist run need no TLS and no nodes, so any number may join.
+        others = {"tls_ca": None, "tls_cert": None, "tls_key": None}
+        nodes, node_rank, task = given.nnodes or (1, WORLD_MAX), given.node_rank, None
+    else:
+        others, task = {}, find_task(environ)
+        nodes, node_rank = place_of(given, task)
     return read(
         AgentSettings, given, command=tuple(given.command), scheduler=address, scheduler_file=file,
-        token_file=token_file, nodes=nodes, run_id=run_id, **others,
+        token_file=token_file, nodes=nodes, node_rank=node_rank, run_id=run_id, task=task, **others,
     )  # fmt: skip
+
+
+def place_of(given: Namespace, task: LauncherTask | None) -> tuple[tuple[int, int], int | None]:
+    """Return the number of nodes, and the rank of this one: None lets the scheduler assign it.
+
+    Each task of srun or mpirun is one node. With --nnodes MIN:MAX the scheduler assigns the ranks, since nodes may come
+    and go. Raises ConfigurationError if flags or variables contradict the launcher.
+    """
+    if task is None:
+        return given.nnodes or (1, 1), given.node_rank
+    least, most = nodes = given.nnodes or (task.count, task.count)
+    if not least <= task.count <= most:
+        text = str(least) if least == most else f"{least}:{most}"
+        raise _contradiction(given, "nnodes", text, f"{task.count_variable} is {task.count}", task)
+    if given.node_rank not in (None, task.rank):
+        raise _contradiction(given, "node_rank", str(given.node_rank), f"{task.variable} is {task.rank}", task)
+    return nodes, task.rank if least == most else None
+
+
+def _contradiction(given: Namespace, name: str, value: str, variable: str, task: LauncherTask) -> ConfigurationError:
+    flag = "--" + name.replace("_", "-")
+    source = given.origins[name].source if name in given.origins else flag
+    return ConfigurationError(
+        f"{source} is {value}, but {variable}: {task.launcher} started {task.count} tasks, and each task is one node. "
+        f"Leave {flag} out, or unset {task.count_variable} if these tasks are not one run"
+    )
 
 
 def run(given: Namespace, environ: Mapping[str, str]) -> int:

@@ -40,6 +40,7 @@ from psdist.settings import exit_codes, preflight, signals
 from psdist.settings.config import await_address, make_tls, parse_address
 from psdist.settings.declarations import torchrun_setting
 from psdist.settings.flags import integer, text
+from psdist.settings.other_launchers import LauncherTask, first_node
 from psdist.settings.programs import (
     TlsSettings,
     run_id_setting,
@@ -54,6 +55,10 @@ NODE_TITLE: Final = "node and scheduler"
 #: Longest wait for the scheduler to acknowledge that this agent gave up.
 _GIVE_UP_SECONDS: Final = 5.0
 _REASON_CHARACTERS: Final = 200
+#: Ports for torch.distributed in Slurm, where jobs may share a node: torchrun's, and the following ones by the job's
+#: number.
+_MASTER_PORT: Final = 29500
+_MASTER_PORTS: Final = 1000
 #: A wait that continues is printed again after this time.
 _REPEAT_SECONDS: Final = 60.0
 
@@ -76,6 +81,7 @@ class AgentSettings(ScriptSettings, TlsSettings):
 
     nodes: fewest and most nodes; None for one.
     node_rank: None to ask the scheduler.
+    task: this agent's place among those that srun or mpirun started; None if it is alone.
     """
 
     scheduler: str = scheduler_setting()
@@ -97,6 +103,8 @@ class AgentSettings(ScriptSettings, TlsSettings):
         "--local-addr", "address of this node for the other nodes", text, "", "HOST", group=NODE_TITLE
     )
 
+    task: LauncherTask | None = None
+
     def __post_init__(self) -> None:
         super().__post_init__()
         least, most = self.nodes_min, self.nodes_max
@@ -114,6 +122,16 @@ class AgentSettings(ScriptSettings, TlsSettings):
     def nodes_max(self) -> int:
         """Most nodes that take part."""
         return 1 if self.nodes is None else self.nodes[1]
+
+    @property
+    def first_local_rank(self) -> int:
+        """Local rank of this agent's first worker: agents of one machine count on."""
+        return 0 if self.task is None else self.task.local_rank * self.processes
+
+    @property
+    def local_world_size(self) -> int:
+        """Workers of all agents on this machine."""
+        return self.processes * (1 if self.task is None else self.task.local_count)
 
 
 def run_agent(settings: AgentSettings, environ: Mapping[str, str] | None = None) -> int:
@@ -146,6 +164,8 @@ def run_agent(settings: AgentSettings, environ: Mapping[str, str] | None = None)
             first_rank=place.first_rank,
             world_size=place.world_size,
             node_rank=place.node_rank,
+            first_local_rank=settings.first_local_rank,
+            local_world_size=settings.local_world_size,
             metrics=metrics.environment,
         )
         finish, has_connected = asyncio.run(_supervise(settings, environ, workers, place, metrics, name))
@@ -209,13 +229,16 @@ def _unknown_run() -> str:
 def _master(place: Place, scheduler: str, environ: Mapping[str, str]) -> str:
     """Return the address for torch.distributed, on which the script of rank 0 can listen.
 
-    Without a rendezvous the nodes cannot agree on one, so it is taken from the user's environment.
+    Without a rendezvous the nodes cannot agree on one, so it is taken from the user's environment, or from Slurm's.
     """
     if place.master_address:
         return place.master_address
     if place.nodes == 1:
         return addresses.free_address(())
     host, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
+    if not host and (host := first_node(environ)):
+        job = environ.get("SLURM_JOB_ID", "")
+        port = str(_MASTER_PORT + int(job if job.isdigit() else 0) % _MASTER_PORTS)
     return addresses.format_address(host, int(port)) if host and port.isdigit() else scheduler
 
 

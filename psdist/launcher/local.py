@@ -48,6 +48,7 @@ from psdist.settings import exit_codes, preflight, signals
 from psdist.settings.config import find_token, parse_address, read_address
 from psdist.settings.declarations import setting
 from psdist.settings.flags import integer
+from psdist.settings.other_launchers import check_one_run
 from psdist.settings.programs import MONITORING_TITLE, OUTPUT_TITLE, DashboardSettings, storage_path_setting
 from psdist.settings.run_report import RunReport
 from psdist.snapshots import resumable
@@ -118,6 +119,7 @@ def run_local(settings: LocalSettings, environ: Mapping[str, str] | None = None)
     """
     environ = dict(os.environ if environ is None else environ)
     preflight.require_working_directory()
+    check_one_run(environ)
     settings.check()
     if settings.has_dashboard:
         require_dashboard()

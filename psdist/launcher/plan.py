@@ -222,7 +222,10 @@ class SchedulerAddress:
 
 @dataclass(frozen=True, slots=True)
 class WorkersPlan:
-    """The workers of one node, and their place in the world."""
+    """The workers of one node, and their place in the world.
+
+    first_local_rank, local_world_size: differ from 0 and the number of workers if several agents share a machine.
+    """
 
     script: ScriptSettings
     link: SchedulerAddress
@@ -231,6 +234,8 @@ class WorkersPlan:
     first_rank: int = 0
     world_size: int = 1
     node_rank: int = 0
+    first_local_rank: int = 0
+    local_world_size: int = 1
     #: Variables that workers need to report metrics.
     metrics: Mapping[str, str] = field(default_factory=dict)
 
@@ -259,7 +264,7 @@ class WorkersPlan:
     def spec(self, rank: int, attempt: int, base: Mapping[str, str]) -> ProcessSpec:
         """Return the process of worker ``rank`` at its start number ``attempt``, from 0. Ranks beyond ``ranks`` were
         added while the run trained."""
-        local_rank = rank - self.first_rank
+        local_rank = rank - self.first_rank + self.first_local_rank
         world_size = str(max(self.world_size, rank + 1))
         environment = self.link.environment(base)
         if self.limits_threads(base):
@@ -268,7 +273,7 @@ class WorkersPlan:
             "RANK": str(rank),
             "WORLD_SIZE": world_size,
             "LOCAL_RANK": str(local_rank),
-            "LOCAL_WORLD_SIZE": str(max(self.script.processes, local_rank + 1)),
+            "LOCAL_WORLD_SIZE": str(max(self.script.processes, self.local_world_size, local_rank + 1)),
             "GROUP_RANK": str(self.node_rank),
             "ROLE_NAME": self.script.role,
             "ROLE_RANK": str(rank),

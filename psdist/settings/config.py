@@ -34,6 +34,7 @@ from psdist.addresses import parse_address as parse_address
 from psdist.errors import ConfigurationError, InvalidArgumentError, SchedulerUnreachableError
 from psdist.security.credentials import Credentials
 from psdist.security.tls import TlsFiles
+from psdist.settings.other_launchers import find_task
 from psdist.settings.preflight import require_working_directory
 from psdist.wire.limits import ADDRESS_FILE_BYTES_MAX, RUN_ID, TOKEN_CHARACTERS_MAX
 
@@ -388,6 +389,16 @@ def client_settings(
     world_size = _integer(environ, ("WORLD_SIZE", "DMLC_NUM_WORKER"), 1)
     if rank is not None and world_size is not None and rank >= world_size:
         raise ConfigurationError(f"RANK {rank} is not below WORLD_SIZE {world_size}: ranks count from 0")
+    local_rank = _integer(environ, ("LOCAL_RANK",), 0)
+    # Other launchers than psdist's, such as torchrun, set RANK to their own number, also within srun.
+    if rank is None and (task := find_task(environ)) is not None:
+        if world_size not in (None, task.count):
+            raise ConfigurationError(
+                f"WORLD_SIZE is {world_size}, but {task.count_variable} is {task.count}, and RANK is not set: unset "
+                "WORLD_SIZE, or set RANK, too"
+            )
+        rank, world_size = task.rank, task.count
+        local_rank = task.local_rank if local_rank is None else local_rank
     credentials = find_credentials(environ, token, tls)
     return ClientSettings(
         scheduler=scheduler or find_scheduler(environ),
@@ -395,7 +406,7 @@ def client_settings(
         run_id=check_run_id(chosen_run) if chosen_run else "",
         rank=rank,
         world_size=world_size or 1,
-        local_rank=_integer(environ, ("LOCAL_RANK",), 0) or 0,
+        local_rank=local_rank or 0,
         worker_id=environ.get("PSDIST_WORKER_ID") or None,
         transport=_find_transport(environ, transport),
         metrics=_find_metrics(environ, credentials.token),

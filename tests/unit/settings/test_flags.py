@@ -122,6 +122,48 @@ def test_ways_to_name_the_scheduler() -> None:
         address("--master-addr", "h")
 
 
+TASK = {
+    "PSDIST_SCHEDULER": "h:1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+}  # fmt: skip
+
+
+def test_an_agent_takes_its_place_from_srun() -> None:
+    found = agent("--nproc-per-node", "8", **TASK)
+    assert (found.nodes, found.node_rank, found.first_local_rank, found.local_world_size) == ((4, 4), 3, 8, 16)
+    found = agent("--nnodes", "4", "--node-rank", "3", **TASK)
+    assert (found.nodes, found.node_rank, found.first_local_rank, found.local_world_size) == ((4, 4), 3, 1, 2)
+    found = agent(**TASK, PET_NNODES="2:8")
+    assert (found.nodes, found.node_rank, found.first_local_rank) == ((2, 8), None, 1)
+    found = agent("--nnodes", "9", "--node-rank", "5", **TASK | {"SLURM_STEP_NUM_TASKS": "1"})
+    assert (found.nodes, found.node_rank, found.first_local_rank) == ((9, 9), 5, 0)
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "words"),
+    [
+        (["--nnodes", "2"], {}, "--nnodes is 2, but SLURM_STEP_NUM_TASKS is 4: srun started 4 tasks"),
+        ([], {"PET_NNODES": "2"}, "PET_NNODES is 2, but SLURM_STEP_NUM_TASKS is 4"),
+        (["--nnodes", "5:6"], {}, "--nnodes is 5:6, but"),
+        (["--node-rank", "1"], {}, "--node-rank is 1, but SLURM_PROCID is 3"),
+        ([], {"PSDIST_NODE_RANK": "0"}, "PSDIST_NODE_RANK is 0, but SLURM_PROCID is 3"),
+    ],
+)
+def test_flags_that_contradict_srun_are_refused(argv: list[str], environ: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words) as caught:
+        agent(*argv, **TASK | environ)
+    assert "unset SLURM_STEP_NUM_TASKS" in str(caught.value)
+
+
+def test_a_script_takes_its_place_from_srun() -> None:
+    found = client_settings(TASK)
+    assert (found.rank, found.world_size, found.local_rank) == (3, 4, 1)
+    found = client_settings(TASK | {"RANK": "7", "WORLD_SIZE": "8"})  # A launcher within a task of srun.
+    assert (found.rank, found.world_size, found.local_rank) == (7, 8, 0)
+    with pytest.raises(ConfigurationError, match="WORLD_SIZE is 8, but SLURM_STEP_NUM_TASKS is 4"):
+        client_settings(TASK | {"WORLD_SIZE": "8"})
+
+
 def test_a_run_of_this_machine_is_found_by_its_id(tmp_path: Path) -> None:
     environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
     RunRegistry(records_directory(environ)).claim("mine", tmp_path / "token", tmp_path / "psdist-mine")

@@ -1,11 +1,11 @@
-"""Processes that another launcher started several times are refused, and those of an allocation's shell are not."""
+"""Places that srun, mpirun and the like give; and processes that they started without a scheduler are refused."""
 
 from __future__ import annotations
 
 import pytest
 
 from psdist.errors import ConfigurationError
-from psdist.settings.other_launchers import check_alone
+from psdist.settings.other_launchers import LauncherTask, check_alone, check_one_run, find_task, first_node
 
 #: As Slurm sets them in the shell of ``salloc`` and in the script of ``sbatch`` with four tasks.
 _ALLOCATION = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_NPROCS": "4", "SLURM_NNODES": "2"}
@@ -48,3 +48,72 @@ def test_one_of_several_processes_is_refused_with_the_remedy(environ: dict[str, 
     assert words in text and "no scheduler is named" in text
     assert "psdist run" in text and "psdist-worker" in text and "PSDIST_SCHEDULER=HOST:PORT" in text
     assert "unset" in text and ("srun --ntasks-per-node=1 psdist-worker" in text) == ("srun" in words)
+
+
+_SRUN = _BATCH | {
+    "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "7", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_PROCID": "5",
+    "SLURM_NODEID": "2", "SLURM_LOCALID": "1",
+}  # fmt: skip
+_OMPI = {
+    "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}  # fmt: skip
+_HYDRA = {"PMI_SIZE": "4", "PMI_RANK": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+_JSRUN = {
+    "JSM_NAMESPACE_SIZE": "2", "JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_LOCAL_RANK": "1",
+    "JSM_NAMESPACE_LOCAL_SIZE": "2",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("environ", "launcher", "place"),
+    [
+        (_SRUN, "srun", (5, 7, 1, 2)),
+        (_SRUN | {"SLURM_NODEID": "3", "SLURM_PROCID": "6", "SLURM_LOCALID": "0"}, "srun", (6, 7, 0, 1)),
+        (_SRUN | {"SLURM_STEP_TASKS_PER_NODE": "?"}, "srun", (5, 7, 1, 2)),
+        (_SRUN | {"PMI_SIZE": "7", "PMI_RANK": "5"}, "srun", (5, 7, 1, 2)),  # srun --mpi=pmi2
+        (_OMPI, "mpirun", (3, 4, 1, 2)),
+        (_SRUN | _OMPI, "mpirun", (3, 4, 1, 2)),  # Its daemons are tasks of srun.
+        (_HYDRA, "mpiexec", (2, 4, 0, 2)),
+        (_SRUN | _HYDRA, "mpiexec", (2, 4, 0, 2)),
+        (_JSRUN, "jsrun", (1, 2, 1, 2)),
+    ],
+)
+def test_a_task_has_the_place_that_its_launcher_gave(
+    environ: dict[str, str], launcher: str, place: tuple[int, ...]
+) -> None:
+    task = find_task(environ)
+    assert task is not None and task.launcher == launcher
+    assert (task.rank, task.count, task.local_rank, task.local_count) == place
+
+
+@pytest.mark.parametrize("environ", [{}, _BATCH, _BATCH | {"SLURM_STEP_NUM_TASKS": "1"}, {"PMI_SIZE": "x"}])
+def test_a_process_on_its_own_has_no_place(environ: dict[str, str]) -> None:
+    assert find_task(environ) is None
+
+
+@pytest.mark.parametrize("rank", ["7", "-1", "x", ""])
+def test_an_impossible_rank_is_refused(rank: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"SLURM_PROCID is '{rank}', but SLURM_STEP_NUM_TASKS is 7"):
+        find_task(_SRUN | {"SLURM_PROCID": rank})
+
+
+def test_a_place_has_sensible_defaults() -> None:
+    assert LauncherTask("srun", "R", "N", 1, 2).local_count == 1
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("n7", "n7"), ("n[3,5-9],m1", "n3"), ("r[01-02]c[3-4]", "r01c3"), ("a,b", "a"), ("", "")],
+)
+def test_the_first_node_of_a_step(nodes: str, first: str) -> None:
+    assert first_node({"SLURM_STEP_NODELIST": nodes}) == first
+
+
+def test_a_run_that_is_started_several_times_by_one_command_is_refused() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        check_one_run(_SRUN)
+    text = str(caught.value)
+    assert "SLURM_STEP_NUM_TASKS is 7" in text and "psdist generate slurm" in text and "env -u" in text
+    check_one_run(_BATCH)
+    check_one_run(_SRUN | {"PSDIST_CONNECTED_FILE": "/run/0.0"})  # A script that tests another run.
