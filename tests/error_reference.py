@@ -12,7 +12,7 @@ import textwrap
 from typing import Final
 
 from psdist.errors import BY_CODE, PsdistError
-from psdist.settings.exit_codes import TABLE
+from psdist.settings.exit_codes import REACTIONS, TABLE
 
 _PAGE: Final = """# Errors and exit statuses
 
@@ -37,6 +37,22 @@ word of `psdist`. A full disk under the standard output of a launcher loses line
 
 A script that fails passes its own status on.
 """
+
+_ENGINES: Final = """
+## Reactions of an engine
+
+An engine such as Slurm or Kubernetes starts the processes of a run, and sees how each of them ends:
+
+- *done*: it ended in order.
+- *restart*: start it again, a limited number of times. The others continue meanwhile.
+- *requeue*: end all processes of the run and start them again with the same `--run-id`: it resumes from its newest
+  snapshot.
+- *stop*: every start would end the same way. Ends of other processes of the run follow.
+
+The jobs that `psdist generate` writes do this. A dash: the role does not end with this status.
+
+| status | scheduler | server | script | launcher |
+|---|---|---|---|---|"""
 
 #: The classes of ``psdist.errors``: tests may define others.
 ERRORS: Final = {code: cls for code, cls in BY_CODE.items() if cls.__module__ == "psdist.errors"}
@@ -112,7 +128,13 @@ def page() -> str:
     """The text of the page."""
     rows = [f"| {row.text} | {', '.join(row.roles)} | {row.cause} | {row.remedy} |" for row in TABLE]
     entries = [_entry(code, cls) for code, cls in sorted(ERRORS.items())]
-    return "\n".join([_PAGE, *entries, _EXIT_STATUSES, *rows, _ROLES])
+    return "\n".join([_PAGE, *entries, _EXIT_STATUSES, *rows, _ROLES + _ENGINES, *_reactions(), ""])
+
+
+def _reactions() -> list[str]:
+    """One row for each status that some role ends with."""
+    rows = [(row.text, [REACTIONS[role].get(row.status, "-") for role in REACTIONS]) for row in TABLE]
+    return [f"| {text} | {' | '.join(cells)} |" for text, cells in rows if set(cells) != {"-"}]
 
 
 def _entry(code: str, error: type[PsdistError]) -> str:

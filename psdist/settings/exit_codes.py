@@ -1,12 +1,13 @@
 """Exit statuses of all programs of psdist. The numbers are stable; 64 and up follow ``sysexits.h``.
 
 If a worker's script fails, its own status is passed on instead; for a worker killed by signal n that is 128 + n.
-``TABLE`` lists for each status the programs that end with it, the cause and the remedy; docs/errors.md shows the same
-table.
+``TABLE`` lists for each status the programs that end with it, the cause and the remedy. ``REACTIONS`` gives for each
+role the reaction of an engine. docs/errors.md shows both.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -149,3 +150,59 @@ TABLE: Final = (
         "nothing; the same command with the same `--run-id` resumes from the last snapshot",
     ),
 )
+
+#: Reaction of an engine such as Slurm or Kubernetes to an exit. "done": nothing. "restart": start this process
+#: again, a limited number of times; the others continue. "requeue": end all processes of the run and start them again
+#: with the same run id. "stop": nothing, since every start would end the same way.
+Reaction = Literal["done", "restart", "requeue", "stop"]
+
+#: By role and status. A server that others replaced ends with the status of a lost run, but joins again if it is
+#: restarted. Signals that no role handles, such as those of a full memory, are under ``SIGNAL_BASE``.
+REACTIONS: Final[Mapping[Role, Mapping[int, Reaction]]] = {
+    "scheduler": {
+        OK: "done",
+        USAGE: "stop",
+        NEVER_CONNECTED: "stop",
+        UNAVAILABLE: "restart",
+        INFRASTRUCTURE: "requeue",
+        SIGNAL_BASE: "restart",
+    },
+    "server": {
+        OK: "done",
+        USAGE: "stop",
+        NEVER_CONNECTED: "stop",
+        UNAVAILABLE: "restart",
+        INFRASTRUCTURE: "restart",
+        DEVICE_LOST: "restart",
+        CONFIGURATION: "stop",
+        SIGNAL_BASE: "restart",
+    },
+    "script": {
+        OK: "done",
+        FAILURE: "restart",
+        NEVER_CONNECTED: "stop",
+        LATE: "stop",
+        UNAVAILABLE: "restart",
+        INFRASTRUCTURE: "requeue",
+        CONFIGURATION: "stop",
+        SIGNAL_BASE: "restart",
+    },
+    "launcher": {
+        OK: "done",
+        FAILURE: "restart",
+        USAGE: "stop",
+        NEVER_CONNECTED: "stop",
+        LATE: "stop",
+        UNAVAILABLE: "restart",
+        INFRASTRUCTURE: "requeue",
+        UNSAVED: "requeue",
+        CONFIGURATION: "stop",
+        SIGNAL_BASE: "restart",
+    },
+}
+
+
+def statuses(role: Role, *reactions: Reaction) -> tuple[int, ...]:
+    """Return the statuses of a role after which an engine should react so, in ascending order. Signals are not among
+    them."""
+    return tuple(status for status, found in REACTIONS[role].items() if found in reactions and status < SIGNAL_BASE)
