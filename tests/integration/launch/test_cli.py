@@ -111,8 +111,8 @@ def test_version() -> None:
 def test_unknown_words() -> None:
     status, _, text = call("frobnicate")
     assert status == 2 and "'frobnicate'" in text
-    commands = "run, config, status, top, events, trace, explain, report, snapshot, scale, drain, doctor, bench"
-    assert f"{commands}, chaos, warmup and version" in text
+    commands = "run, config, status, top, events, trace, explain, report, snapshot, scale, drain, doctor"
+    assert f"{commands}, generate, bench, chaos, warmup and version" in text
     status, _, text = call()
     assert status == 2 and text.startswith("usage: psdist")
     status, _, text = call("version", "--loud")
