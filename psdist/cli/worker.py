@@ -106,9 +106,8 @@ def agent_settings(given: Namespace, environ: Mapping[str, str]) -> AgentSetting
     run_id, token_file = given.run_id or given.rdzv_id, given.token_file
     address, file = scheduler_of(given, environ)
     found = None if address or file is not None else choose_run(run_id, environ)
-    if found is not None:
-        file, token_file = found.address_file, token_file or Path(found.token_file)
     if found is not None:  # Workers of psdist run need no TLS and no nodes, so any number may join.
+        file, token_file = found.address_file, token_file or Path(found.token_file)
         others = {"tls_ca": None, "tls_cert": None, "tls_key": None}
         nodes, node_rank, task = given.nnodes or (1, WORLD_MAX), given.node_rank, None
     else:

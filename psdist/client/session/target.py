@@ -55,7 +55,7 @@ async def find_target(
         settings.run_id,
         worker_id or settings.worker_id or "",
         settings.rank if rank is None else rank,
-        settings.world_size if "WORLD_SIZE" in environ else 0,
+        settings.world_size if settings.world_size > 1 or "WORLD_SIZE" in environ else 0,
     )
     return target, settings
 
