@@ -165,7 +165,7 @@ class Mesh:
                 ),
             )  # fmt: skip
             ended = partial(self._link_broke, key)
-            self._outgoing[key] = PeerLink(hello, ended, shares=self.shares)
+            self._outgoing[key] = PeerLink(hello, self._credentials.tls, ended, shares=self.shares)
         return self._outgoing[key]
 
     def _link_broke(self, worker: Sender, error: PsdistError) -> None:

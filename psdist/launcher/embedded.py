@@ -20,6 +20,7 @@ from psdist.errors import ConfigurationError, SchedulerUnreachableError
 from psdist.launcher.plan import SchedulerAddress, ServicesPlan, ServicesSettings
 from psdist.launcher.process import Lifeline, ProcessSpec
 from psdist.launcher.run_record import DIRECTORY_PREFIX
+from psdist.security.tls import TlsFiles
 from psdist.settings import preflight
 from psdist.settings.config import START_TIMEOUT_SECONDS, await_address, check_run_id, storage_text
 from psdist.snapshots.policy import DEFAULT_POLICY, SavePolicy
@@ -39,7 +40,8 @@ class EmbeddedCluster:
     run_id: name of the run; None generates one.
     workers: workers that the scheduler waits for.
     host: address on which scheduler and servers listen; None is this machine's loopback address. Another one sends the
-        token and all data over the network without encryption.
+        token and all data over the network, without encryption unless there is ``tls``.
+    tls: TLS identity of scheduler and servers; None for plaintext.
 
     Raises SchedulerUnreachableError if the scheduler does not come up, ConfigurationError for values out of range.
     """
@@ -57,6 +59,7 @@ class EmbeddedCluster:
         worker_timeout: float = ServicesSettings.worker_timeout_seconds,
         workers: int = 1,
         host: str | None = None,
+        tls: TlsFiles | None = None,
     ) -> None:
         if not 1 <= replicas <= servers:
             raise ConfigurationError(
@@ -84,7 +87,7 @@ class EmbeddedCluster:
         plan = ServicesPlan(
             settings=settings,
             directory=self._directory,
-            link=SchedulerAddress(file=self._directory / "scheduler", run_id=self.run_id),
+            link=SchedulerAddress(file=self._directory / "scheduler", tls=tls, run_id=self.run_id),
             lifeline=self._lifeline.end_of_children,
             workers=workers,
             drain_timeout_seconds=0.0,  # all servers end together

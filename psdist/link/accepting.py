@@ -13,7 +13,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import structlog
 
@@ -22,6 +22,9 @@ from psdist.link.frame_connection import FrameConnection, FrameReceiver
 from psdist.link.listening import Listener
 from psdist.v1 import server_pb2
 from psdist.wire import limits
+
+if TYPE_CHECKING:
+    from psdist.security.tls import TlsFiles
 
 logger = structlog.get_logger("psdist.server")
 
@@ -57,12 +60,12 @@ class Promise:
 
 
 class TcpListener(Listener[server_pb2.ShareRequest]):
-    """Port for promised TCP connections, on the interface of the gRPC port."""
+    """Port for promised TCP connections, on the interface of the gRPC port. tls: see ``Listener``."""
 
     message_type = server_pb2.ShareRequest
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, tls: TlsFiles | None = None) -> None:
+        super().__init__(tls)
         self._promises: dict[bytes, Promise] = {}
 
     @contextmanager

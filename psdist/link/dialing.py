@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from abc import abstractmethod
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import grpc.aio
 from google.protobuf.message import Message
@@ -22,8 +22,12 @@ from google.protobuf.message import Message
 from psdist.errors import ClosedError, InternalError, PsdistError, ServerUnreachableError, TcpUnavailableError
 from psdist.link.ending import ending_with
 from psdist.link.frame_connection import FrameConnection, MessageReceiver
+from psdist.link.tls_layer import TlsLayer
 from psdist.v1 import server_pb2
 from psdist.wire import status
+
+if TYPE_CHECKING:
+    from psdist.security.tls import TlsFiles
 
 #: Timeout for firewalls that drop packets silently.
 CONNECT_SECONDS: Final = 3.0
@@ -33,6 +37,22 @@ _REFUSED_SECONDS: Final = 0.25
 _REASON_SECONDS: Final = 2.0
 
 M = TypeVar("M", bound=Message)
+
+
+async def connect(connection: FrameConnection, host: str, port: int, tls: TlsFiles | None) -> None:
+    """Connect to a TCP port. Frames may be sent from then on.
+
+    tls: identity for mutual TLS, with a peer whose certificate is valid for ``host``; None for plaintext.
+
+    Raises OSError. A failure of TLS ends the connection: see ``FrameReceiver.connection_ended``.
+    """
+    loop = asyncio.get_running_loop()
+    if tls is None:
+        await loop.create_connection(lambda: connection, host, port)
+        return
+    layer = TlsLayer(connection, tls.client_context(), host)
+    await loop.create_connection(lambda: layer, host, port)
+    await layer.secured()
 
 
 class Link(MessageReceiver[M]):
@@ -70,9 +90,10 @@ class Link(MessageReceiver[M]):
             self.close()
             raise
 
-    async def dial(self, host: str, port: int, nonce: bytes, *, dialers: str) -> None:
+    async def dial(self, host: str, port: int, nonce: bytes, *, tls: TlsFiles | None, dialers: str) -> None:
         """Connect over TCP, and show the nonce. Closes the link on failure.
 
+        tls: see ``connect``.
         dialers: the connections that a firewall must allow, for the error: "workers connect to any port of servers".
 
         Raises TcpUnavailableError if that is impossible, or the error that ended the link.
@@ -84,7 +105,7 @@ class Link(MessageReceiver[M]):
             with ending_with(self.end):
                 try:
                     async with asyncio.timeout(CONNECT_SECONDS):
-                        await asyncio.get_running_loop().create_connection(lambda: self.connection, host, port)
+                        await connect(self.connection, host, port, tls)
                         self.connection.send(opening.SerializeToString())
                         await self._accepted
                 except TimeoutError:
@@ -112,6 +133,8 @@ class Link(MessageReceiver[M]):
     def connection_ended(self, error: PsdistError | None) -> None:
         if isinstance(error, ClosedError):
             self.break_off(ServerUnreachableError(f"{self.peer}: {error.message}"))
+        elif isinstance(error, TcpUnavailableError):
+            self.break_off(TcpUnavailableError(f"{self.peer}: {error.message}"))
         elif error is not None:
             self.break_off(InternalError(f"{self.peer} sent an invalid message: {error.message}"))
         else:

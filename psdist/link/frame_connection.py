@@ -30,7 +30,15 @@ from typing import Final, Generic, Protocol, TypeVar, cast
 
 from google.protobuf.message import Message
 
-from psdist.errors import ClosedError, InternalError, InvalidArgumentError, LimitExceededError, PsdistError
+from psdist.errors import (
+    ClosedError,
+    InternalError,
+    InvalidArgumentError,
+    LimitExceededError,
+    PsdistError,
+    TcpUnavailableError,
+)
+from psdist.link import tls_reasons
 from psdist.wire import frames, limits
 
 M = TypeVar("M", bound=Message)
@@ -124,6 +132,8 @@ class FrameReader:
         self._header: bytearray | None = None
         self._payload_bytes = 0
         self._is_direct = False
+        #: True until the first frame of a connection that may be TCP.
+        self._is_first = has_payloads
 
     def get_buffer(self) -> memoryview:
         """Return the buffer for the next read."""
@@ -158,10 +168,14 @@ class FrameReader:
         """Consume a prefix, and the header if it is complete. Returns False if the prefix is not."""
         start = self._start
         begin = start + self.prefix_bytes
+        # An alert is shorter than a prefix. As a length its bytes would be over 64 KiB, and first frames are small.
+        if self._is_first and tls_reasons.is_tls(bytes(self._ahead[start : min(begin, self._stop)])):
+            raise TcpUnavailableError(tls_reasons.UNEXPECTED)
         if begin > self._stop:
             return False
         header_bytes = int.from_bytes(self._ahead[start : start + _LENGTH_BYTES], "little")
         self._payload_bytes = int.from_bytes(self._ahead[start + _LENGTH_BYTES : begin], "little")
+        self._is_first = False
         if header_bytes > self.header_bytes:
             raise LimitExceededError(f"a header of {header_bytes} bytes is longer than {self.header_bytes}")
         if self._payload_bytes > limits.DATA_MESSAGE_BYTES:
@@ -400,7 +414,7 @@ class FrameConnection(asyncio.BufferedProtocol):
             self.release()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._end(None)
+        self._end(exc if isinstance(exc, PsdistError) else None)
 
     # --- helpers ------------------------------------------------------------------------------------------------------
 

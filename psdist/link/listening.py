@@ -3,8 +3,9 @@
 The first frame of a connection identifies it (``Listener.identify``). Until then nothing else is read from it, and the
 frame must arrive within ``limits.NONCE_SECONDS``.
 
-Invariants: Nothing is read from an unidentified connection but its first header, into a small buffer. The number of
-unidentified connections is bounded: one more closes the oldest, so that silent strangers keep nobody out.
+Invariants: Nothing is read from an unidentified connection but its first header, into a small buffer, and the TLS
+handshake before it. The number of unidentified connections is bounded: one more closes the oldest, so that silent
+strangers keep nobody out. Half of a handshake, or a slow one, counts like silence.
 
 ``accepting`` is the port of a server, ``peers`` that of a worker.
 """
@@ -15,15 +16,19 @@ import asyncio
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from google.protobuf.message import Message
 
 from psdist import addresses
 from psdist.errors import ConfigurationError, InvalidArgumentError, PsdistError
 from psdist.link.frame_connection import FrameConnection, MessageReceiver
+from psdist.link.tls_layer import TlsLayer
 from psdist.wire import limits
 from psdist.wire.backoff import LogPacer
+
+if TYPE_CHECKING:
+    from psdist.security.tls import TlsFiles
 
 M = TypeVar("M", bound=Message)
 
@@ -31,16 +36,17 @@ M = TypeVar("M", bound=Message)
 class Listener(ABC, Generic[M]):
     """Port for TCP connections.
 
-    Connections are plaintext, as gRPC is on that interface. If gRPC were encrypted, no listener might be opened.
+    tls: identity for mutual TLS, if gRPC is encrypted; None for plaintext, as gRPC is then.
     """
 
     #: Type of the header of a connection's first frame, and its greatest length.
     message_type: type[M]
     opening_bytes = limits.OPENING_BYTES
 
-    def __init__(self) -> None:
+    def __init__(self, tls: TlsFiles | None = None) -> None:
         #: 0 while it does not listen.
         self.port = 0
+        self._tls = tls
         self._unidentified: dict[_Unidentified[M], None] = {}
         self._server: asyncio.Server | None = None
         self._log = LogPacer(limits.STRANGERS_LOG_SECONDS)
@@ -91,12 +97,13 @@ class Listener(ABC, Generic[M]):
         for connection in list(self._unidentified):
             connection.cut_off("this process is shutting down")
 
-    def _accept(self) -> FrameConnection:
+    def _accept(self) -> asyncio.BufferedProtocol:
         if len(self._unidentified) >= limits.UNIDENTIFIED_MAX:
             next(iter(self._unidentified)).cut_off(f"{limits.UNIDENTIFIED_MAX} newer connections are waiting")
         unidentified = _Unidentified(self)
         self._unidentified[unidentified] = None
-        return unidentified.connection
+        connection = unidentified.connection
+        return connection if self._tls is None else TlsLayer(connection, self._tls.server_context(), None)
 
     def admit(self, unidentified: _Unidentified[M], opening: M) -> None:
         """Hand a connection over. Raises the error of ``identify``."""

@@ -18,18 +18,21 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from psdist import addresses
 from psdist.errors import PeerUnreachableError, PsdistError, SharingUnavailableError
 from psdist.link import fd_passing
-from psdist.link.dialing import CONNECT_SECONDS
+from psdist.link.dialing import CONNECT_SECONDS, connect
 from psdist.link.frame_connection import FrameConnection, MessageReceiver, is_unanswered
 from psdist.v1 import worker_pb2 as pb
 from psdist.wire import limits
 from psdist.wire.shm import GradientArena
+
+if TYPE_CHECKING:
+    from psdist.security.tls import TlsFiles
 
 logger = logging.getLogger("psdist")
 
@@ -87,8 +90,11 @@ class PeerLink(MessageReceiver[pb.PeerFrame]):
 
     message_type = pb.PeerFrame
 
-    def __init__(self, hello: pb.PeerHello, ended: Callable[[PsdistError], None], *, shares: bool = True) -> None:
+    def __init__(
+        self, hello: pb.PeerHello, tls: TlsFiles | None, ended: Callable[[PsdistError], None], *, shares: bool = True
+    ) -> None:
         self.peer = hello.receiver.worker_id
+        self._tls = tls
         self.connection = FrameConnection(self, queued_bytes=0)
         self._hello = hello
         self._ended: Callable[[PsdistError], None] | None = ended
@@ -169,7 +175,7 @@ class PeerLink(MessageReceiver[pb.PeerFrame]):
         host, port = addresses.parse_address(address)
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                await asyncio.get_running_loop().create_connection(lambda: self.connection, host, port)
+                await connect(self.connection, host, port, self._tls)
         except TimeoutError:
             raise PeerUnreachableError(
                 f"{self.peer} at {address} did not answer within {CONNECT_SECONDS:g} s: a firewall must let workers "

@@ -1,7 +1,8 @@
 """Links between workers: the port on which a worker accepts them.
 
 A worker dials each worker that it sends to. A link carries frames of the dialing worker alone, so that one that leaves
-after its last frame loses none of them. The first frame carries the run's token, and the answer is ``welcome``.
+after its last frame loses none of them. The first frame carries the run's token, and the answer is ``welcome``. With
+TLS both workers have shown certificates before.
 
 Invariants: Nothing but the first frame is read before its token was compared in constant time. A link that was accepted
 before this worker uses it is not read, and waits.
@@ -47,13 +48,13 @@ class PeerFrames(Protocol):
 
 
 class PeerListener(Listener[pb.PeerFrame]):
-    """Port of a worker for links of other workers. Without a token it accepts all (loopback only)."""
+    """Port of a worker for links of other workers. With neither a token nor TLS it accepts all (loopback only)."""
 
     message_type = pb.PeerFrame
     opening_bytes = limits.PEER_OPENING_BYTES
 
     def __init__(self, credentials: Credentials) -> None:
-        super().__init__()
+        super().__init__(credentials.tls)
         #: host:port for other workers; empty if there is none.
         self.address = ""
         self.credentials = credentials
@@ -73,11 +74,9 @@ class PeerListener(Listener[pb.PeerFrame]):
         host = addresses.route_source(peer) or addresses.loopback()
         if spans_hosts and addresses.is_loopback(host):
             host = addresses.own_address()
-        if not self.credentials.token and not addresses.is_loopback(host):
-            self.log_unavailable(host, "beyond loopback the run needs a token")
-            return
-        if self.credentials.tls is not None:
-            self.log_unavailable(host, "TLS between workers is not supported")
+        is_protected = self.credentials.token or self.credentials.tls is not None
+        if not is_protected and not addresses.is_loopback(host):
+            self.log_unavailable(host, "beyond loopback the run needs a token or TLS")
             return
         await self.open(host)
         self.address = addresses.format_address(host, self.port) if self.port else ""

@@ -75,6 +75,8 @@ NONCES_MAX: Final = MEMBERS_MAX
 NONCE_SECONDS: Final = 5.0
 #: TCP connections to one server that have not shown a nonce yet. One more closes the oldest.
 UNIDENTIFIED_MAX: Final = 256
+#: Time for a peer to read why its TLS handshake was refused. Its connection no longer counts as one of those.
+ALERT_SECONDS: Final = 1.0
 #: Header of a connection's first frame, sent before any authentication.
 OPENING_BYTES: Final = 64
 #: Hyperparameters that a push sets for its update: more than the most groups of any optimizer have together.

@@ -99,9 +99,8 @@ async def _serve(settings: ServerSettings, scheduler: str, lanes: Lanes | None) 
     link = ServerSession(scheduler, settings.credentials, advertise, settings.server_id, settings.run_id)
     exporter = None
     try:
-        listener = TcpListener()
-        if settings.credentials.tls is None:
-            await listener.open(settings.host, settings.data_port)
+        listener = TcpListener(settings.credentials.tls)
+        await listener.open(settings.host, settings.data_port)
         left = max(0.0, deadline - asyncio.get_running_loop().time())
         first_map = await _unless(stop, link.register(left))
         if first_map is None:

@@ -29,6 +29,7 @@ class PeerServers:
     """Channels to the servers that ``me`` replicates to and queries. See ``ReplicaNetwork``.
 
     report: called when there is news to report to the scheduler.
+    credentials: for calls and TCP connections.
     carriers: transports of updates, besides gRPC.
     """
 
@@ -47,7 +48,7 @@ class PeerServers:
         self.lease_seconds = lease_seconds
         self.report = report
         self.carriers = carriers
-        self._credentials = credentials
+        self.credentials = credentials
         self._metadata = auth.metadata(credentials.token)
         #: Newest map.
         self._map = ClusterMap(run_id, 0)
@@ -78,7 +79,7 @@ class PeerServers:
         address = self._address(replica)
         if address not in self._channels:
             self._channels[address] = channels.open_channel(
-                address, self._credentials, silence_seconds=self.lease_seconds
+                address, self.credentials, silence_seconds=self.lease_seconds
             )
         return self._channels[address]
 

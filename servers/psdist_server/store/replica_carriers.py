@@ -36,6 +36,7 @@ from psdist.errors import (
 )
 from psdist.link import fd_passing
 from psdist.link.dialing import Link
+from psdist.security.tls import TlsFiles
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import frames
 from psdist.wire.rpc_handlers import as_psdist_error
@@ -199,10 +200,15 @@ class FrameCarrier(Link[pb.ReplicateResponse], Carrier):
 
 @dataclass(slots=True)
 class Offer:
-    """Transports that a primary offers to one replica. refused: reasons why some did not work, by name."""
+    """Transports that a primary offers to one replica.
+
+    tls: for TCP connections.
+    refused: reasons why some did not work, by name.
+    """
 
     peer: str
     host: str
+    tls: TlsFiles | None
     memory: UpdateMemory
     carriers: Collection[str]
     refused: dict[str, str] = field(default_factory=dict)
@@ -266,7 +272,11 @@ class _TcpProposal(Proposal):
             return None
         carrier = FrameCarrier("tcp", call, self._offer.peer, self._offer.memory, None)
         await carrier.dial(
-            self._offer.host, welcome.port, welcome.nonce, dialers="servers connect to any port of each other"
+            self._offer.host,
+            welcome.port,
+            welcome.nonce,
+            tls=self._offer.tls,
+            dialers="servers connect to any port of each other",
         )
         return carrier
 

@@ -24,6 +24,7 @@ from psdist.errors import (
     TcpUnavailableError,
 )
 from psdist.link.ending import ending_with
+from psdist.security.credentials import Credentials
 from psdist.types import Replica
 from psdist.v1 import common_pb2
 from psdist.v1 import server_pb2 as pb
@@ -52,6 +53,7 @@ class ReplicaNetwork(Protocol):
     lease_seconds: float
     #: Transports of updates between servers besides gRPC: "shm", "tcp".
     carriers: Collection[str]
+    credentials: Credentials
 
     def hello(self, parameters: str) -> pb.ReplicateRequest:
         """Return the first message of a stream: the identity of this server, and the epoch of its map."""
@@ -221,7 +223,12 @@ class StreamToReplica:
     async def _session(self) -> None:
         replicator, network = self._replicator, self._replicator.network
         offer = Offer(
-            f"server {self.replica}", network.host(self.replica), replicator.memory, network.carriers, self._refused
+            peer=f"server {self.replica}",
+            host=network.host(self.replica),
+            tls=network.credentials.tls,
+            memory=replicator.memory,
+            carriers=network.carriers,
+            refused=self._refused,
         )
         call = network.method(self.replica, METHOD)()
         self._end = asyncio.get_running_loop().create_future()

@@ -135,7 +135,7 @@ async def test_dialing_waits_until_the_peer_accepts() -> None:
     server, port = await accepting(framed(pb.ShareResponse(opened=pb.Opened())))
     link = Caller(Stream())
     async with server:
-        await link.dial("127.0.0.1", port, bytes(32), dialers="tests connect")
+        await link.dial("127.0.0.1", port, bytes(32), tls=None, dialers="tests connect")
         assert link.broken is None and not link.responses
         link.close()
         await link.ended()
@@ -148,6 +148,6 @@ async def test_a_connection_that_closes_before_it_is_accepted_is_unavailable(mon
     link = Caller(Stream())
     async with server:
         with pytest.raises(TcpUnavailableError, match="server-0 closed the connection"):
-            await link.dial("127.0.0.1", port, bytes(32), dialers="tests connect")
+            await link.dial("127.0.0.1", port, bytes(32), tls=None, dialers="tests connect")
         assert link.broken is not None
         await link.ended()

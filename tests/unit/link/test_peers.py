@@ -78,7 +78,7 @@ class Dialed:
 
     def __init__(self, said: pb.PeerHello) -> None:
         self.ended: asyncio.Future[PsdistError] = asyncio.get_running_loop().create_future()
-        self.link = PeerLink(said, self.ended.set_result, shares=False)
+        self.link = PeerLink(said, None, self.ended.set_result, shares=False)
 
 
 async def test_frames_arrive_once_the_link_is_used(listener: PeerListener) -> None:

@@ -44,7 +44,7 @@ class GrpcTransport(Transport):
     def __init__(
         self, credentials: Credentials, silence_seconds: Callable[[], float] = lambda: limits.KEEPALIVE_SECONDS
     ) -> None:
-        self._credentials = credentials
+        self.credentials = credentials
         self._metadata = auth.metadata(credentials.token)
         self._silence_seconds = silence_seconds
         self._methods: dict[tuple[str, str], Any] = {}
@@ -62,7 +62,7 @@ class GrpcTransport(Transport):
         channel = self._channels.get(address)
         if channel is None:
             channel = self._channels[address] = channels.open_channel(
-                address, self._credentials, silence_seconds=self._silence_seconds()
+                address, self.credentials, silence_seconds=self._silence_seconds()
             )
         return channel
 

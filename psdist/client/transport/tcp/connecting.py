@@ -1,7 +1,7 @@
 """TCP transport: a connection from one handle to each server that it needs.
 
 A Connect stream returns the port, and stays open as long as the connection (``stream``). The host is that of the
-server's address. A firewall may block the port; then gRPC is used.
+server's address. A firewall may block the port; then gRPC is used. If gRPC is encrypted, so is the connection.
 
 ``negotiated`` decides which servers are asked, and when.
 """
@@ -42,5 +42,6 @@ class TcpTransport(NegotiatedTransport[TcpStream]):
         loss = self._view.loss_of(route.server_id, route.incarnation)
         stream = TcpStream(call, route, self._entry.slicing, loss)
         host = parse_address(route.address)[0]
-        await stream.dial(host, answer.port, answer.nonce, dialers="workers connect to any port of servers")
+        tls, dialers = self._grpc.credentials.tls, "workers connect to any port of servers"
+        await stream.dial(host, answer.port, answer.nonce, tls=tls, dialers=dialers)
         return stream

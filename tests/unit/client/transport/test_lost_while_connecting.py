@@ -22,6 +22,7 @@ from psdist.client.transport.tcp.connecting import TcpTransport
 from psdist.consistency import BSP
 from psdist.link import dialing, fd_passing
 from psdist.optim import SGD
+from psdist.security.credentials import Credentials
 from psdist.types import ClusterMap, ParametersEntry, ParametersSpec, Replica, ServerEntry, Shard
 from psdist.v1 import server_pb2 as pb
 
@@ -63,6 +64,7 @@ class Setup:
 
     def __init__(self, name: str, stage: str, port: int, *, required: bool = False) -> None:
         self.call = Call(stage, port)
+        self.credentials = Credentials()
         self.view = ClusterView()
         self.view.on_map(ClusterMap("run", 1, (ServerEntry("server-0", 1, ROUTE.address),), (), (ENTRY,)))
         grpc_transport = cast(GrpcTransport, self)

@@ -1,0 +1,301 @@
+"""Links over TLS: fallbacks and reasons of the dialing ends, limits and logs of the ports, replaced certificates."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import structlog
+
+from psdist.errors import PeerUnreachableError, PsdistError, TcpUnavailableError
+from psdist.link import dialing, listening
+from psdist.link.accepting import TcpListener
+from psdist.link.dialing import Link
+from psdist.link.frame_connection import FrameConnection, MessageReceiver
+from psdist.link.peer_link import PeerLink
+from psdist.link.peers import PeerListener
+from psdist.security.authority import KeyPair
+from psdist.security.credentials import Credentials
+from psdist.security.tls import TlsFiles
+from psdist.v1 import server_pb2, worker_pb2
+from psdist.v1.common_pb2 import WorkerEntry
+from tests.support.certificates import make_ca, write_tls
+
+HOST = "127.0.0.1"
+
+
+@pytest.fixture(scope="module")
+def ca() -> KeyPair:
+    return make_ca()
+
+
+@pytest.fixture(scope="module")
+def files(ca: KeyPair, tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
+    return write_tls(tmp_path_factory.mktemp("tls"), ca)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110 - nothing announces it
+            await asyncio.sleep(0)
+
+
+# --- workers and servers ----------------------------------------------------------------------------------------------
+
+
+class Stream:
+    """A gRPC stream that stays silent."""
+
+    async def read(self) -> Any:
+        await asyncio.Event().wait()
+
+    def cancel(self) -> None:
+        pass
+
+
+class Caller(Link[server_pb2.ShareResponse]):
+    message_type = server_pb2.ShareResponse
+
+    def __init__(self) -> None:
+        super().__init__(Stream(), "server-0", has_payloads=True)
+
+    def on_response(self, response: server_pb2.ShareResponse) -> None:
+        pass
+
+
+class Served(MessageReceiver[server_pb2.ShareRequest]):
+    """A promised connection at the server."""
+
+    message_type = server_pb2.ShareRequest
+
+    def connected(self, connection: FrameConnection) -> None:
+        self.connection = connection
+        opened = server_pb2.ShareResponse(opened=server_pb2.Opened())
+        connection.send(opened.SerializeToString())
+
+    def on_message(self, message: server_pb2.ShareRequest) -> None:
+        pass
+
+    def connection_ended(self, error: PsdistError | None) -> None:
+        pass
+
+
+@pytest.fixture
+async def listener(files: TlsFiles) -> AsyncIterator[TcpListener]:
+    listener = TcpListener(files)
+    await listener.open(HOST)
+    yield listener
+    listener.close()
+
+
+async def dialed(listener: TcpListener, tls: TlsFiles | None, host: str = HOST) -> None:
+    """Dial a port with a valid nonce, and hang up. Raises what ``Link.dial`` raises."""
+    link, served = Caller(), Served()
+    try:
+        with listener.promise(served) as promise:
+            await link.dial(host, listener.port, promise.nonce, tls=tls, dialers="tests connect")
+        served.connection.abort()
+    finally:
+        link.close()
+        await link.ended()
+
+
+async def test_the_nonce_is_shown_over_tls(listener: TcpListener, files: TlsFiles) -> None:
+    await dialed(listener, files)
+    await until(lambda: not listener._unidentified)
+
+
+async def test_tls_that_fails_makes_tcp_unavailable_immediately_so_that_grpc_is_used(
+    listener: TcpListener, files: TlsFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dialing, "_REASON_SECONDS", 3600.0)  # Neither end waits for another reason.
+    monkeypatch.setattr(dialing, "CONNECT_SECONDS", 3600.0)
+    stranger = write_tls(tmp_path, make_ca())
+    plain = TcpListener()
+    await plain.open(HOST)
+    for port, tls, reason in (
+        (listener, stranger, "server-0: the peer's certificate is of a CA that this process does not trust"),
+        (listener, None, "server-0: the peer uses TLS, and this process does not"),
+        (plain, files, "server-0: the peer closed the connection during the TLS handshake"),
+    ):
+        with structlog.testing.capture_logs() as logs, pytest.raises(TcpUnavailableError, match=reason):
+            async with asyncio.timeout(60):
+                await dialed(port, tls)
+        await until(lambda port=port: not port._unidentified)
+    plain.close()
+    assert logs == [
+        {
+            "connections": 1,
+            "event": "closed unidentified connections",
+            "log_level": "info",
+            "reason_of_the_last": "the peer uses TLS, and this process does not: give all processes of the run "
+            "--tls-ca, --tls-cert and --tls-key",
+        }
+    ]
+
+
+async def test_the_log_names_the_peer_and_the_reason_once(listener: TcpListener, tmp_path: Path) -> None:
+    stranger = write_tls(tmp_path, make_ca())
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(3):
+            with pytest.raises(TcpUnavailableError):
+                await dialed(listener, stranger)
+        await until(lambda: not listener._unidentified)
+    (line,) = logs
+    assert line["reason_of_the_last"].startswith(f"{HOST}:")
+    assert "the peer does not trust the CA of this process's certificate" in line["reason_of_the_last"]
+
+
+@pytest.mark.parametrize("said", [b"", b"\x16\x03\x01\x02"], ids=["silence", "half of a handshake"])
+async def test_handshakes_that_do_not_finish_are_bounded_in_number_and_time(
+    listener: TcpListener, files: TlsFiles, monkeypatch: pytest.MonkeyPatch, said: bytes
+) -> None:
+    monkeypatch.setattr(listening.limits, "UNIDENTIFIED_MAX", 2)
+    opened = [await asyncio.open_connection(HOST, listener.port) for _ in range(4)]
+    for _, writer in opened:
+        writer.write(said)
+    for reader, _ in opened[:2]:
+        await asyncio.wait_for(_ended(reader), 60)
+    assert len(listener._unidentified) == 2
+    await dialed(listener, files)
+    monkeypatch.setattr(listening.limits, "NONCE_SECONDS", 0.01)
+    late, writer = await asyncio.open_connection(HOST, listener.port)
+    writer.write(said)
+    await asyncio.wait_for(_ended(late), 60)
+    for _, one in [*opened, (late, writer)]:
+        one.close()
+
+
+async def _ended(reader: asyncio.StreamReader) -> None:
+    """Wait for the end of a connection."""
+    with suppress(ConnectionResetError):  # The port did not read everything.
+        assert await reader.read() == b""
+
+
+async def test_replaced_certificates_serve_new_connections_and_old_ones_go_on(ca: KeyPair, tmp_path: Path) -> None:
+    """Over a change of the CA in three steps: both are trusted, new certificates, only the new one is trusted."""
+    new = make_ca("new CA")
+    both = ca.cert + new.cert
+    server, client = (write_tls(tmp_path / name, ca) for name in ("server", "client"))
+    listener = TcpListener(server)
+    await listener.open(HOST)
+    await dialed(listener, client)
+    first, served = Caller(), Served()
+    with listener.promise(served) as promise:
+        await first.dial(HOST, listener.port, promise.nonce, tls=client, dialers="tests connect")
+    for issuer, trusted in ((ca, both), (new, both), (new, new.cert)):
+        for name, tls in (("server", server), ("client", client)):
+            write_tls(tmp_path / name, issuer, trusted=trusted)
+            if trusted is both:
+                await dialed(listener, tls)
+                await dialed(listener, client)
+    await dialed(listener, client)
+    with pytest.raises(TcpUnavailableError, match="does not trust"):
+        await dialed(listener, write_tls(tmp_path / "old", ca))
+    assert first.broken is None
+    first.close()
+    await first.ended()
+    served.connection.abort()
+    listener.close()
+
+
+async def test_the_certificate_must_be_valid_for_the_dialed_host(files: TlsFiles) -> None:
+    listener = TcpListener(files)
+    await listener.open("127.0.0.2")
+    with pytest.raises(TcpUnavailableError, match=r"not valid for 127\.0\.0\.2: issue it with --host 127\.0\.0\.2"):
+        await dialed(listener, files, "127.0.0.2")
+    listener.close()
+
+
+# --- workers ----------------------------------------------------------------------------------------------------------
+
+
+class Consumer(MessageReceiver[worker_pb2.PeerFrame]):
+    """Accepts links, and collects what arrives."""
+
+    message_type = worker_pb2.PeerFrame
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self.has_arrived = asyncio.Event()
+        self.connections: list[FrameConnection] = []
+
+    def accepted(self, hello: worker_pb2.PeerHello, connection: FrameConnection) -> None:
+        self.connections.append(connection)
+        connection.set_receiver(self)
+
+    def close(self, error: PsdistError) -> None:
+        for connection in self.connections:
+            connection.abort()
+
+    def payload_buffer(self, message: worker_pb2.PeerFrame, size: int) -> memoryview:
+        self.data = bytearray(size)
+        return memoryview(self.data)
+
+    def on_message(self, message: worker_pb2.PeerFrame) -> None:
+        self.has_arrived.set()
+
+    def connection_ended(self, error: PsdistError | None) -> None:
+        pass
+
+
+async def workers_port(credentials: Credentials) -> tuple[PeerListener, worker_pb2.PeerHello]:
+    listener = PeerListener(credentials)
+    await listener.open_towards(f"{HOST}:1", spans_hosts=False)
+    receiver = WorkerEntry(worker_id="worker-0", incarnation=1, address=listener.address)
+    sender = WorkerEntry(worker_id="worker-1", incarnation=1)
+    return listener, worker_pb2.PeerHello(token=credentials.token, run_id="run", sender=sender, receiver=receiver)
+
+
+async def test_frames_between_workers_are_encrypted_and_their_memory_is_released(files: TlsFiles) -> None:
+    listener, hello = await workers_port(Credentials("secret", files))
+    consumer, sent = Consumer(), asyncio.Event()
+    listener.serve(consumer)
+    ended: list[PsdistError] = []
+    link = PeerLink(hello, files, ended.append, shares=False)
+    data = np.arange(3_000_000, dtype=np.uint8)
+    call = worker_pb2.PeerFrame(call=worker_pb2.CollectiveCall(kind="barrier"))
+    for _ in range(3):
+        consumer.has_arrived.clear()
+        sent.clear()
+        link.send(call.SerializeToString(), data.data, sent.set)
+        async with asyncio.timeout(60):
+            await sent.wait()
+            await consumer.has_arrived.wait()
+        assert bytes(consumer.data) == data.tobytes()
+    assert not ended
+    link.close()
+    listener.close()
+
+
+async def test_a_worker_without_the_ca_is_told_why(
+    files: TlsFiles, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    listener, hello = await workers_port(Credentials("secret", files))
+    ended: asyncio.Future[PsdistError] = asyncio.get_running_loop().create_future()
+    with caplog.at_level(logging.INFO, "psdist"):
+        PeerLink(hello, write_tls(tmp_path, make_ca()), ended.set_result, shares=False)
+        error = await asyncio.wait_for(ended, 60)
+        await until(lambda: caplog.messages)
+    assert isinstance(error, PeerUnreachableError)
+    assert error.message.startswith("worker-0 closed its link: the peer's certificate is of a CA that this process")
+    assert "the peer does not trust the CA" in caplog.text
+    listener.close()
+
+
+async def test_tls_opens_a_port_beyond_loopback_without_a_token(
+    files: TlsFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("psdist.addresses.own_address", lambda: "127.0.0.3")
+    monkeypatch.setattr("psdist.addresses.is_loopback", lambda host: host != "127.0.0.3")
+    for tls, address in ((None, ""), (files, "127.0.0.3:")):
+        listener = PeerListener(Credentials(tls=tls))
+        await listener.open_towards("127.0.0.1:1", spans_hosts=True)
+        assert listener.address.startswith(address) and bool(listener.port) is bool(tls)
+        listener.close()
