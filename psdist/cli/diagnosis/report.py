@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import io
-import os
 import sys
-import tempfile
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from psdist.cli.diagnosis.out_file import written_whole
 from psdist.cli.target import SchedulerChoice, ask, find_target, target_flags
 from psdist.errors import ConfigurationError, PsdistError, SchedulerUnreachableError, StorageError
 from psdist.launcher.local import STORAGE_DIRECTORY
@@ -60,7 +58,8 @@ def run(given: Namespace, environ: Mapping[str, str]) -> int:
             sys.stdout.reconfigure(encoding="utf-8")  # In any locale, as the page says.
         sys.stdout.write(content.decode())
         return OK
-    write(Path(given.out), content)
+    with written_whole(Path(given.out), ", or - for standard output") as file:
+        file.write(content.decode())
     print(f"{given.out}: run {summary.run_id} ({summary.state}), {len(content) / 1000:.0f} kB")
     return OK
 
@@ -115,26 +114,3 @@ async def _read(place: str, run_id: str) -> Summary:
         except PsdistError as error:
             failure = failure or error
     raise failure or StorageError(f"{storage.url} lost its summary while it was read: try again")
-
-
-def write(path: Path, content: bytes) -> None:
-    """Write a file atomically. Raises ConfigurationError, and then leaves the old file as it was."""
-    if path.exists() and not path.is_file():  # The file would take the place of a device, such as /dev/stdout.
-        raise ConfigurationError(f"{path} exists and is no file: choose another by --out, or - for standard output")
-    try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    except OSError as error:
-        raise _unwritable(path, error) from None
-    try:
-        with open(handle, "wb") as file:
-            os.fchmod(handle, 0o644)
-            file.write(content)
-        os.replace(name, path)
-    except OSError as error:
-        with suppress(OSError):
-            os.unlink(name)
-        raise _unwritable(path, error) from None
-
-
-def _unwritable(path: Path, error: OSError) -> ConfigurationError:
-    return ConfigurationError(f"{path} cannot be written: {error.strerror}. Choose another file by --out")

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
-import tempfile
 import time
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
+from psdist.cli.diagnosis.out_file import written_whole
 from psdist.cli.target import SchedulerChoice, ask, find_target, target_flags
 from psdist.errors import InvalidArgumentError, SchedulerUnreachableError
 from psdist.settings.exit_codes import OK
@@ -61,7 +59,7 @@ def run(given: Namespace, environ: Mapping[str, str]) -> int:
     error if nothing was recorded.
     """
     target, recording = find_target(given, environ), Recording(given.steps)
-    with _written_whole(Path(given.out)) as file:
+    with written_whole(Path(given.out)) as file:
         try:
             _record(target, given, recording)
         except KeyboardInterrupt:
@@ -79,25 +77,6 @@ def run(given: Namespace, environ: Mapping[str, str]) -> int:
         summary = summarize([process for process in traced if process.details["role"] == "worker"])
     _tell(recording, summary, count, given)
     return OK
-
-
-@contextmanager
-def _written_whole(path: Path) -> Iterator[IO[str]]:
-    """Yield a new file, which replaces ``path`` after the block. Raises InvalidArgumentError if that is impossible."""
-    if path.exists() and not path.is_file():
-        raise InvalidArgumentError(f"--out {path} exists and is no file: give the name of a file")
-    try:
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as error:
-        raise InvalidArgumentError(f"--out {path} cannot be written: {error.strerror}") from None
-    try:
-        with open(descriptor, "w", encoding="utf-8") as file:
-            yield file
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    finally:
-        with suppress(FileNotFoundError):
-            os.unlink(name)
 
 
 def _record(target: SchedulerChoice, given: Namespace, recording: Recording) -> None:

@@ -12,6 +12,7 @@ import pytest
 import psdist
 from psdist.cli.main import PSDIST
 from psdist.launcher.embedded import EmbeddedCluster
+from psdist.monitoring.dashboard_link import view_key
 from psdist.snapshots.policy import SavePolicy
 
 
@@ -20,6 +21,12 @@ def train(cluster: EmbeddedCluster, enough: threading.Event) -> None:
         model = client.parameters("model", {"w": np.zeros(1000, np.float32)}, psdist.optim.SGD(lr=0.1))
         while not enough.is_set():
             model.push_pull({"w": np.ones(1000, np.float32)})
+
+
+def assert_no_secret(path: Path, token: str) -> None:
+    """Check that a file, which its user may send to others, opens nothing."""
+    content = path.read_text()
+    assert token and token not in content and view_key(token, "digits") not in content
 
 
 def test_a_run_is_explained_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,6 +44,7 @@ def test_a_run_is_explained_and_reported(tmp_path: Path, capsys: pytest.CaptureF
             assert found["parameters"] == "model" and found["bottleneck"] in found["parts"]
             assert PSDIST.run(["report", *flags, "--out", str(out)], environ) == 0
             live = json.loads(out.read_text())
+            assert_no_secret(out, cluster.token)
             assert (live["state"], live["schedulers"]) == ("running", number)
             assert live["members"][0]["host"] and live["workers"]["worker-0"]["pushes"] > 0
         finally:
@@ -46,6 +54,7 @@ def test_a_run_is_explained_and_reported(tmp_path: Path, capsys: pytest.CaptureF
         capsys.readouterr()
     # Its scheduler is gone.
     assert PSDIST.run(["report", "--storage-path", storage, "--out", str(out)], {}) == 0
+    assert_no_secret(out, cluster.token)
     page = out.read_text()
     assert "Run digits" in page and "updates of model per second" in page
     assert PSDIST.run(["report", "--storage-path", storage, "--out", str(out), "--format", "json"], {}) == 0

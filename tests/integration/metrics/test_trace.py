@@ -25,12 +25,14 @@ with psdist.init() as context:
         if model.step == 20:
             print("trained", flush=True)
 """
+TOKEN = "a-token-that-no-file-may-contain"
 TRACE = [sys.executable, "-m", "psdist.cli.main", "trace", "--run-id", "traced", "--timeout", "60"]
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("PSDIST_TOKEN", TOKEN)
     monkeypatch.chdir(tmp_path)
     flags = ("--nservers", "2", "--replicas", "2", "--run-id", "traced", "--storage-path", "none")
     run = Run(tmp_path, SCRIPT, flags=flags)
@@ -64,6 +66,7 @@ def test_a_trace_of_a_run(run: Run, tmp_path: Path) -> None:
     assert report["notes"] == []
     assert [(one["steps"], one["parameters"]) for one in report["workers"]] == [(5, "model")] * 2
     text = (tmp_path / "trace.json").read_text()
+    assert TOKEN not in text
     check_events(check_trace(text), json.loads(text))
     check_early_end(tmp_path)
 

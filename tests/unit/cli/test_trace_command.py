@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import io
-import os
-from pathlib import Path
 
-import pytest
 from trace_format import check_trace
 
-from psdist.cli.diagnosis.trace import Recording, _write, _written_whole
-from psdist.errors import InvalidArgumentError
+from psdist.cli.diagnosis.trace import Recording, _write
 from psdist.tracing.messages import spans_to_proto
 from psdist.tracing.spans import Span, SpanKind
 from psdist.v1 import scheduler_pb2 as pb
@@ -48,27 +44,3 @@ def test_every_gap_is_reported() -> None:
     file = io.StringIO()
     assert _write(file, recording.processes(), recording.facts()) == 2
     assert {event["ts"] for event in check_trace(file.getvalue())} == {0, 1}, "the worker's clock is 1 us ahead"
-
-
-def test_a_file_is_replaced_only_by_a_whole_one(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    path.write_text("before")
-    with pytest.raises(KeyError), _written_whole(path) as file:
-        file.write("half")
-        raise KeyError
-    assert path.read_text() == "before"
-    with _written_whole(path) as file:
-        file.write("after")
-    assert path.read_text() == "after" and [one.name for one in tmp_path.iterdir()] == ["trace.json"]
-
-
-def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    for path, words in (
-        (tmp_path, "exists and is no file"),
-        (tmp_path / "pipe", "exists and is no file"),
-        (tmp_path / "none" / "trace.json", "cannot be written: No such file or directory"),
-    ):
-        with pytest.raises(InvalidArgumentError, match=words), _written_whole(path):
-            raise AssertionError
-    assert [one.name for one in tmp_path.iterdir()] == ["pipe"]

@@ -166,9 +166,10 @@ def test_a_damaged_summary_is_named(tmp_path: Path) -> None:
 def test_a_device_or_directory_is_not_replaced_by_the_report(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
+    place = stored(tmp_path / "folder", "digits")
     for name in ("pipe", "folder"):
-        with pytest.raises(ConfigurationError, match="is no file: choose another by --out"):
-            report.write(tmp_path / name, b"page")
+        with pytest.raises(ConfigurationError, match="is no file: give the name of a file, or - for standard output"):
+            report.run(given(storage_path=place, out=str(tmp_path / name)), {})
     assert (tmp_path / "pipe").is_fifo() and len(list(tmp_path.iterdir())) == 2
 
 
