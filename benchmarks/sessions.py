@@ -1,4 +1,6 @@
-"""Load of many sessions on the scheduler, for ``growth``.
+"""Load of many sessions on the scheduler, for ``growth``, and alone for a store in etcd:
+
+    python -m benchmarks.sessions 1000 --store etcd://127.0.0.1:2379/sessions
 
 Sessions of real clients, held by a few processes, join one scheduler concurrently. It measures the time until all have
 joined; the time from the start of another registration until all have the new cluster map; CPU and memory of the idle
@@ -8,6 +10,7 @@ nothing. The clients share the machine with the scheduler.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import statistics
 import time
@@ -87,18 +90,19 @@ class Scheduler:
         return asyncio.run(ask())
 
 
-def contender(sessions: int, holders: int) -> Contender:
-    """Return a scheduler with its store on disk, as ``psdist run`` starts it, and processes that hold sessions."""
+def contender(sessions: int, holders: int, store: str) -> Contender:
+    """Return a scheduler, and processes that hold sessions."""
     scheduler = module(
-        "psdist_scheduler", "--address-file", f"{DIRECTORY}/scheduler", "--store", f"{DIRECTORY}/store", "--log-level",
+        "psdist_scheduler", "--address-file", f"{DIRECTORY}/scheduler", "--store", store, "--log-level",
         "warning", "--min-workers", str(sessions),
     )  # fmt: skip
     return Contender("sessions", (scheduler, *[module("benchmarks.holder")] * holders), holders)
 
 
-def measure(sessions: int, processes: int, rest_seconds: float) -> Sessions:
-    """One number of sessions. Raises ContenderError."""
-    with Running(contender(sessions, processes + 1)) as running:
+def measure(sessions: int, processes: int, rest_seconds: float, store: str = f"{DIRECTORY}/store") -> Sessions:
+    """One number of sessions. store: of the scheduler; by default a file, as ``psdist run`` has it. Raises
+    ContenderError."""
+    with Running(contender(sessions, processes + 1, store)) as running:
         *crowd, newcomer = range(processes + 1)
         scheduler = Scheduler(running)
         before, cpu = scheduler.status().epoch, scheduler.cpu_seconds()
@@ -132,3 +136,18 @@ def measure(sessions: int, processes: int, rest_seconds: float) -> Sessions:
             status_bytes=status.ByteSize(),
             left_seconds=max(one["done"] for one in left) - min(one["began"] for one in left),
         )
+
+
+def main() -> None:
+    """Print the figures of one number of sessions."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sessions", type=int)
+    parser.add_argument("--processes", type=int, default=4, help="that hold the sessions")
+    parser.add_argument("--store", default=f"{DIRECTORY}/store", help="of the scheduler")
+    given = parser.parse_args()
+    print(HEADING)
+    print(measure(given.sessions, given.processes, 5.0, given.store).text())
+
+
+if __name__ == "__main__":
+    main()
