@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from psdist.addresses import free_port
 from psdist.security.tls import TlsFiles
 from psdist_scheduler.stores.etcd_client import EtcdClient
 
@@ -29,7 +30,7 @@ class Etcd:
             "--trusted-ca-file", str(tls.ca), "--cert-file", str(tls.cert), "--key-file", str(tls.key),
             "--client-cert-auth",
         )  # fmt: skip
-        ports = [free_port("127.0.0.1") for _ in range(2 * size)]
+        ports = _free_ports(2 * size)
         self.endpoints = [f"127.0.0.1:{port}" for port in ports[:size]]
         peers = [f"http://127.0.0.1:{port}" for port in ports[size:]]
         self._directory = directory
@@ -73,6 +74,17 @@ class Etcd:
                 process.send_signal(signal.SIGCONT)
                 process.kill()
             process.wait(60)
+
+
+def _free_ports(count: int) -> list[int]:
+    """Return free ports that the system gives to no outgoing connection: etcd does not choose its own."""
+    found: set[int] = set()
+    while len(found) < count:
+        port = random.randrange(15_000, 30_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            found.add(port)
+    return sorted(found)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ Keys below the prefix:
   part of a change, so that a change is stored whole or not at all.
 * ``log/NUMBER/PART``: a change (``changes``), in parts that fit a request. The first one is the whole state.
 * ``events/NUMBER``: the history of the run.
+* ``ended``: for a minute after the run has ended in order, so that a scheduler that waits to lead it ends, too.
 
 Each transaction compares the leader key: a scheduler that has lost its lease writes nothing. The head names its writer,
 so that the writer recognizes a transaction whose answer was lost. After ``LOG_LENGTH`` changes the whole state is
@@ -39,6 +40,9 @@ logger = logging.getLogger("psdist.scheduler")
 
 #: Raised when an older program could misread the log.
 FORMAT: Final = 1
+#: Name of the key that says that the run has ended, and for how long.
+ENDED: Final = b"ended"
+_ENDED_SECONDS: Final = 60
 #: Length of the log, in changes, at which it is shortened.
 LOG_LENGTH: Final = 256
 
@@ -121,7 +125,11 @@ class EtcdStore(Store):
 
     def discard(self) -> None:
         with suppress(PsdistError):
-            self._guarded([delete_range(self._prefix, _end(self._prefix))])
+            lease = self._client.grant(_ENDED_SECONDS, START_SECONDS)
+            self._guarded([put(self._prefix + ENDED, self.run_id.encode(), lease)])
+            everything = [self._prefix + name for name in (b"events/", b"log/")]
+            head = self._prefix + b"head"
+            self._guarded([delete_range(head, head + b"\0"), *(delete_range(key, _end(key)) for key in everything)])
         self.close()
 
     def close(self) -> None:

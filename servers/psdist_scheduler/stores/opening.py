@@ -11,6 +11,7 @@ from pathlib import Path
 
 from psdist.errors import ConfigurationError
 from psdist.security.tls import TlsFiles
+from psdist.settings import exit_codes
 from psdist.settings.config import EtcdLocation
 from psdist_scheduler.stores.sqlite_store import SqliteStore
 from psdist_scheduler.stores.store import Store
@@ -38,7 +39,7 @@ def open_store(
     wait: waits some seconds, or raises what ends the process.
     tls: identity for etcd, if the place needs one.
 
-    Raises ConfigurationError, StorageError.
+    Raises ConfigurationError, StorageError; SystemExit if the run ended in order while this process waited.
     """
     if isinstance(place, EtcdLocation):
         return _open_etcd(place, tls if place.secure else None, run_id, new_run_id, standby, wait)
@@ -63,14 +64,17 @@ def _open_etcd(
 ) -> tuple[Store, str]:
     from psdist_scheduler.stores import leadership  # Other runs start without it.
     from psdist_scheduler.stores.etcd_client import EtcdClient
-    from psdist_scheduler.stores.etcd_store import EtcdStore
+    from psdist_scheduler.stores.etcd_store import ENDED, EtcdStore
 
     client = EtcdClient(place.endpoints, tls)
     mine = leadership.Leader(socket.gethostname(), os.getpid())
     claim = leadership.Leadership(client, f"{place.prefix}/leader".encode(), mine)
     until = time.monotonic() + 2 * leadership.LEASE_SECONDS
 
+    seen: list[leadership.Leader] = []
+
     def on_leader(leader: leadership.Leader) -> None:
+        seen.append(leader)
         logger.info("waiting to lead the run at %s: %s leads it", place, leader)
 
     def wait_for(leader: leadership.Leader) -> None:
@@ -83,6 +87,9 @@ def _open_etcd(
 
     try:
         leadership.await_leadership(claim.take, wait_for, on_leader)
+        if seen and client.get(f"{place.prefix}/".encode() + ENDED, leadership.START_SECONDS) is not None:
+            logger.info("the run at %s has ended", place)
+            raise SystemExit(exit_codes.OK)
         store = EtcdStore(client, place, claim, run_id, new_run_id)
     except BaseException:
         claim.resign()

@@ -197,7 +197,20 @@ def test_what_is_discarded_is_gone(place: EtcdLocation, client: EtcdClient) -> N
     store = opened(place)
     store.write(Persist(1, (MEMBER,)))
     store.discard()
-    assert client.range(f"{place.prefix}/".encode(), f"{place.prefix}0".encode(), 10.0) == []
+    left = client.range(f"{place.prefix}/".encode(), f"{place.prefix}0".encode(), 10.0)
+    assert [kv.key for kv in left] == [f"{place.prefix}/ended".encode()]
+    assert left[0].lease  # It is deleted by itself.
+    store = opened(place, "next")  # The prefix can be used again.
+    assert store.load() is None
+    store.close()
+
+
+def test_a_standby_ends_with_the_run(place: EtcdLocation) -> None:
+    store = opened(place)
+    store.write(Persist(1, (MEMBER,)))
+    with pytest.raises(SystemExit, match="0"):
+        opened(place, standby=True, wait=lambda seconds: store.discard())
+    opened(place).close()
 
 
 def test_another_run_and_other_content_are_refused(place: EtcdLocation, client: EtcdClient) -> None:
