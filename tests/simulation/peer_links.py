@@ -121,7 +121,9 @@ class AcceptedEnd:
 class SimPeerLink:
     """See ``psdist.link.peer_link.PeerLink``."""
 
-    def __init__(self, hello: pb.PeerHello, ended: Callable[[PsdistError], None], *, shares: bool = True) -> None:
+    def __init__(
+        self, hello: pb.PeerHello, tls: None, ended: Callable[[PsdistError], None], *, shares: bool = True
+    ) -> None:
         loop = running()
         self.peer = hello.receiver.worker_id
         self.node = loop.current()
