@@ -57,7 +57,7 @@ def test_every_module_is_there(wheel: zipfile.ZipFile) -> None:
 
 def test_nothing_but_code_is_there(wheel: zipfile.ZipFile) -> None:
     kinds = {Path(name).suffix for name in _names(wheel, meta=False)}
-    assert kinds <= {".py", ".cu", ".pyi", ".typed", ".html", ".css", ".js", ".txt", ".sh"}
+    assert kinds <= {".py", ".cu", ".pyi", ".typed", ".html", ".css", ".js", ".txt", ".sh", ".yaml"}
 
 
 def test_commands_and_license(wheel: zipfile.ZipFile) -> None:

@@ -15,6 +15,10 @@ GENERATE: Final = Group(
             "slurm", "print an sbatch script: --nodes 4 train.py > job.sh",
             lambda: import_module("psdist.cli.generate.slurm"),
         ),
+        Command(
+            "k8s", "write files for Kubernetes: --out run --image registry/train:1 train.py",
+            lambda: import_module("psdist.cli.generate.k8s"),
+        ),
     ),
     "Each command has --help.",
 )  # fmt: skip

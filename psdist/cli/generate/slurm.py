@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from psdist.cli.generate.settings import GeneratedRun
-from psdist.cli.generate.template import fill, read_template
+from psdist.cli.generate.template import fill
 from psdist.cli.run import SCRIPT_USAGE
 from psdist.errors import ConfigurationError
 from psdist.settings.config import check_run_id
@@ -135,7 +135,7 @@ def script(settings: SlurmSettings) -> str:
         "REQUEUES": "|".join(map(str, _requeued())),
         "REQUEUES_MAX": settings.requeues_max,
     }
-    return fill(read_template("slurm.sh"), values)
+    return fill("slurm.sh", values)
 
 
 def _options(settings: SlurmSettings) -> list[str]:

@@ -1,0 +1,200 @@
+"""``psdist generate k8s``: files for kustomize, and a runtime of Kubeflow Trainer."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+
+from psdist.cli.generate.settings import GeneratedRun
+from psdist.cli.generate.template import fill, template_names
+from psdist.cli.run import SCRIPT_USAGE
+from psdist.errors import ConfigurationError
+from psdist.settings.config import check_run_id
+from psdist.settings.declarations import flags_of, read, setting
+from psdist.settings.exit_codes import LATE, OK, statuses
+from psdist.settings.flags import CommandLine, integer
+
+_FOLDER: Final = "k8s"
+#: A label of DNS, short enough for the suffixes of objects and pods.
+_NAME: Final = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
+_IMAGE: Final = re.compile(
+    r"[a-z0-9][a-z0-9./:_-]*?(:(?!latest$)[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}|@sha256:[0-9a-f]{64})"
+)
+_QUANTITY: Final = re.compile(r"\d{1,9}(\.\d{1,3})?(m|[KMGTP]i?)?")
+_KUBERNETES_TITLE: Final = "Kubernetes"
+#: Pause before scheduler and servers get SIGTERM, in which the workers of a deleted run agree on their last step.
+_PRE_STOP_SECONDS: Final = 10
+#: Part of the grace period that is left for the last snapshot, after a drain.
+_SAVING_SECONDS: Final = 50
+#: Part of the grace period that is left to an agent, after its workers have ended.
+_AGENT_SECONDS: Final = 10
+_START_SECONDS: Final = 600
+_PROBE_SECONDS: Final = 5
+_METRICS_PORT: Final = 29603
+_DEFAULT_VERSION: Final = "0"
+
+
+def name_text(value: str) -> str:
+    """Return the name of a run if objects of Kubernetes may have it. Raises ConfigurationError."""
+    if not _NAME.fullmatch(value):
+        raise ConfigurationError(f"{value!r:.60} is not possible: use 1 to 40 of a-z 0-9 -, beginning with a letter")
+    return value
+
+
+def image_text(value: str) -> str:
+    """Return an image that is always the same. Raises ConfigurationError."""
+    if not _IMAGE.fullmatch(value):
+        raise ConfigurationError(
+            f"{value!r:.200} names no version: append :TAG (not latest) or @sha256:DIGEST, so that a pod that is "
+            "restarted has the same program as the others"
+        )
+    return value
+
+
+def quantity_text(value: str) -> str:
+    """Return a quantity of Kubernetes. Raises ConfigurationError."""
+    if not _QUANTITY.fullmatch(value):
+        raise ConfigurationError(f"{value!r:.40} is not a quantity: write a number such as 2, 500m or 8Gi")
+    return value
+
+
+def _default_image() -> str:
+    try:
+        return f"psdist:{metadata.version('psdist')}"
+    except metadata.PackageNotFoundError:
+        return f"psdist:{_DEFAULT_VERSION}"
+
+
+def _size(help_text: str, default: str) -> str:
+    found: str = setting(help_text, quantity_text, default, "QUANTITY", group=_KUBERNETES_TITLE)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class KubernetesSettings(GeneratedRun):
+    """Settings of a run on Kubernetes. out: directory for the files."""
+
+    out: Path | None = setting("directory for the files, which is created", Path, None, "DIR")
+    name: str = setting("name of the run's objects", name_text, "psdist", "NAME")
+    image: str = setting(
+        "image with psdist and the script (default: psdist with this version)", image_text, "", "IMAGE",
+        group=_KUBERNETES_TITLE,
+    )  # fmt: skip
+    run_id: str = setting("name of the run (default: --name)", check_run_id, "", "NAME", group=_KUBERNETES_TITLE)
+    server_cpus: int = setting("processors of each server", integer(1, 1024), 2, "N", group=_KUBERNETES_TITLE)
+    server_memory: str = _size("memory of each server", "4Gi")
+    worker_cpus: int = setting("processors of each worker pod", integer(1, 1024), 2, "N", group=_KUBERNETES_TITLE)
+    worker_memory: str = _size("memory of each worker pod", "4Gi")
+    snapshot_storage: str = _size("size of the volume with the snapshots", "100Gi")
+    grace_seconds: int = setting(
+        "longest time of a pod to end: to move its shards, and to write the last snapshot", integer(120, 86400), 300,
+        group=_KUBERNETES_TITLE,
+    )  # fmt: skip
+    restarts_max: int = setting(
+        "restarts of each worker pod, after those of its scripts", integer(0, 1000), 3, "N", name="--max-restarts",
+        group=_KUBERNETES_TITLE,
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.out is None:
+            raise ConfigurationError("no directory for the files: pass --out DIR")
+
+
+def command_line() -> CommandLine:
+    """Return the command line of ``psdist generate k8s``."""
+    return CommandLine(
+        "psdist generate k8s",
+        "Writes files for kubectl apply -k: a Deployment of the scheduler, a StatefulSet of servers, a Job of workers "
+        "that run a script, overlays for GPUs, buckets, etcd and metrics, and a runtime of Kubeflow Trainer.",
+        flags_of(KubernetesSettings),
+        SCRIPT_USAGE,
+        "Example: psdist generate k8s --out run --image registry/train:1 --nodes 4 --replicas 2 --nservers 3 train.py; "
+        "kubectl apply -k run/storage; kubectl apply -k run/base.",
+        first=("--out", "--nodes", "--nproc-per-node", "--nservers", "--replicas"),
+    )
+
+
+def run(given: Namespace, environ: Mapping[str, str]) -> int:
+    """Write the files. Raises ConfigurationError, before anything is written, if the directory has files."""
+    settings = read(KubernetesSettings, given, command=tuple(given.command))
+    assert settings.out is not None
+    found = files(settings)
+    try:
+        settings.out.mkdir(parents=True, exist_ok=True)
+        if any(settings.out.iterdir()):
+            raise ConfigurationError(f"the directory {settings.out} has files: choose another --out, or remove them")
+        for name, text in found.items():
+            path = settings.out / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        _write_token(settings.out / "base" / "token")
+    except OSError as error:
+        raise ConfigurationError(f"{settings.out} cannot be written: {error.strerror}. Choose another --out") from None
+    print(
+        f"{len(found) + 1} files; start the run: kubectl apply -k {settings.out}/storage, then -k {settings.out}/base"
+    )
+    return OK
+
+
+def _write_token(path: Path) -> None:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(f"{secrets.token_urlsafe(32)}\n")
+
+
+def files(settings: KubernetesSettings) -> dict[str, str]:
+    """Return the text of each file by its path below the directory. The token is not among them."""
+    values = _values(settings)
+    found = {name.removeprefix(f"{_FOLDER}/"): fill(name, values) for name in template_names(_FOLDER)}
+    # The token must not be committed with the other files.
+    return found | {"base/.gitignore": "token\n"}
+
+
+def _values(settings: KubernetesSettings) -> dict[str, object]:
+    """Return the values of all places in the templates."""
+    grace = settings.grace_seconds
+    return {
+        "NAME": settings.name,
+        "RUN_ID": settings.run_id or settings.name,
+        "IMAGE": settings.image or _default_image(),
+        "NODES": settings.nodes,
+        "PROCESSES": settings.processes,
+        "WORKERS": settings.workers,
+        "SERVERS": settings.servers,
+        "REPLICAS": settings.replicas,
+        "SAVE_INTERVAL": settings.save_interval,
+        "GRACE": grace,
+        "PRE_STOP": _PRE_STOP_SECONDS,
+        "DRAIN_TIMEOUT": grace - _PRE_STOP_SECONDS - _SAVING_SECONDS,
+        "STOP_TIMEOUT": grace - _AGENT_SECONDS,
+        "START_TIMEOUT": _START_SECONDS,
+        # A server that waits for its scheduler ends by itself before its probe fails.
+        "STARTUP_FAILURES": _START_SECONDS // _PROBE_SECONDS + 12,
+        # With two copies a node must not have two servers; otherwise they are only spread.
+        "MIN_DOMAINS": f"minDomains: {settings.servers}" if settings.replicas > 1 else "",
+        "WHEN_UNSATISFIABLE": "DoNotSchedule" if settings.replicas > 1 else "ScheduleAnyway",
+        "SERVER_CPUS": settings.server_cpus,
+        "SERVER_MEMORY": settings.server_memory,
+        "WORKER_CPUS": settings.worker_cpus,
+        "WORKER_MEMORY": settings.worker_memory,
+        "SNAPSHOT_STORAGE": settings.snapshot_storage,
+        "METRICS_PORT_LAST": max(_METRICS_PORT, _METRICS_PORT + settings.processes - 1),
+        "RESTARTS": settings.restarts_max,
+        "SERVER_RESTARTS": settings.restarts_max * settings.servers,
+        # Kubernetes expands $(NAME) in arguments.
+        "ARGS": json.dumps(["--", *settings.command]).replace("$(", "$$("),
+        # An agent that has lost its run is not restarted alone.
+        "FAIL_JOB": [status for status in statuses("launcher", "stop", "requeue") if status != LATE],
+        "FAIL_INDEX": [LATE],
+        "SCHEDULER_STOPS": list(statuses("scheduler", "stop")),
+        "SERVER_STOPS": list(statuses("server", "stop")),
+        "WORKER_STOPS": list(statuses("launcher", "stop")),
+    }
