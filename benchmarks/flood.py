@@ -201,7 +201,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 for kind in _TURNS:
                     case.turns.append(await run.turn(case, kind))
                 print(
-                    json.dumps({"flood": case.title} | {t.kind: round(t.rate, 1) for t in case.turns[-3:]}), flush=True
+                    json.dumps({"case": case.title} | {t.kind: round(t.rate, 1) for t in case.turns[-3:]}), flush=True
                 )
         return {"floods": [case.as_json() for case in cases], "lost": await run.lost()}
     finally:
@@ -212,7 +212,7 @@ def _parse(text: str, connections: int) -> tuple[str, str, int]:
     kind, _, port = text.partition("@")
     if kind not in KINDS or (port or "server") not in PORTS:
         raise SystemExit(f"{text!r} is no flood: KIND[@PORT], of {', '.join(KINDS)} and {', '.join(PORTS)}")
-    return kind, port or "server", connections if kind in ("idle", "silent") else 20
+    return kind, port or "server", connections if kind in ("idle", "silent", "slow") else 20
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -230,7 +230,10 @@ def command_line() -> argparse.ArgumentParser:
     return parser
 
 
-DEFAULT_FLOODS: Final = ("calls", "ping", "idle", "silent", "silent@tcp", "idle@scheduler", "silent@scheduler")
+DEFAULT_FLOODS: Final = (
+    "calls", "ping", "settings", "headers", "continuation", "reset", "idle", "silent", "slow",
+    "silent@tcp", "idle@scheduler", "silent@scheduler",
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:

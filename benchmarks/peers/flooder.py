@@ -5,9 +5,12 @@ process. It runs until its standard input ends, then prints a line of JSON: the 
 a connection, and its own processor time.
 
 ``calls``: complete calls without a token, one at a time on each connection. ``ping``: PING frames, 64 at a time.
-``reset``: calls that are reset as soon as they have started. ``churn``: connections that say hello and hang up.
-``idle``: connections that say hello and then only answer pings. ``silent``: connections that say nothing. A connection
-that the other side closes is reopened, after a pause if it was closed immediately.
+``settings``: SETTINGS frames, 64 at a time. ``headers``: calls with 48 KiB of headers, one at a time.
+``continuation``: a call whose headers never end. ``reset``: calls that are reset as soon as they have started.
+``churn``: connections that say hello and hang up. ``idle``: connections that say hello and then only answer pings.
+``silent``: connections that say nothing. ``slow``: connections that say hello byte by byte, over a minute. A connection
+that the other side closes is reopened, after a pause if it was closed immediately; ``reset`` and ``continuation`` make
+no pause.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from collections.abc import Callable
 from typing import Final
 
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_DATA, _HEADERS, _RESET, _SETTINGS, _PING, _WINDOW = 0, 1, 3, 4, 6, 8
+_DATA, _HEADERS, _RESET, _SETTINGS, _PING, _WINDOW, _CONTINUATION = 0, 1, 3, 4, 6, 8, 9
 _END_STREAM, _END_HEADERS, _ACK = 1, 4, 1
 _PINGS_AT_ONCE: Final = 64
 _RESETS_AT_ONCE: Final = 16
@@ -32,7 +35,13 @@ _STREAM_IDS: Final = 1 << 30
 _RETRY_SECONDS: Final = 0.1
 #: Connections that are opened concurrently: the queue of a listening socket is short.
 _OPENING_AT_ONCE: Final = 100
-KINDS: Final = ("calls", "ping", "reset", "churn", "idle", "silent")
+#: Bytes that a slow connection sends in a second, roughly.
+_SLOW_SECONDS: Final = 1.0
+KINDS: Final = (
+    "calls", "ping", "settings", "headers", "continuation", "reset", "churn", "idle", "silent", "slow",
+)  # fmt: skip
+#: Kinds that send whenever the other side reads, without waiting for answers.
+_PUSHING: Final = ("reset", "continuation")
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
@@ -41,7 +50,18 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def _literal(name: bytes, value: bytes) -> bytes:
-    return b"\0" + bytes([len(name)]) + name + bytes([len(value)]) + value
+    return b"\0" + _length(len(name)) + name + _length(len(value)) + value
+
+
+def _length(size: int) -> bytes:
+    """Return the length of a text in HPACK: seven bits, then more of them."""
+    if size < 127:
+        return bytes([size])
+    made, size = [127], size - 127
+    while size >= 128:
+        made.append(128 | size & 127)
+        size >>= 7
+    return bytes([*made, size])
 
 
 #: Headers of a PushPull without a token, in literals that need no table.
@@ -57,6 +77,7 @@ _CALL_HEADERS: Final = b"".join(
     )
 )
 _CALL_BODY: Final = b"\0" + struct.pack("!I", 64) + bytes(64)
+_LARGE_HEADERS: Final = _CALL_HEADERS + _literal(b"x-large", bytes(48 << 10).replace(b"\0", b"x"))
 _HELLO: Final = _PREFACE + frame(_SETTINGS, 0, 0)
 
 
@@ -83,7 +104,7 @@ class _Connection:
         self._unsent = self._unsent[sent:]
 
     def on_open(self) -> None:
-        if self.flood.kind != "silent":
+        if self.flood.kind not in ("silent", "slow"):
             self.send(_HELLO)
             self.flood.next[self.flood.kind](self)
 
@@ -108,13 +129,14 @@ class _Connection:
             self.send(frame(_SETTINGS, _ACK, 0))
         elif kind == _PING and not flags & _ACK:
             self.send(frame(_PING, _ACK, 0, payload))
-        elif (kind == _HEADERS and flags & _END_STREAM) or (kind == _PING and flags & _ACK):
+        elif (kind == _HEADERS and flags & _END_STREAM) or kind == _RESET or (flags & _ACK and self._counts(kind)):
             self.answered += 1
             self.flood.answered += 1
-            if kind == _HEADERS or self.answered % _PINGS_AT_ONCE == 0:
+            if kind in (_HEADERS, _RESET) or self.answered % _PINGS_AT_ONCE == 0:
                 self.flood.next[self.flood.kind](self)
-        elif kind == _WINDOW and self.flood.kind == "reset":
-            pass
+
+    def _counts(self, kind: int) -> bool:
+        return kind == _PING or (kind == _SETTINGS and self.flood.kind == "settings")
 
 
 class Flood:
@@ -124,13 +146,15 @@ class Flood:
         self.kind, self.address, self.count = kind, address, count
         self.answered = self.closed = self.opened = 0
         self.next: dict[str, Callable[[_Connection], None]] = {
-            "calls": self._call, "ping": self._ping, "reset": self._reset, "churn": self._hang_up,
-            "idle": lambda _: None, "silent": lambda _: None,
+            "calls": self._call, "ping": self._ping, "settings": self._settings, "headers": self._headers,
+            "continuation": self._continue, "reset": self._reset, "churn": self._hang_up,
+            "idle": lambda _: None, "silent": lambda _: None, "slow": lambda _: None,
         }  # fmt: skip
         self._selector = selectors.DefaultSelector()
         self._opening: dict[_Connection, None] = {}
         self._open: set[_Connection] = set()
         self._retry_at = 0.0
+        self._slow_at = 0.0
 
     def run(self) -> None:
         """Flood until the standard input ends."""
@@ -141,9 +165,13 @@ class Flood:
                 if key.fileobj is sys.stdin:
                     return
                 self._step(key.data, events)
-            if self.kind == "reset":
+            if self.kind in _PUSHING:
                 for connection in list(self._open):
-                    self._try(connection, lambda one: self._reset(one))
+                    self._try(connection, self.next[self.kind])
+            if self.kind == "slow" and time.monotonic() > self._slow_at:
+                self._slow_at = time.monotonic() + _SLOW_SECONDS
+                for connection in list(self._open):
+                    self._try(connection, self._greet)
 
     def _refill(self) -> None:
         if time.monotonic() < self._retry_at:
@@ -179,7 +207,7 @@ class Flood:
         self._open.discard(connection)
         self._selector.unregister(connection.socket)
         connection.socket.close()
-        if not connection.answered and self.kind != "churn":
+        if not connection.answered and self.kind not in ("churn", *_PUSHING):
             self._retry_at = time.monotonic() + _RETRY_SECONDS
 
     def _call(self, connection: _Connection) -> None:
@@ -191,8 +219,30 @@ class Flood:
     def _ping(self, connection: _Connection) -> None:
         connection.send(frame(_PING, 0, 0, bytes(8)) * _PINGS_AT_ONCE)
 
+    def _settings(self, connection: _Connection) -> None:
+        connection.send(frame(_SETTINGS, 0, 0) * _PINGS_AT_ONCE)
+
+    def _headers(self, connection: _Connection) -> None:
+        stream, connection.stream = connection.stream, connection.stream + 2
+        connection.send(frame(_HEADERS, _END_HEADERS | _END_STREAM, stream, _LARGE_HEADERS))
+
+    def _continue(self, connection: _Connection) -> None:
+        if connection._unsent:
+            connection.send(b"")
+            return
+        if connection.stream == 1:
+            connection.stream = 3
+            connection.send(frame(_HEADERS, 0, 1, _CALL_HEADERS))
+        more = frame(_CONTINUATION, 0, 1, _literal(b"x-more", b"y" * 100))
+        connection.send(more * _RESETS_AT_ONCE)
+
+    def _greet(self, connection: _Connection) -> None:
+        at, connection.stream = connection.stream - 1, connection.stream + 1
+        connection.send(_HELLO[at : at + 1])
+
     def _reset(self, connection: _Connection) -> None:
         if connection._unsent:
+            connection.send(b"")
             return
         for _ in range(_RESETS_AT_ONCE):
             stream, connection.stream = connection.stream, connection.stream + 2

@@ -40,9 +40,15 @@ _KINDS: Final = {
 
 
 def service_handler(
-    service: ServiceDescriptor, handlers: Mapping[str, Handler], log: logging.Logger
+    service: ServiceDescriptor,
+    handlers: Mapping[str, Handler],
+    log: logging.Logger,
+    on_caller: Callable[[str], None] = lambda _: None,
 ) -> grpc.GenericRpcHandler:
-    """Return a gRPC handler for ``service``. handlers: one for each of its methods, by name.
+    """Return a gRPC handler for ``service``.
+
+    handlers: one for each of its methods, by name.
+    on_caller: called at the start of each accepted call, with gRPC's name of the caller's end of the connection.
 
     A PsdistError raised by a handler ends the call with that error's status. gRPC's own InternalError means that the
     caller was gone before an answer could be written. Any other exception is a defect: it is logged, and the caller
@@ -50,24 +56,28 @@ def service_handler(
     """
     methods = {
         method.name: _KINDS[method.client_streaming, method.server_streaming](
-            _wrap(method, handlers[method.name], log), request_deserializer=None, response_serializer=_serialize
+            _wrap(method, handlers[method.name], log, on_caller),
+            request_deserializer=None,
+            response_serializer=_serialize,
         )
         for method in service.methods
     }
     return grpc.method_handlers_generic_handler(service.full_name, methods)
 
 
-def _wrap(method: MethodDescriptor, handler: Handler, log: logging.Logger) -> Handler:
+def _wrap(method: MethodDescriptor, handler: Handler, log: logging.Logger, on_caller: Callable[[str], None]) -> Handler:
     request_class = None if method.client_streaming else message_factory.GetMessageClass(method.input_type)
 
     def parse(request: Any) -> Any:
         return request if request_class is None else frames.parse(request_class, request)
 
     async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        on_caller(context.peer())
         async with _errors_as_statuses(method.name, context, log):
             return await handler(parse(request), context)
 
     async def stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        on_caller(context.peer())
         async with (
             _errors_as_statuses(method.name, context, log),
             aclosing(handler(parse(request), context)) as answers,

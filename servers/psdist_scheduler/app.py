@@ -34,6 +34,7 @@ from psdist.snapshots.opening import open_storage
 from psdist.snapshots.storage import Storage
 from psdist.wire import channels, limits
 from psdist.wire.standard_services import add_standard_services, set_ready
+from psdist.wire.strangers import ConnectionGuard
 from psdist_scheduler.activity.run_summary import SummaryKeeper, SummaryWriter, load
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.events.cluster_events import Done, Stop
@@ -104,10 +105,11 @@ async def _serve_run(
     writing = asyncio.create_task(writer.run() if writer is not None else asyncio.sleep(0))
     for text in opened.history.skipped if opened.history is not None else ():
         logger.warning("skipped unreadable snapshot: %s", text)
+    guard = ConnectionGuard()
     server = channels.make_server(
         settings.credentials, limits.CONTROL_MESSAGE_BYTES, silence_seconds=settings.failure_timeout_seconds
     )
-    server.add_generic_rpc_handlers((Service(scheduler).handler(),))
+    server.add_generic_rpc_handlers((Service(scheduler).handler(guard.admit),))
     probe = await add_standard_services(server, SERVICE, reflects=is_loopback(settings.host))
     readiness = asyncio.create_task(_follow_readiness(scheduler, probe))
     exporter = dashboard = None
@@ -123,9 +125,11 @@ async def _serve_run(
             dashboard = dashboard_source.serve(scheduler, settings.dashboard, optional=stored is not None)
         port = channels.bind(server, settings.host, settings.port, settings.credentials)
         await server.start()
+        guard.watch(port)
         address = settings.advertise or _own_address(settings.host, port)
         return await _until_the_end(settings, scheduler, address)
     finally:
+        guard.stop()
         readiness.cancel()
         writing.cancel()
         if writer is not None:

@@ -54,13 +54,13 @@ class Service:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
 
-    def handler(self) -> grpc.GenericRpcHandler:
-        """Return the handler for a grpc server."""
+    def handler(self, on_caller: Callable[[str], None] = lambda _: None) -> grpc.GenericRpcHandler:
+        """Return the handler for a grpc server. on_caller: see ``service_handler``."""
         handlers = {
             method.name: getattr(self, method.name, None) or partial(self._by_table, method)
             for method in SERVICE.methods
         }
-        return service_handler(SERVICE, handlers, logger)
+        return service_handler(SERVICE, handlers, logger, on_caller)
 
     async def _by_table(self, method: Any, request: Any, context: Context) -> Any:
         """Handle a method that is only an event and its answers."""

@@ -32,6 +32,7 @@ from psdist.types import ClusterMap
 from psdist.wire import channels, limits, malloc_options
 from psdist.wire.backoff import LogPacer
 from psdist.wire.standard_services import add_standard_services, set_ready
+from psdist.wire.strangers import ConnectionGuard
 from psdist_server.device.staging import Lanes
 from psdist_server.kernels import kernels
 from psdist_server.scheduler_session import ServerSession
@@ -88,6 +89,7 @@ async def _serve(settings: ServerSettings, scheduler: str, lanes: Lanes | None) 
     loop_monitor.watch("server")
     stop = asyncio.Event()
     _stop_on_signals(stop, settings.lifeline_fd)
+    guard = ConnectionGuard()
     server = channels.make_server(settings.credentials)
     port = channels.bind(server, settings.host, settings.port, settings.credentials)
     deadline = asyncio.get_running_loop().time() + settings.start_timeout_seconds
@@ -119,9 +121,10 @@ async def _serve(settings: ServerSettings, scheduler: str, lanes: Lanes | None) 
         # The session adopts the map, because allocating memory for large shards takes longer than the scheduler waits
         # for a registration. Requests wait for the map.
         service = ServerService(host, listener)
-        server.add_generic_rpc_handlers((service.handler(),))
+        server.add_generic_rpc_handlers((service.handler(guard.admit),))
         probe = await add_standard_services(server, SERVICE, reflects=is_loopback(settings.host))
         await server.start()
+        guard.watch(port)
         logger.info(
             "serving",
             address=advertise,
@@ -133,6 +136,7 @@ async def _serve(settings: ServerSettings, scheduler: str, lanes: Lanes | None) 
         )
         return await _until_stopped(stop, link, host, service, server, probe, settings.drain_timeout_seconds)
     finally:
+        guard.stop()
         if exporter is not None:
             exporter.close()
         compiler.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Final
 
@@ -52,8 +52,8 @@ class ServerService:
         self._admission = server.admission
         self._replicas = ReplicaService(server, self._listener)
 
-    def handler(self) -> grpc.GenericRpcHandler:
-        """Return the handler to register with a grpc server."""
+    def handler(self, on_caller: Callable[[str], None] = lambda _: None) -> grpc.GenericRpcHandler:
+        """Return the handler to register with a grpc server. on_caller: see ``service_handler``."""
         fd_passing.sweep()
         handlers: dict[str, Handler] = {
             "GetStatistics": self._get_statistics,
@@ -66,7 +66,7 @@ class ServerService:
             "Replicate": self._replicas.serve,
             "FetchNorms": self._fetch_norms,
         }
-        return service_handler(SERVICE, handlers, logger)
+        return service_handler(SERVICE, handlers, logger, on_caller)
 
     async def _push(
         self, message_type: PushMessage, requests: AsyncIterator[bytes], _: grpc.aio.ServicerContext
