@@ -62,11 +62,12 @@ def test_a_slow_link_is_named_and_a_codec_would_shorten_its_part() -> None:
     assert (result.bottleneck, result.culprit) == ("link", "tcp")
     assert result.parts["link"] == pytest.approx(0.4)
     assert "compression=Int8() and pull_compression=Int8()" in result.change.text
-    assert result.change.speedup == pytest.approx(0.5 / (0.1 + 0.4 * (1 + 4 / 256) / 4))
+    # Sending and receiving overlap less when they are shorter: one and a half times as long as with all overlap.
+    assert result.change.speedup == pytest.approx(0.5 / (0.1 + 0.4 * 1.5 * (1 + 4 / 256) / 4))
     first, second, third = result.sentences
     assert first == "Steps of 'model' take 500 ms, bounded by the link (tcp): 80% of the step."
     assert "a worker sends 4 MB and receives 4 MB a step over tcp" in second
-    assert "2.5 times as many steps" in third
+    assert "2 times as many steps" in third
 
 
 def test_a_link_with_int8_gets_a_sparse_codec_and_one_with_that_gets_fewer_pushes() -> None:
