@@ -24,6 +24,63 @@ def test_only_metrics_of_the_catalog_are_used(path: Path) -> None:
     assert plain <= BY_NAME.keys() and len(plain) > 10
 
 
+#: Labels that Prometheus and the scheduler's list of targets add to every series.
+_ADDED = {"run", "member", "member_role", "job", "instance", "le"}
+#: Series that are not in the catalog, with their labels.
+_OTHERS = {"ALERTS": {"alertname", "alertstate", "severity"}, "process": set(), "psdist:": set(), "up": set()}
+
+
+def labels_of(series: str) -> set[str]:
+    """Return the labels that a series may have."""
+    name = series if series in BY_NAME else re.sub(r"_(bucket|sum|count)$", "", series)
+    if name in BY_NAME:
+        return {*BY_NAME[name].labels, *_ADDED}
+    return next(found for start, found in _OTHERS.items() if series.startswith(start)) | _ADDED
+
+
+def unknown_labels(expression: str, legend: str = "") -> set[str]:
+    """Return the labels in a query, and in the names of its results, that no series in it has."""
+    series = set(re.findall(r"\b(?:psdist[_:]|process_)[a-z0-9_:]+|\b(?:ALERTS|up)\b", expression))
+    assert series, expression
+    wrong = set()
+    for name, selector in re.findall(r"\b(\w[\w:]*)\{([^}]*)\}", expression):
+        wrong |= {label for label in re.findall(r"(\w+)\s*(?:=|!=|=~|!~)", selector) if label not in labels_of(name)}
+    grouped = re.findall(r"\b(?:by|on|group_left|without)\s*\(([^)]*)\)", expression)
+    named = {label.strip() for group in grouped for label in group.split(",") if label.strip()}
+    named |= set(re.findall(r"\{\{\s*(\w+)\s*\}\}", legend))
+    return wrong | (named - set().union(*map(labels_of, series)))
+
+
+def test_labels_that_do_not_exist_are_seen() -> None:
+    assert unknown_labels('sum by (phase) (rate(psdist_step_seconds_sum{run="r"}[1m]))', "{{phase}}") == set()
+    assert unknown_labels('sum by (rank) (rate(psdist_step_seconds_sum{step="1"}[1m]))', "{{id}}") == {
+        *("rank", "step", "id")
+    }
+
+
+def test_queries_of_the_dashboard_use_labels_that_exist() -> None:
+    """A query with a wrong label is valid and shows nothing."""
+    targets = [target for panel in json.loads(DASHBOARD.read_text())["panels"] for target in panel.get("targets", [])]
+    wrong = {one["expr"]: found for one in targets if (found := unknown_labels(one["expr"], one["legendFormat"]))}
+    assert len(targets) > 20 and wrong == {}
+
+
+def test_alerts_use_labels_that_exist() -> None:
+    rules = re.findall(r"expr: (?:\|\n((?: {10,}.*\n)+)|(.*)\n)", (FOLDER / "alerts.yml").read_text())
+    wrong = {text: found for text in map("".join, rules) if (found := unknown_labels(text))}
+    assert len(rules) >= 15 and wrong == {}
+
+
+@pytest.mark.skipif(shutil.which("docker-compose") is None, reason="docker-compose is not installed")
+def test_compose_accepts_the_overlay() -> None:
+    files = ("-f", "docker-compose.yml", "-f", str((FOLDER / "docker-compose.yml").relative_to(ROOT)))
+    command = ["docker-compose", *files, "config"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for service in ("prometheus:", "grafana:", "scheduler:"):
+        assert f"\n  {service}" in done.stdout
+
+
 def test_the_dashboard_has_its_panels_side_by_side() -> None:
     panels = json.loads(DASHBOARD.read_text())["panels"]
     cells = [
