@@ -96,7 +96,11 @@ class LimitExceededError(PsdistError, code="limit_exceeded", status="RESOURCE_EX
 
 
 class UnauthenticatedError(PsdistError, code="unauthenticated", status="UNAUTHENTICATED"):
-    """The token is missing or wrong."""
+    """The token is missing or wrong, or has expired."""
+
+
+class PermissionDeniedError(PsdistError, PermissionError, code="permission_denied", status="PERMISSION_DENIED"):
+    """The caller's role may not do this. The message names the role, and those that may."""
 
 
 class InsecureBindError(InvalidArgumentError, code="insecure_bind"):

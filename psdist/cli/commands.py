@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from psdist.errors import (
     InvalidArgumentError,
+    PermissionDeniedError,
     PsdistError,
     RunLostError,
     RunNotStartedError,
@@ -83,7 +84,7 @@ def call(command: Any, argv: Sequence[str], environ: Mapping[str, str]) -> int:
         status: int = command.run(given, environ)
     except SchedulerUnreachableError as error:
         fail(line.program, str(error), exit_codes.UNAVAILABLE)
-    except UnauthenticatedError as error:
+    except (UnauthenticatedError, PermissionDeniedError) as error:
         fail(line.program, str(error), exit_codes.CONFIGURATION)
     except InvalidArgumentError as error:
         fail(line.program, str(error), exit_codes.USAGE)

@@ -213,7 +213,7 @@ class Handles:
             identity, session.waits.sentences, lambda: self._opened, session.waits.phases,
             session.activities.throughput, self.reported,
         )  # fmt: skip
-        self.metrics = WorkerMetrics(endpoint, client)
+        self.metrics = WorkerMetrics(replace(endpoint, key=session.registrar.listener.verifier.key), client)
         session.registrar.metrics_address = self.metrics.address
 
     def connections(self) -> Iterator[scheduler_pb2.Connection]:

@@ -27,6 +27,7 @@ from psdist.link import process_state
 from psdist.link.frame_connection import FrameConnection
 from psdist.link.peer_link import PeerLink
 from psdist.link.peers import PeerListener, check_hello
+from psdist.rights.tokens import Audience, present
 from psdist.security.credentials import Credentials
 from psdist.types import WorkerEntry
 from psdist.v1 import common_pb2
@@ -47,6 +48,7 @@ class Mesh:
     def __init__(self, membership: WorkerMembership, listener: PeerListener, credentials: Credentials) -> None:
         self._membership = membership
         self._credentials = credentials
+        self._proof = present(credentials.token, Audience.WORKER)
         self._mine = membership.registration
         self._outgoing: dict[Sender, PeerLink] = {}
         self._incoming: dict[Sender, IncomingLink] = {}
@@ -158,7 +160,7 @@ class Mesh:
         if key not in self._outgoing:
             mine = common_pb2.WorkerEntry(worker_id=self._mine.worker_id, incarnation=self._mine.incarnation)
             hello = pb.PeerHello(
-                token=self._credentials.token, run_id=self._mine.run_id, sender=mine,
+                token=self._proof, run_id=self._mine.run_id, sender=mine,
                 pid=os.getpid(), pid_scope=process_state.own_scope(),
                 receiver=common_pb2.WorkerEntry(
                     worker_id=worker.worker_id, incarnation=worker.incarnation, address=worker.address

@@ -44,6 +44,7 @@ from psdist.launcher.scale_watch import ScaleRequest
 from psdist.launcher.shutdown import RunPolicy
 from psdist.link import fd_passing
 from psdist.monitoring.dashboard_link import dashboard_link, listen, require_dashboard, view_key
+from psdist.rights.tokens import require_root
 from psdist.settings import exit_codes, preflight, signals
 from psdist.settings.config import find_token, parse_address, read_address
 from psdist.settings.declarations import setting
@@ -128,6 +129,7 @@ def run_local(settings: LocalSettings, environ: Mapping[str, str] | None = None)
         settings = replace(settings, log_format="console" if sys.stderr.isatty() else "json")
     environ["PSDIST_LOG_FORMAT"] = settings.log_format  # for the library in scripts
     token = find_token(environ) or secrets.token_urlsafe(32)
+    require_root(token)
     # Generated names sort by time.
     run_id = settings.run_id or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
     preflight.require_for_launcher(settings.processes + settings.servers + 2)  # the scheduler, and what watches it

@@ -1,10 +1,10 @@
 """Links between workers: the port on which a worker accepts them.
 
 A worker dials each worker that it sends to. A link carries frames of the dialing worker alone, so that one that leaves
-after its last frame loses none of them. The first frame carries the run's token, and the answer is ``welcome``. With
-TLS both workers have shown certificates before.
+after its last frame loses none of them. The first frame proves that its sender is a worker of the run; the answer is
+``welcome``. With TLS both workers have shown certificates before.
 
-Invariants: Nothing but the first frame is read before its token was compared in constant time. A link that was accepted
+Invariants: Nothing but the first frame is read before its proof was compared in constant time. A link that was accepted
 before this worker uses it is not read, and waits.
 
 ``peer_link`` is the dialing end. ``psdist.collectives`` uses the links.
@@ -12,7 +12,6 @@ before this worker uses it is not read, and waits.
 
 from __future__ import annotations
 
-import hmac
 import logging
 from collections.abc import Callable
 from typing import Final, Protocol
@@ -23,11 +22,12 @@ from psdist.errors import (
     LimitExceededError,
     PeerUnreachableError,
     PsdistError,
-    UnauthenticatedError,
     WrongRunError,
 )
 from psdist.link.frame_connection import FrameConnection, MessageReceiver
 from psdist.link.listening import Listener
+from psdist.rights import roles
+from psdist.rights.tokens import Audience, Verifier
 from psdist.security.credentials import Credentials
 from psdist.v1 import worker_pb2 as pb
 from psdist.wire import limits
@@ -58,9 +58,13 @@ class PeerListener(Listener[pb.PeerFrame]):
         #: host:port for other workers; empty if there is none.
         self.address = ""
         self.credentials = credentials
+        self.verifier = Verifier(credentials.token, Audience.WORKER)
         self._consumer: PeerFrames | None = None
         #: Links that nobody uses yet, by worker.
         self._waiting: dict[str, tuple[pb.PeerHello, FrameConnection]] = {}
+        #: Links that arrived before the key that their proofs are checked by. The others learn this worker's address
+        #: from the map, which may be quicker than the answer to its registration.
+        self._unchecked: list[tuple[pb.PeerHello, FrameConnection]] = []
 
     async def open_towards(self, scheduler: str, *, spans_hosts: bool) -> None:
         """Listen at the address by which this host reaches ``scheduler`` (host:port, or several).
@@ -95,18 +99,42 @@ class PeerListener(Listener[pb.PeerFrame]):
         super().close()
         if self._consumer is not None:
             self._consumer.close(ClosedError("the client is closed"))
-        for _, connection in self._waiting.values():
+        for _, connection in (*self._waiting.values(), *self._unchecked):
             connection.abort()
         self._waiting.clear()
+        self._unchecked.clear()
 
     def identify(self, opening: pb.PeerFrame) -> Callable[[FrameConnection], None]:
-        """Check the token of a link. Raises UnauthenticatedError."""
+        """Check that a link comes from a worker. Raises UnauthenticatedError and PermissionDeniedError."""
         hello = opening.hello
-        token = self.credentials.token
-        if token and not hmac.compare_digest(hello.token.encode(), token.encode()):
-            raise UnauthenticatedError("a link from another worker has no token, or a wrong one")
-        hello.token = ""
+        if not self.verifier.is_ready:
+            if len(self._unchecked) >= limits.UNIDENTIFIED_MAX:
+                raise LimitExceededError(f"{limits.UNIDENTIFIED_MAX} links wait for this worker to be registered")
+            return lambda connection: self._hold_unchecked(hello, connection)
+        self._check(hello)
         return lambda connection: self._keep(hello, connection)
+
+    def _check(self, hello: pb.PeerHello) -> None:
+        roles.check(self.verifier.role(hello.token), roles.PEER_LINK)
+        hello.token = ""
+
+    def _hold_unchecked(self, hello: pb.PeerHello, connection: FrameConnection) -> None:
+        self._unchecked.append((hello, connection))
+        connection.set_receiver(_Refused())
+        connection.hold()
+
+    def registered(self) -> None:
+        """Check the links that arrived before this worker had its key."""
+        unchecked, self._unchecked = self._unchecked, []
+        for hello, connection in unchecked:
+            try:
+                self._check(hello)
+            except PsdistError as error:
+                self.note_stranger(error.message)
+                connection.abort()
+            else:
+                self._keep(hello, connection)
+                connection.release()
 
     def _keep(self, hello: pb.PeerHello, connection: FrameConnection) -> None:
         if self._consumer is not None:

@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 from psdist.monitoring.catalog import SECONDS_BOUNDS, Role
 from psdist.monitoring.http_server import MetricsServer, Page
 from psdist.monitoring.readings import Histogram, Readings
+from psdist.rights.tokens import Audience, Verifier
 from psdist.settings.config import MetricsEndpoint
 from psdist.version import __version__
 from psdist.wire import limits
@@ -52,7 +53,8 @@ class Exporter:
         pages: dict[str, Page] = {"/metrics": lambda: (_TEXT, self._on_loop(self.readings).exposition())}
         if targets is not None:
             pages["/targets"] = lambda: ("application/json", json.dumps(self._on_loop(targets)).encode())
-        self._server = MetricsServer(endpoint.host, endpoint.port, endpoint.token, pages)
+        verifier = Verifier(endpoint.token, Audience(role), endpoint.key)
+        self._server = MetricsServer(endpoint.host, endpoint.port, verifier, pages)
         self._server.start()
         self._due = self._loop.time() + _TICK_SECONDS
         self._timer = self._loop.call_at(self._due, self._tick)

@@ -1,7 +1,8 @@
 """HTTP port of one process for scrapers: a few pages, read only, in threads beside the event loop.
 
-Requests carry the run's token as ``Authorization: Bearer TOKEN``. Without a token only this machine can reach the port,
-and the request must name it by an address, so that a page in a browser cannot reach it by a name of its own.
+Requests carry a token of the run as ``Authorization: Bearer TOKEN``, whose role may read metrics. Without a token only
+this machine can reach the port, and the request must name it by an address, so that a page in a browser cannot reach it
+by a name of its own.
 
 Invariant: A peer holds one of ``limits.SCRAPES_MAX`` threads for a bounded time, and nothing of the training waits for
 it.
@@ -10,7 +11,6 @@ it.
 from __future__ import annotations
 
 import errno
-import hmac
 import socket
 import threading
 import time
@@ -22,7 +22,9 @@ from socketserver import ThreadingMixIn
 from typing import Any
 
 from psdist import addresses
-from psdist.errors import ConfigurationError, InsecureBindError
+from psdist.errors import ConfigurationError, InsecureBindError, PermissionDeniedError, UnauthenticatedError
+from psdist.rights import roles
+from psdist.rights.tokens import Verifier
 from psdist.wire import limits
 
 #: Returns the content type and the body of a page. Called in a thread of the port; raises TimeoutError if the process
@@ -34,7 +36,7 @@ class MetricsServer(ThreadingMixIn, HTTPServer):
     """The port. ``start`` serves until ``close``.
 
     pages: by path.
-    token: the run's token; empty without one.
+    verifier: checks the tokens of requests.
 
     Raises ConfigurationError if the port cannot be bound, InsecureBindError for a ``host`` beyond this machine without
     a token.
@@ -44,15 +46,15 @@ class MetricsServer(ThreadingMixIn, HTTPServer):
     block_on_close = False
     request_queue_size = limits.SCRAPES_MAX
 
-    def __init__(self, host: str, port: int, token: str, pages: Mapping[str, Page]) -> None:
-        if not addresses.is_loopback(host) and not token:
+    def __init__(self, host: str, port: int, verifier: Verifier, pages: Mapping[str, Page]) -> None:
+        if not addresses.is_loopback(host) and verifier.is_open:
             raise InsecureBindError(
                 f"--metrics-host {host} would show the run's metrics to everybody who can reach it: set PSDIST_TOKEN, "
                 "or leave the metrics on this machine"
             )
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.pages = pages
-        self.expected = f"Bearer {token}".encode() if token else b""
+        self.verifier = verifier
         self._slots = threading.BoundedSemaphore(limits.SCRAPES_MAX)
         #: Open connections, and the times when they are broken.
         self._deadlines: dict[Any, float] = {}
@@ -147,16 +149,22 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _is_allowed(self) -> bool:
         """Return True if the request may be answered; otherwise refuse it."""
-        expected = self.server.expected
-        if expected and not hmac.compare_digest(self.headers.get("Authorization", "").encode(), expected):
+        verifier = self.server.verifier
+        try:
+            scheme, _, shown = self.headers.get("Authorization", "").partition(" ")
+            roles.check(verifier.role(shown if scheme == "Bearer" else ""), roles.METRICS_PAGES)
+        except UnauthenticatedError:
             self.send_response(HTTPStatus.UNAUTHORIZED)
             self.send_header("WWW-Authenticate", "Bearer")
             self.send_header("Content-Length", "0")
             self.end_headers()
             return False
+        except PermissionDeniedError as error:
+            self.send_error(HTTPStatus.FORBIDDEN, error.message)
+            return False
         host = self.headers.get("Host", "")
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
-        if not expected and addresses.literal(name) is None:
+        if verifier.is_open and addresses.literal(name) is None:
             self.send_error(HTTPStatus.FORBIDDEN, "without a token, name this port by its address")
             return False
         return True

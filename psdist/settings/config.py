@@ -23,7 +23,7 @@ import time
 from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal, cast, get_args
 from urllib.parse import quote
@@ -61,11 +61,17 @@ _DEVICE: Final = re.compile(r"cpu|cuda(?::\d{1,3})?")
 
 @dataclass(frozen=True, slots=True)
 class MetricsEndpoint:
-    """Place of a process's metrics for Prometheus. port: 0 takes a free one. token: empty without one."""
+    """Place of a process's metrics for Prometheus.
+
+    port: 0 takes a free one.
+    token: the process's; empty without one.
+    key: checks readers, if ``token`` is of a role (``psdist.rights.tokens``).
+    """
 
     host: str
     port: int
-    token: str
+    token: str = field(repr=False)
+    key: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)

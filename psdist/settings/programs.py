@@ -16,6 +16,7 @@ from typing import Any, Final, get_args
 
 from psdist.addresses import loopback
 from psdist.errors import ConfigurationError, InsecureBindError, InvalidArgumentError
+from psdist.rights.tokens import require_root
 from psdist.security.credentials import Credentials
 from psdist.settings import exit_codes, preflight
 from psdist.settings.config import (
@@ -332,6 +333,7 @@ def scheduler_settings(argv: Sequence[str], environ: Mapping[str, str] | None = 
         fail(line.program, str(error))
     credentials = _program_credentials(line.program, given, environ)
     try:
+        require_root(credentials.token)
         _check_store(store, given.standby, credentials)
     except InvalidArgumentError as error:
         fail(line.program, str(error))
@@ -476,8 +478,9 @@ def _program_credentials(program: str, given: Namespace, environ: Mapping[str, s
 
 _SERVER_FLAGS: Final = {flag.name: flag for flag in flags_of(ServerSettings)}
 SCHEDULER_FLAG: Final = _SERVER_FLAGS["--scheduler"]
+TOKEN_FILE_FLAG: Final = _SERVER_FLAGS["--token-file"]
 #: How a command shows who it is.
-CREDENTIAL_FLAGS: Final = (_SERVER_FLAGS["--token-file"], *flags_of(TlsSettings))
+CREDENTIAL_FLAGS: Final = (TOKEN_FILE_FLAG, *flags_of(TlsSettings))
 FORMAT_FLAG: Final = Flag("--format", "table or json", one_of("table", "json"), "table", "FORMAT")
 
 

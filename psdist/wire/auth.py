@@ -1,63 +1,81 @@
-"""Join token: sent in the metadata of every call, and compared in constant time before the server reads the body.
+"""Authentication and authorization of calls: the caller's token, sent in the metadata of every call, proves its role,
+and the table of ``psdist.rights.roles`` says which calls the role may make. Both are checked before the body is read.
 
 Refused calls are answered by a stream-shaped handler, because gRPC reads and parses the request of a unary handler
 before the handler runs. The health check is open to probes without a token; its only answer is "serving". Other methods
 of the health service need the token, because they store data for the caller.
 
 Calls that need no token are paced (``backoff``). A stranger who repeats them in a tight loop waits for answers, and
-members keep the event loop. Calls with the token are never paced.
+members keep the event loop. Calls with a token of the run are never paced.
+
+A handler that must know the caller asks ``caller``, because some requests claim a role in their body.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from functools import partial
 from typing import Any, Final
 
 import grpc
 import grpc.aio
 
 from psdist.errors import LimitExceededError, PsdistError, UnauthenticatedError
+from psdist.rights import roles
+from psdist.rights.roles import Role
+from psdist.rights.tokens import Audience, Verifier, present
 from psdist.wire import limits, status
 from psdist.wire.backoff import LogPacer, Pacer
 
 KEY: Final = "authorization"
-_OPEN_METHOD: Final = "/grpc.health.v1.Health/Check"
+_SCHEME: Final = "Bearer "
 
 logger = logging.getLogger("psdist.auth")
 
-
-def metadata(token: str) -> tuple[tuple[str, str], ...]:
-    """Return call metadata that carries ``token``, or no metadata if the token is empty."""
-    return ((KEY, f"Bearer {token}"),) if token else ()
+#: Role of the caller whose call the running task handles. A call without an interceptor comes from this process.
+_CALLER: ContextVar[Role] = ContextVar("psdist_caller", default=Role.ALL)
 
 
-class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """Server interceptor that refuses calls without ``token``. An empty ``token`` accepts all calls (loopback only)."""
+def metadata(token: str, audience: Audience = Audience.SCHEDULER) -> tuple[tuple[str, str], ...]:
+    """Return call metadata that proves to ``audience`` what ``token`` proves, or no metadata if the token is empty."""
+    return ((KEY, _SCHEME + present(token, audience)),) if token else ()
 
-    def __init__(self, token: str) -> None:
-        self._expected = f"Bearer {token}".encode() if token else b""
-        self._refusal = grpc.stream_stream_rpc_method_handler(self._refuse)
+
+def caller() -> Role:
+    """Return the role of the caller whose call the running task handles."""
+    return _CALLER.get()
+
+
+class RightsInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
+    """Server interceptor that refuses calls which their callers may not make."""
+
+    def __init__(self, verifier: Verifier) -> None:
+        self._verifier = verifier
         self._busy = grpc.stream_stream_rpc_method_handler(_refuse_probe)
         self._refused = Pacer(limits.REFUSALS_PER_SECOND, limits.REFUSALS_BURST, limits.REFUSALS_HELD_MAX)
         self._probes = Pacer(limits.PROBES_PER_SECOND, limits.PROBES_PER_SECOND, limits.PROBES_HELD_MAX)
-        self._log = LogPacer(limits.STRANGERS_LOG_SECONDS)
+        self._strangers_log = LogPacer(limits.STRANGERS_LOG_SECONDS)
+        self._denials_log = LogPacer(limits.STRANGERS_LOG_SECONDS)
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
         """Pass the call to its handler, or answer it with the refusal."""
-        if not self._expected:
-            return await continuation(handler_call_details)
-        given = dict(handler_call_details.invocation_metadata or ()).get(KEY, "")
-        given_bytes = given if isinstance(given, bytes) else given.encode()
-        if hmac.compare_digest(given_bytes, self._expected):
-            return await continuation(handler_call_details)
-        if handler_call_details.method == _OPEN_METHOD:
+        method = handler_call_details.method
+        try:
+            role = self._verifier.role(_shown(handler_call_details))
+            roles.check(role, method)
+        except UnauthenticatedError as error:
+            if method != roles.HEALTH_CHECK:
+                return _answer(self._refuse, error)
             return await continuation(handler_call_details) if await self._may_probe() else self._busy
-        return self._refusal
+        except PsdistError as error:
+            return _answer(self._deny, error)
+        _CALLER.set(role)  # Each call has a task of its own, which runs its handler, too.
+        return await continuation(handler_call_details)
 
     async def _may_probe(self) -> bool:
         """Wait for the turn of a health check. False if too many are waiting."""
@@ -66,14 +84,33 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grp
             await asyncio.sleep(wait)
         return wait is not None
 
-    async def _refuse(self, request_iterator: object, context: grpc.aio.ServicerContext) -> None:
+    async def _refuse(self, error: PsdistError, _: object, context: grpc.aio.ServicerContext) -> None:
         now = asyncio.get_running_loop().time()
-        if count := self._log.note(now):
-            logger.warning("refused %d calls without the token of this run, the last from %s", count, context.peer())
+        if count := self._strangers_log.note(now):
+            logger.warning("refused %d calls without a token of this run, the last from %s", count, context.peer())
         # If the queue is full, refusing immediately is the cheapest answer.
         if wait := self._refused.wait_seconds(now):
             await asyncio.sleep(wait)
-        await status.abort(context, _REFUSAL)
+        await status.abort(context, error)
+
+    async def _deny(self, error: PsdistError, _: object, context: grpc.aio.ServicerContext) -> None:
+        if count := self._denials_log.note(asyncio.get_running_loop().time()):
+            logger.warning("denied %d calls, the last from %s: %s", count, context.peer(), error.message)
+        await status.abort(context, error)
+
+
+def _shown(details: grpc.HandlerCallDetails) -> str:
+    """Return the token in a call's metadata; empty without one."""
+    given = dict(details.invocation_metadata or ()).get(KEY, "")
+    text = given.decode("latin-1") if isinstance(given, bytes) else given
+    return text[len(_SCHEME) :] if text.startswith(_SCHEME) else ""
+
+
+def _answer(
+    refuse: Callable[[PsdistError, object, grpc.aio.ServicerContext], Awaitable[None]], error: PsdistError
+) -> Any:
+    """Return a handler that answers a call with ``error`` before its request is read."""
+    return grpc.stream_stream_rpc_method_handler(partial(refuse, error))
 
 
 async def _refuse_probe(request_iterator: object, context: grpc.aio.ServicerContext) -> None:
@@ -84,8 +121,3 @@ async def _refuse_probe(request_iterator: object, context: grpc.aio.ServicerCont
             "probe less often"
         ),
     )
-
-
-_REFUSAL: Final[PsdistError] = UnauthenticatedError(
-    "the token is missing or wrong: set PSDIST_TOKEN (or PSDIST_TOKEN_FILE) to the token of this run"
-)

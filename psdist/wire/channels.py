@@ -22,9 +22,10 @@ import grpc.aio
 
 from psdist import addresses
 from psdist.errors import ConfigurationError
+from psdist.rights.tokens import Audience, Verifier
 from psdist.security.credentials import Credentials
 from psdist.wire import limits
-from psdist.wire.auth import TokenInterceptor
+from psdist.wire.auth import RightsInterceptor
 from psdist.wire.renewed_channel import RenewedChannel
 
 
@@ -75,10 +76,12 @@ def make_server(
     message_bytes: int = limits.DATA_MESSAGE_BYTES,
     interceptors: Sequence[Any] = (),
     silence_seconds: float = limits.KEEPALIVE_SECONDS,
+    verifier: Verifier | None = None,
 ) -> grpc.aio.Server:
-    """Return a server that accepts calls with the token and enforces the limits of ``psdist.wire.limits``.
+    """Return a server that accepts the calls of this run and enforces the limits of ``psdist.wire.limits``.
 
     silence_seconds: see ``open_channel``.
+    verifier: checks the tokens of callers; None for that of a scheduler with these credentials.
     """
     options = [
         *_shared_options(message_bytes, limits.SERVER_WINDOW_BYTES, silence_seconds),
@@ -94,7 +97,7 @@ def make_server(
     # Calls waiting for a refusal must not use up the members' share.
     strangers = limits.REFUSALS_HELD_MAX + limits.PROBES_HELD_MAX if credentials.token else 0
     return grpc.aio.server(
-        interceptors=(TokenInterceptor(credentials.token), *interceptors),
+        interceptors=(RightsInterceptor(verifier or Verifier(credentials.token, Audience.SCHEDULER)), *interceptors),
         options=options,
         maximum_concurrent_rpcs=limits.CONCURRENT_CALLS_MAX + strangers,
     )

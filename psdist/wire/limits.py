@@ -153,6 +153,8 @@ SNAPSHOT_TEXT_MAX: Final = 4096
 RUN_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 #: Characters of a token, which is sent in the metadata of each call.
 TOKEN_CHARACTERS_MAX: Final = 4096
+#: Longest lifetime of a role's token that has an expiry.
+TOKEN_LIFETIME_DAYS_MAX: Final = 3650
 #: Bytes read from the file with a scheduler's address.
 ADDRESS_FILE_BYTES_MAX: Final = 512
 #: Largest configuration file that is read: the template has some 10 kB.

@@ -24,6 +24,7 @@ from psdist.errors import (
     ServerUnreachableError,
     WaitTimeoutError,
 )
+from psdist.rights.tokens import Verifier
 from psdist.security.credentials import Credentials
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import scheduler_pb2_grpc
@@ -60,6 +61,8 @@ class MemberConnection:
         self.rng = rng
         self.credentials = credentials
         self.metadata = auth.metadata(credentials.token)
+        #: Checks callers of this process, by a key that comes with the registration.
+        self.verifier: Verifier | None = None
         self._source = source
         #: Ping the scheduler after this much silence. Set to the run's lease once it is known.
         self.silence_seconds = limits.KEEPALIVE_SECONDS
@@ -140,7 +143,8 @@ class MemberConnection:
     ) -> pb.RegisterResponse:
         """Make one attempt to register, then open a channel with the run's lease as its silence limit.
 
-        Raises ServerUnreachableError, or SchedulerUnreachableError if the address belongs to something else.
+        Raises ServerUnreachableError, SchedulerUnreachableError if the address belongs to something else, or
+        ConfigurationError if the run has no token and this process has one of a role.
         """
         try:
             return await self._register_here(request, timeout)
@@ -165,6 +169,8 @@ class MemberConnection:
             # many arrived at the same time. (Closing this client does not raise an error of a call.)
             passing = isinstance(error, WaitTimeoutError | ClosedError)
             raise ServerUnreachableError(error.message) if passing else error from None
+        if self.verifier is not None:
+            self.verifier.learn(response.peer_key)
         if response.silence_seconds and response.silence_seconds != self.silence_seconds:
             self.silence_seconds = response.silence_seconds
             await self.close()  # The next call opens a channel with this limit.

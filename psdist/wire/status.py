@@ -22,6 +22,7 @@ DETAIL_KEY: Final = "psdist-error-bin"
 _BY_STATUS: Final[dict[grpc.StatusCode, type[PsdistError]]] = {
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidArgumentError,
     grpc.StatusCode.UNAUTHENTICATED: errors.UnauthenticatedError,
+    grpc.StatusCode.PERMISSION_DENIED: errors.PermissionDeniedError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: errors.LimitExceededError,
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.WaitTimeoutError,
     grpc.StatusCode.CANCELLED: errors.ClosedError,

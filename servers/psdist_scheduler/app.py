@@ -109,7 +109,7 @@ async def _serve_run(
     server = channels.make_server(
         settings.credentials, limits.CONTROL_MESSAGE_BYTES, silence_seconds=settings.failure_timeout_seconds
     )
-    server.add_generic_rpc_handlers((Service(scheduler).handler(guard.admit),))
+    server.add_generic_rpc_handlers((Service(scheduler, settings.credentials.token).handler(guard.admit),))
     probe = await add_standard_services(server, SERVICE, reflects=is_loopback(settings.host))
     readiness = asyncio.create_task(_follow_readiness(scheduler, probe))
     exporter = dashboard = None

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from psdist.errors import ConfigurationError, InvalidArgumentError, LimitExceededError, StorageError
 from psdist.settings.config import parse_address
@@ -49,7 +49,7 @@ T = TypeVar("T", bound="DataclassInstance")
 #: Number of connections kept per worker.
 CONNECTIONS_KEPT = 256
 ROLES: dict[str, pb.Role] = {"server": pb.ROLE_SERVER, "worker": pb.ROLE_WORKER}
-_ROLE_NAMES: dict[int, Role] = {pb.ROLE_SERVER: "server", pb.ROLE_WORKER: "worker"}
+ROLE_NAMES: dict[int, Role] = {pb.ROLE_SERVER: "server", pb.ROLE_WORKER: "worker"}
 _DIGEST_BYTES = 16
 
 
@@ -140,7 +140,7 @@ _TYPES: dict[str, Callable[[Any], Any]] = {
 
 def register_event(call: int, request: pb.RegisterRequest) -> ev.Register:
     """Convert a registration. Raises InvalidArgumentError and LimitExceededError."""
-    role = _ROLE_NAMES.get(request.role)
+    role = ROLE_NAMES.get(request.role)
     if role is None:
         raise InvalidArgumentError(f"role {request.role} is unknown: use ROLE_SERVER or ROLE_WORKER")
     _check_texts(request, "run_id", "host", "address")
@@ -201,6 +201,23 @@ REQUESTS: dict[str, Callable[[int, Any], ev.Event]] = {
 
 
 # --- what members send on their sessions ------------------------------------------------------------------------------
+
+
+#: Reports of a session, by the role of the members that send them. Those that are missing come from both.
+_REPORTERS: Final[dict[str, Role]] = {
+    **dict.fromkeys(("join_answer", "values_answer", "equal_contributions"), "server"),
+    **dict.fromkeys(("replica_filled", "replica_unreachable"), "server"),
+    **dict.fromkeys(("prepared", "written", "loaded", "load_failed"), "server"),
+    **dict.fromkeys(("stop", "server_checked", "align", "marked", "keeps"), "worker"),
+}
+
+
+def check_report(request: pb.SessionRequest, role: str) -> None:
+    """Raise InvalidArgumentError if a member of ``role`` cannot send this on its session. An empty role may be any."""
+    kind = request.WhichOneof("event") or ""
+    kind = request.snapshot.WhichOneof("kind") or kind if kind == "snapshot" else kind
+    if role and (reporter := _REPORTERS.get(kind, role)) != role:
+        raise InvalidArgumentError(f"the report {kind} comes from a {reporter}, and this is the session of a {role}")
 
 
 def session_event(call: int, request: pb.SessionRequest) -> ev.Event:

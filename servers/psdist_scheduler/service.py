@@ -18,10 +18,13 @@ import grpc.aio
 
 import psdist
 from psdist.errors import InvalidArgumentError, WaitTimeoutError
+from psdist.rights import roles
+from psdist.rights.roles import Role
+from psdist.rights.tokens import Audience, audience_key
 from psdist.types import ClusterMap, Layout
 from psdist.v1 import common_pb2 as common
 from psdist.v1 import scheduler_pb2 as pb
-from psdist.wire import convert, frames
+from psdist.wire import auth, convert, frames
 from psdist.wire.limits import EVENTS_PER_MESSAGE
 from psdist.wire.rpc_handlers import service_handler
 from psdist_scheduler import messages, snapshot_io
@@ -49,10 +52,13 @@ class Service:
     """Methods for each RPC that is more than an event and its answers; ``messages.REQUESTS`` lists the others.
 
     See scheduler.proto for their meaning.
+
+    token: the run's own, from which the keys of members follow; empty without one.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, token: str = "") -> None:
         self._scheduler = scheduler
+        self._token = token
 
     def handler(self, on_caller: Callable[[str], None] = lambda _: None) -> grpc.GenericRpcHandler:
         """Return the handler for a grpc server. on_caller: see ``service_handler``."""
@@ -70,6 +76,9 @@ class Service:
         return messages.response(cls, await self._ask(lambda call: make(call, request)), self._scheduler.calls.map)[0]
 
     async def Register(self, request: pb.RegisterRequest, context: Context) -> pb.RegisterResponse:
+        """Register a member, whose role is the caller's."""
+        if name := messages.ROLE_NAMES.get(request.role):
+            roles.claim(auth.caller(), Role(name), f"Register as a {name}")
         value = await self._ask(lambda call: messages.register_event(call, request))
         assert isinstance(value, ev.Registered)
         settings = self._scheduler.cluster.settings
@@ -85,6 +94,7 @@ class Service:
             map=self._scheduler.calls.map,
             psdist_version=psdist.__version__,
             storage=settings.storage if value.member.role == "server" else "",
+            peer_key=audience_key(self._token, Audience(value.member.role)) if self._token else b"",
         )
         return response
 
@@ -92,16 +102,38 @@ class Service:
         """Receive heartbeats and send maps and commands, until either side ends."""
         with self._scheduler.calls.session() as (number, outbox):
             hello = await _first_message(context)
+            member_role = self._claim_member(hello.member_id, "a session")
             self._scheduler.post(
                 ev.SessionOpened(number, hello.member_id, hello.incarnation, hello.epoch, hello.scheduler_id)
             )
             async with (
-                background(self._read_session(number, hello.member_id, context)) as reader,
+                background(self._read_session(number, hello.member_id, member_role, context)) as reader,
                 background(_write_all(outbox, context, hello.takes_differences)) as writer,
             ):
                 done, _ = await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()
+
+    def _claim_member(self, member_id: str, what: str) -> str:
+        """Return the role of a member; empty for an unknown one, which the machine refuses. Raises
+        PermissionDeniedError if the caller has another role."""
+        member = self._scheduler.cluster.members.get(member_id)
+        if member is None:
+            return ""
+        roles.claim(auth.caller(), Role(member.role), f"{what} of {member_id}, a {member.role},")
+        return member.role
+
+    async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
+        """End a membership, of a member with the caller's role."""
+        self._claim_member(request.member_id, "the end")
+        response: pb.LeaveResponse = await self._by_table(SERVICE.methods_by_name["Leave"], request, context)
+        return response
+
+    async def SaveSnapshot(self, request: pb.SaveSnapshotRequest, context: Context) -> None:
+        """Take a snapshot, for a worker that names itself, or for an admin."""
+        if not request.worker_id:
+            roles.claim(auth.caller(), Role.ADMIN, "SaveSnapshot without a worker_id")
+        await self._by_table(SERVICE.methods_by_name["SaveSnapshot"], request, context)
 
     async def CreateParameters(self, request: pb.CreateParametersRequest, context: Context) -> None:
         """Create parameters, or join them."""
@@ -185,10 +217,11 @@ class Service:
                 if last:
                     return
 
-    async def _read_session(self, number: int, member_id: str, context: Context) -> None:
+    async def _read_session(self, number: int, member_id: str, role: str, context: Context) -> None:
         followed = FollowedPushes()
         while (data := await context.read()) is not grpc.aio.EOF:
             request = frames.parse(pb.SessionRequest, data)
+            messages.check_report(request, role)
             event = messages.session_event(number, request)
             if isinstance(event, ev.Heartbeat):
                 event = followed.complete(event, changed_only=request.heartbeat.changed_only)

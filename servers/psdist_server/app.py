@@ -13,6 +13,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Final, TypeVar
 
 import grpc.aio
@@ -23,8 +24,17 @@ from grpc_health.v1.health import aio as health
 from psdist import addresses, logs, loop_monitor
 from psdist.compression.background_compiler import BackgroundCompiler
 from psdist.device.device import open_device
-from psdist.errors import RUN_ENDING, DeviceLostError, DeviceUnavailableError, PsdistError, UnauthenticatedError
+from psdist.errors import (
+    RUN_ENDING,
+    ConfigurationError,
+    DeviceLostError,
+    DeviceUnavailableError,
+    PermissionDeniedError,
+    PsdistError,
+    UnauthenticatedError,
+)
 from psdist.link.accepting import TcpListener
+from psdist.rights.tokens import Audience, Verifier
 from psdist.settings import exit_codes, signals
 from psdist.settings.config import is_loopback
 from psdist.settings.programs import ServerSettings
@@ -42,6 +52,8 @@ from psdist_server.service import SERVICE, ServerService
 logger = structlog.get_logger("psdist.server")
 
 _GRACE_SECONDS: Final = 1.0
+#: Errors that a restart would meet again.
+_RECURRING: Final = (UnauthenticatedError, PermissionDeniedError, ConfigurationError, DeviceUnavailableError)
 
 T = TypeVar("T")
 
@@ -61,7 +73,7 @@ def main(settings: ServerSettings) -> int:
         print(f"psdist-server: {error}", file=sys.stderr)
         if isinstance(error, RUN_ENDING):
             return exit_codes.status_of_ended_run(error)
-        recurs = isinstance(error, UnauthenticatedError | DeviceUnavailableError)
+        recurs = isinstance(error, _RECURRING)
         return exit_codes.CONFIGURATION if recurs else exit_codes.UNAVAILABLE
 
 
@@ -90,7 +102,8 @@ async def _serve(settings: ServerSettings, scheduler: str, lanes: Lanes | None) 
     stop = asyncio.Event()
     _stop_on_signals(stop, settings.lifeline_fd)
     guard = ConnectionGuard()
-    server = channels.make_server(settings.credentials)
+    verifier = Verifier(settings.credentials.token, Audience.SERVER)
+    server = channels.make_server(settings.credentials, verifier=verifier)
     port = channels.bind(server, settings.host, settings.port, settings.credentials)
     deadline = asyncio.get_running_loop().time() + settings.start_timeout_seconds
     advertise = await _unless(stop, _own_address(settings, scheduler, port))
@@ -98,7 +111,9 @@ async def _serve(settings: ServerSettings, scheduler: str, lanes: Lanes | None) 
         return exit_codes.OK
     compiler = BackgroundCompiler(logging.getLogger("psdist.server"))
     compiler.add(kernels.KERNELS, "all optimizers")
-    link = ServerSession(scheduler, settings.credentials, advertise, settings.server_id, settings.run_id)
+    link = ServerSession(
+        scheduler, settings.credentials, advertise, settings.server_id, settings.run_id, verifier=verifier
+    )
     exporter = None
     try:
         listener = TcpListener(settings.credentials.tls)
@@ -116,7 +131,7 @@ async def _serve(settings: ServerSettings, scheduler: str, lanes: Lanes | None) 
         if settings.metrics is not None:
             from psdist_server import metrics  # A server without metrics starts without their library.
 
-            exporter = metrics.export(host, me.run_id, settings.metrics)
+            exporter = metrics.export(host, me.run_id, replace(settings.metrics, key=verifier.key))
             link.metrics_address = exporter.address
         # The session adopts the map, because allocating memory for large shards takes longer than the scheduler waits
         # for a registration. Requests wait for the map.

@@ -12,6 +12,7 @@ import grpc.aio
 import structlog
 
 from psdist.errors import PsdistError, ServerUnreachableError
+from psdist.rights.tokens import Audience
 from psdist.security.credentials import Credentials
 from psdist.settings.config import parse_address
 from psdist.types import ClusterMap, Replica
@@ -49,7 +50,7 @@ class PeerServers:
         self.report = report
         self.carriers = carriers
         self.credentials = credentials
-        self._metadata = auth.metadata(credentials.token)
+        self._metadata = auth.metadata(credentials.token, Audience.SERVER)
         #: Newest map.
         self._map = ClusterMap(run_id, 0)
         self._channels: dict[str, grpc.aio.Channel] = {}

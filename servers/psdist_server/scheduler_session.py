@@ -22,6 +22,7 @@ from psdist.errors import (
     ServerUnreachableError,
     WrongRunError,
 )
+from psdist.rights.tokens import Verifier
 from psdist.security.credentials import Credentials
 from psdist.types import ClusterMap
 from psdist.v1 import common_pb2
@@ -44,6 +45,7 @@ class ServerSession:
     address: address of the scheduler.
     advertise: host:port at which workers reach this server.
     rng: randomizes pauses between attempts.
+    verifier: checks this server's callers. It receives its key from the scheduler.
     """
 
     def __init__(
@@ -54,8 +56,10 @@ class ServerSession:
         server_id: str,
         run_id: str,
         rng: Random | None = None,
+        verifier: Verifier | None = None,
     ) -> None:
         self._connection = MemberConnection(address, "--scheduler or PSDIST_SCHEDULER", credentials, rng or Random())
+        self._connection.verifier = verifier
         self._advertise = advertise
         self.registration = ServerRegistration(run_id, server_id)
         #: Set when the scheduler reports that no worker is left and the training result is saved.

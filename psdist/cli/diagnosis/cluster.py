@@ -16,7 +16,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from psdist import addresses
 from psdist.cli.diagnosis.finding import Finding, fail, ok, warn
-from psdist.errors import PsdistError, UnauthenticatedError
+from psdist.errors import PermissionDeniedError, PsdistError, UnauthenticatedError
+from psdist.rights.tokens import Audience
 from psdist.security.credentials import Credentials
 from psdist.v1 import scheduler_pb2
 from psdist.version import __version__
@@ -100,6 +101,8 @@ async def _status(address: str, credentials: Credentials, timeout_seconds: float
             return await call("GetStatus", scheduler_pb2.GetStatusRequest(), timeout_seconds)
     except grpc.aio.AioRpcError as failure:
         error: PsdistError = status.from_call(failure, f"the scheduler at {address}")
+        if isinstance(error, PermissionDeniedError):
+            return fail("token", error.message, "use the token of another role")
         if isinstance(error, UnauthenticatedError):
             return fail("token", error.message, "set PSDIST_TOKEN, or --token-file with the file of the scheduler")
         remedy = "is it a psdist scheduler, of this version, and not frozen?"
@@ -173,7 +176,7 @@ async def _measure(address: str, credentials: Credentials) -> tuple[float, float
         async def call(size: int) -> float:
             request, began = health_pb2.HealthCheckRequest(service="-" * size), time.perf_counter()
             try:
-                await stub.Check(request, metadata=auth.metadata(credentials.token))
+                await stub.Check(request, metadata=auth.metadata(credentials.token, Audience.SERVER))
             except grpc.aio.AioRpcError as error:
                 if error.code() is not grpc.StatusCode.NOT_FOUND:
                     raise

@@ -92,6 +92,7 @@ def would_recur(error: BaseException) -> bool:
     settings = (
         *(errors.InvalidArgumentError, errors.LayoutMismatchError, errors.SettingsMismatchError),
         *(errors.NoStorageError, errors.ProtocolMismatchError, errors.UnauthenticatedError, errors.WrongRunError),
+        errors.PermissionDeniedError,
         *(errors.MutualWaitError, errors.NotMemberError, errors.WorkerLeftError, errors.UnevenInputsError),
         *(errors.ClosedError, errors.DeviceUnavailableError, errors.WrittenWeightsError),
     )

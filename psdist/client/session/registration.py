@@ -78,6 +78,7 @@ class Registrar:
         self._waits = waits
         #: Port for links of other workers.
         self.listener = PeerListener(target.credentials)
+        connection.verifier = self.listener.verifier
         #: ``host:port`` of this worker's metrics; empty without.
         self.metrics_address = ""
 
@@ -91,10 +92,12 @@ class Registrar:
         with self._waits.open(reason) as wait:
             await self._listen(timeout)
             request = self._request(target.worker_id, target.rank)
-            return await self._connection.register(
+            response = await self._connection.register(
                 request, timeout, (ServerUnreachableError,),
                 lambda error: wait.update_reason(f"{reason}; last: {error.message}"),
             )  # fmt: skip
+        self.listener.registered()
+        return response
 
     async def _listen(self, timeout: float) -> None:
         """Open the port for links of other workers, once the scheduler's name resolves. Registering reports a name that

@@ -40,6 +40,7 @@ from psdist.errors import (
     ClosedError,
     FencedError,
     InternalError,
+    PermissionDeniedError,
     ProtocolMismatchError,
     PsdistError,
     SchedulerUnreachableError,
@@ -59,7 +60,10 @@ logger = logging.getLogger("psdist")
 #: Longest wait, when leaving, for an incarnation that is being registered.
 _SETTLE_SECONDS: Final = 1.0
 #: Errors after which the scheduler never takes this member back.
-_FINAL_ERRORS: Final = (FencedError, WrongRunError, UnauthenticatedError, ProtocolMismatchError, *RUN_ENDING)
+_FINAL_ERRORS: Final = (
+    *(FencedError, WrongRunError, UnauthenticatedError, PermissionDeniedError, ProtocolMismatchError),
+    *RUN_ENDING,
+)
 
 
 class WorkerSession:
@@ -108,7 +112,7 @@ class WorkerSession:
         """Register and open the session. Returns once missing heartbeats are tolerated for the length of a lease.
 
         Raises SchedulerUnreachableError after ``timeout`` seconds, and the scheduler's refusal: ProtocolMismatchError,
-        WrongRunError, DuplicateMemberError, UnauthenticatedError, LimitExceededError.
+        WrongRunError, DuplicateMemberError, UnauthenticatedError, PermissionDeniedError, LimitExceededError.
         """
         until = asyncio.get_running_loop().time() + timeout
         self._start_incarnation(await self.registrar.register(timeout))

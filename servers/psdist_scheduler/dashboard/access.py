@@ -1,6 +1,7 @@
 """Access to the dashboard: who may read it.
 
-Pure. A run's token, or the key of its link, is exchanged for a cookie that holds the key. Without a token only this
+Pure. A run's token, or the key of its link, is exchanged for a cookie that holds the key; a token of a role, for one
+that holds the token, so that it ends with the token. Without a token only this
 machine reaches the port, and requests must name it by an address, so that a page in a browser cannot reach it by a name
 of its own.
 """
@@ -11,6 +12,10 @@ import hmac
 from collections.abc import Mapping
 
 from psdist import addresses
+from psdist.errors import PermissionDeniedError, UnauthenticatedError
+from psdist.rights import roles
+from psdist.rights.roles import Role
+from psdist.rights.tokens import Audience, Verifier
 
 
 class Access:
@@ -20,28 +25,38 @@ class Access:
     """
 
     def __init__(self, token: str, key: str, port: int) -> None:
-        self._token = token.encode()
+        self._verifier = Verifier(token, Audience.SCHEDULER)
         self._key = key.encode()
         self.cookie = f"psdist-dashboard-{port}"
 
     def names_host(self, host: str) -> bool:
         """Return True if the header ``Host`` may be this."""
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
-        return bool(self._token) or addresses.literal(name) is not None
+        return not self._verifier.is_open or addresses.literal(name) is not None
 
     def set_cookie(self, authorization: str) -> str | None:
         """Return the header ``Set-Cookie`` for a header ``Authorization``; None if that is wrong."""
         scheme, _, given = authorization.partition(" ")
-        found = given.strip().encode()
-        right = hmac.compare_digest(found, self._token) | hmac.compare_digest(found, self._key)
-        if scheme.lower() != "bearer" or not self._token or not right:
-            return None
-        return f"{self.cookie}={self._key.decode()}; Path=/; HttpOnly; SameSite=Strict"
+        held = self._held(given.strip()) if scheme.lower() == "bearer" and not self._verifier.is_open else ""
+        return f"{self.cookie}={held}; Path=/; HttpOnly; SameSite=Strict" if held else None
 
     def may_read(self, headers: Mapping[str, str]) -> bool:
         """Return True if a request with these headers may read the state of the run."""
-        if not self._token or self.set_cookie(headers.get("authorization", "")) is not None:
+        if self._verifier.is_open or self.set_cookie(headers.get("authorization", "")) is not None:
             return True
         # Not http.cookies: that drops all cookies if one of them is malformed, and other ports of a host share theirs.
         given = (part.strip().partition("=") for part in headers.get("cookie", "").split(";"))
-        return any(name == self.cookie and hmac.compare_digest(value.encode(), self._key) for name, _, value in given)
+        # The run's own token is in no cookie that was set here.
+        return any(name == self.cookie and value and self._held(value) == value for name, _, value in given)
+
+    def _held(self, shown: str) -> str:
+        """Return the content of the cookie for a browser that has shown the key or a token; empty if neither opens the
+        dashboard."""
+        if hmac.compare_digest(shown.encode(), self._key):
+            return self._key.decode()
+        try:
+            role = self._verifier.role(shown)
+            roles.check(role, roles.DASHBOARD_PAGES)
+        except (UnauthenticatedError, PermissionDeniedError):
+            return ""
+        return self._key.decode() if role is Role.ALL else shown

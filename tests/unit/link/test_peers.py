@@ -13,6 +13,8 @@ from psdist.link import listening
 from psdist.link.frame_connection import FrameConnection, MessageReceiver
 from psdist.link.peer_link import ARENA, PeerLink, SharedPlaces
 from psdist.link.peers import PeerListener, check_hello
+from psdist.rights.roles import Role
+from psdist.rights.tokens import Audience, audience_key, create, present
 from psdist.security.credentials import Credentials
 from psdist.v1 import worker_pb2 as pb
 from psdist.v1.common_pb2 import WorkerEntry
@@ -79,6 +81,32 @@ class Dialed:
     def __init__(self, said: pb.PeerHello) -> None:
         self.ended: asyncio.Future[PsdistError] = asyncio.get_running_loop().create_future()
         self.link = PeerLink(said, None, self.ended.set_result, shares=False)
+
+
+async def test_a_link_that_is_quicker_than_the_registration_waits_for_it() -> None:
+    """Check that a worker without a key holds links, and keeps those alone that prove themselves by it."""
+    listener = PeerListener(Credentials(create("secret", Role.WORKER)))
+    await listener.open_towards("127.0.0.1:1", spans_hosts=False)
+    try:
+        proof = present(create("secret", Role.WORKER, 4_000_000_000), Audience.WORKER)
+        good, wrong = Dialed(hello(listener, proof, 1)), Dialed(hello(listener, "wrong", 2))
+        reader = Dialed(hello(listener, present(create("secret", Role.READER), Audience.WORKER), 3))
+        for dialed in (good, wrong, reader):
+            dialed.link.send(FRAME, memoryview(b"x"), lambda: None)
+        async with asyncio.timeout(30):
+            while len(listener._unchecked) < 3:  # noqa: ASYNC110 - no event announces them
+                await asyncio.sleep(0)
+        listener.verifier.learn(audience_key("secret", Audience.WORKER))
+        listener.registered()
+        consumer = Consumer()
+        listener.serve(consumer)
+        await asyncio.wait_for(consumer.has_arrived.wait(), 30)
+        await asyncio.wait_for(asyncio.gather(wrong.ended, reader.ended), 30)
+        assert [said.sender.worker_id for said in consumer.hellos] == ["worker-1"]
+        assert consumer.hellos[0].token == "" and consumer.received == [b"x"] and not good.ended.done()
+        good.link.close()
+    finally:
+        listener.close()
 
 
 async def test_frames_arrive_once_the_link_is_used(listener: PeerListener) -> None:

@@ -13,7 +13,11 @@ import pytest
 from psdist.errors import ConfigurationError, InsecureBindError
 from psdist.monitoring import http_server
 from psdist.monitoring.http_server import MetricsServer, Page
+from psdist.rights.roles import Role
+from psdist.rights.tokens import Audience, Verifier, audience_key, create
 from psdist.wire import limits
+
+OPEN = Verifier("", Audience.WORKER)
 
 
 def hello() -> tuple[str, bytes]:
@@ -22,7 +26,7 @@ def hello() -> tuple[str, bytes]:
 
 @contextmanager
 def serving(token: str = "", page: Page = hello) -> Iterator[MetricsServer]:
-    server = MetricsServer("127.0.0.1", 0, token, {"/metrics": page})
+    server = MetricsServer("127.0.0.1", 0, Verifier(token, Audience.WORKER), {"/metrics": page})
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
@@ -49,6 +53,30 @@ def test_the_token_opens_the_port() -> None:
         assert get(server, Authorization="Bearer s\u00e9cret")[0] == 401
         assert get(server, Authorization="Bearer secret") == (200, b"hello")
         assert get(server, Authorization="Bearer secret", Host="anything.example") == (200, b"hello")
+
+
+def test_readers_and_admins_may_read_and_members_may_not() -> None:
+    with serving("secret") as server:
+        for role, status in ((Role.READER, 200), (Role.ADMIN, 200), (Role.WORKER, 403), (Role.SERVER, 403)):
+            assert get(server, Authorization=f"Bearer {create('secret', role)}")[0] == status, role
+        assert get(server, Authorization=f"Bearer {create('other', Role.READER)}")[0] == 401
+        assert get(server, Authorization=f"Bearer {create('secret', Role.READER, 1)}")[0] == 401  # It has expired.
+
+
+def test_a_member_with_a_token_of_its_role_checks_readers_by_its_key() -> None:
+    key = audience_key("secret", Audience.WORKER)
+    server = MetricsServer(
+        "127.0.0.1", 0, Verifier(create("secret", Role.WORKER), Audience.WORKER, key), {"/metrics": hello}
+    )
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        assert get(server, Authorization=f"Bearer {create('secret', Role.READER)}")[0] == 200
+        assert get(server, Authorization="Bearer secret")[0] == 200
+        assert get(server, Authorization=f"Bearer {create('secret', Role.WORKER)}")[0] == 403
+    finally:
+        server.close()
+        thread.join()
 
 
 def test_without_a_token_a_browser_cannot_reach_it_by_a_name_of_its_own() -> None:
@@ -133,7 +161,7 @@ def test_the_port_of_a_closed_client_is_free_for_the_next_one() -> None:
         port = server.server_address[1]
         for _ in range(5):
             server.close()
-            server = MetricsServer("127.0.0.1", port, "", {"/metrics": hello})
+            server = MetricsServer("127.0.0.1", port, OPEN, {"/metrics": hello})
             server.start()
             assert get(server) == (200, b"hello")
         server.close()
@@ -141,8 +169,8 @@ def test_the_port_of_a_closed_client_is_free_for_the_next_one() -> None:
 
 def test_a_port_in_use_and_an_open_one_are_refused() -> None:
     with serving() as server, pytest.raises(ConfigurationError, match="Choose another --metrics-port"):
-        MetricsServer("127.0.0.1", server.server_address[1], "", {})
+        MetricsServer("127.0.0.1", server.server_address[1], OPEN, {})
     with pytest.raises(ConfigurationError, match="Correct --metrics-host"):
-        MetricsServer("203.0.113.1", 0, "secret", {})  # an address for documentation
+        MetricsServer("203.0.113.1", 0, Verifier("secret", Audience.WORKER), {})  # an address for documentation
     with pytest.raises(InsecureBindError, match=r"--metrics-host 0.0.0.0 .* PSDIST_TOKEN"):
-        MetricsServer("0.0.0.0", 0, "", {})
+        MetricsServer("0.0.0.0", 0, OPEN, {})

@@ -21,6 +21,7 @@ from psdist.client.transport.grpc.write_queue import WriteQueue
 from psdist.client.transport.requests import Request
 from psdist.client.transport.transport import ServerLoss, Transport, attempt_error
 from psdist.errors import ClosedError, ServerUnreachableError, copy_error
+from psdist.rights.tokens import Audience
 from psdist.security.credentials import Credentials
 from psdist.wire import auth, channels, limits, status
 
@@ -45,7 +46,7 @@ class GrpcTransport(Transport):
         self, credentials: Credentials, silence_seconds: Callable[[], float] = lambda: limits.KEEPALIVE_SECONDS
     ) -> None:
         self.credentials = credentials
-        self._metadata = auth.metadata(credentials.token)
+        self._metadata = auth.metadata(credentials.token, Audience.SERVER)
         self._silence_seconds = silence_seconds
         self._methods: dict[tuple[str, str], Any] = {}
         self._channels: dict[str, grpc.aio.Channel] = {}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from psdist.monitoring.dashboard_link import dashboard_link, view_key
+from psdist.rights.roles import Role
+from psdist.rights.tokens import create
 from psdist_scheduler.dashboard.access import Access
 
 KEY = view_key("secret", "run")
@@ -29,6 +31,26 @@ def test_token_and_key_are_exchanged_for_a_cookie(secret: str) -> None:
     assert access.may_read({"cookie": f"other=1; {cookie.partition(';')[0]}"})
     assert access.may_read({"cookie": f'other={{"a": [1, 2]}}; {cookie.partition(";")[0]}'})  # Not a valid cookie.
     assert access.may_read({"authorization": f"bearer {secret}"})
+
+
+def test_a_reader_reads_until_its_token_expires(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that the cookie holds the token and not the key, which never expires."""
+    access, now = Access("secret", KEY, 80), 1000.0
+    monkeypatch.setattr("psdist.rights.tokens.time.time", lambda: now)
+    token = create("secret", Role.READER, 2000)
+    cookie = access.set_cookie(f"Bearer {token}")
+    assert cookie is not None and KEY not in cookie
+    assert access.may_read({"cookie": cookie.partition(";")[0]})
+    now = 2000.0
+    assert not access.may_read({"cookie": cookie.partition(";")[0]})
+    assert access.set_cookie(f"Bearer {token}") is None
+
+
+@pytest.mark.parametrize(("role", "opens"), [(Role.ADMIN, True), (Role.WORKER, False), (Role.SERVER, False)])
+def test_members_do_not_look_at_the_run(role: Role, opens: bool) -> None:
+    access = Access("secret", KEY, 80)
+    assert (access.set_cookie(f"Bearer {create('secret', role)}") is not None) == opens
+    assert access.set_cookie(f"Bearer {create('other', role)}") is None
 
 
 @pytest.mark.parametrize("value", ["", "Bearer", "Bearer ", "Bearer other", "Basic secret", "secret", "Bearer \u00e9"])

@@ -1,0 +1,1 @@
+"""Commands that make and show credentials: tokens of roles."""
