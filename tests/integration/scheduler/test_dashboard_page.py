@@ -99,6 +99,30 @@ def page(browser: Any, run: MadeUpRun) -> Iterator[Any]:
     assert errors == []
 
 
+#: Each look at the clock finds 10 ms gone, more than a frame may spend on panels. Counts the frames that show some.
+_SLOW_BROWSER = """
+let late = 0; const now = performance.now.bind(performance); performance.now = () => now() + (late += 10);
+const request = requestAnimationFrame; window.frames_shown = 0;
+requestAnimationFrame = (f) => request((t) => { window.frames_shown += f.name === "show"; f(t); });
+"""
+
+
+def test_a_slow_browser_shows_its_panels_in_several_frames(browser: Any, run: MadeUpRun) -> None:
+    serving = _Serving(run)
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    try:
+        context.add_init_script(_SLOW_BROWSER)
+        page = context.new_page()
+        page.goto(serving.link)
+        page.wait_for_selector(f"#workers tr:nth-child({run.workers})", timeout=60_000)
+        run.status.waiting_for.append("waiting for one that came late")
+        page.wait_for_selector("text=one that came late", timeout=60_000)
+        assert page.evaluate("window.frames_shown") >= 13  # Ten panels of a state, and three of the next one.
+    finally:
+        context.close()
+        serving.close()
+
+
 @pytest.mark.parametrize("run", [LARGE], indirect=True)
 def test_the_page_shows_a_large_run_and_takes_names_as_text(page: Any) -> None:
     assert "#" not in page.url and KEY not in page.url

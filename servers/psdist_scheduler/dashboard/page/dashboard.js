@@ -4,6 +4,7 @@
 (() => {
   const POINTS = 300;
   const LATE_SECONDS = 4;
+  const PANELS_MS = 6;  // Of a frame, which has 16.
   const PHASES = ["compute", "push", "wait", "pull"];
   const $ = (id) => document.getElementById(id);
 
@@ -13,6 +14,8 @@
   let stream = null;
   let refusal = "";  // Why this page does not follow the run; empty if it does.
   let scheduled = false;
+  let outdated = false;  // News came while the panels were being shown.
+  let pending = [];  // Panels that are still to be shown.
   const curves = { recent: [], whole: [], stride: 1, skipped: 0 };
 
   // --- state ---
@@ -416,19 +419,29 @@
 
   // --- all ---
 
+  const PANELS = [showHeader, showProblems, showWaits, showWorkers, showServers, showShards, showTraffic,
+    showSnapshots, showEvents, showCurves];
+
+  // Shows the panels in several frames if they take long, so that the page scrolls meanwhile.
   function show() {
-    scheduled = false;
-    if (!state || !state.run || document.hidden) return;
-    const parts = [showHeader, showProblems, showWaits, showWorkers, showServers, showShards, showTraffic,
-      showSnapshots, showEvents, showCurves];
-    for (const part of parts) {
+    if (!state || !state.run || document.hidden) { pending = []; scheduled = outdated = false; return; }
+    const began = performance.now();
+    do {
+      const part = pending.shift();
       try { part(); } catch (error) { console.error(part.name, error); }  // One panel must not take the others along.
-    }
+    } while (pending.length && performance.now() - began < PANELS_MS);
+    if (pending.length) { requestAnimationFrame(show); return; }
     showConnection();
+    scheduled = false;
+    if (outdated) schedule();
   }
 
   function schedule() {
-    if (!scheduled) { scheduled = true; requestAnimationFrame(show); }
+    outdated = scheduled;  // The panels that are shown already lack the newest state.
+    if (scheduled) return;
+    scheduled = true;
+    pending = [...PANELS];
+    requestAnimationFrame(show);
   }
 
   function showConnection() {
