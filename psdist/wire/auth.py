@@ -8,6 +8,10 @@ of the health service need the token, because they store data for the caller.
 Calls that need no token are paced (``backoff``). A stranger who repeats them in a tight loop waits for answers, and
 members keep the event loop. Calls with a token of the run are never paced.
 
+A certificate that states a role binds its holder to that role, whatever its token proves. gRPC shows a certificate to
+handlers alone, so ``service_handler`` applies it before it parses a request (``apply_certificate``). A certificate
+without a role proves no more than that its holder may connect.
+
 A handler that must know the caller asks ``caller``, because some requests claim a role in their body.
 """
 
@@ -23,15 +27,18 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
-from psdist.errors import LimitExceededError, PsdistError, UnauthenticatedError
+from psdist.errors import LimitExceededError, PermissionDeniedError, PsdistError, UnauthenticatedError
 from psdist.rights import roles
 from psdist.rights.roles import Role
 from psdist.rights.tokens import Audience, Verifier, present
+from psdist.security.roles import parse_role_uri
 from psdist.wire import limits, status
 from psdist.wire.backoff import LogPacer, Pacer
 
 KEY: Final = "authorization"
 _SCHEME: Final = "Bearer "
+#: gRPC's name for the SANs of a caller's certificate.
+_NAMES: Final = "x509_subject_alternative_name"
 
 logger = logging.getLogger("psdist.auth")
 
@@ -47,6 +54,34 @@ def metadata(token: str, audience: Audience = Audience.SCHEDULER) -> tuple[tuple
 def caller() -> Role:
     """Return the role of the caller whose call the running task handles."""
     return _CALLER.get()
+
+
+def apply_certificate(context: grpc.aio.ServicerContext, call: str, run_id: str) -> None:
+    """Take the caller's role from its certificate, if that states one.
+
+    call: full name of the method.
+    run_id: the run served here.
+
+    Raises PermissionDeniedError if the certificate is for another run, the token is of another role, or the role may
+    not make the call.
+    """
+    names: list[bytes] = context.auth_context().get(_NAMES, [])
+    stated = next((found for name in names if (found := parse_role_uri(name.decode("latin-1")))), None)
+    if stated is None:
+        return
+    run, role = stated[0], Role(stated[1])
+    if run not in ("", run_id):
+        raise PermissionDeniedError(
+            f"the certificate is for run {run!r:.80}, and this is run {run_id!r}: use one of this run (psdist certs "
+            "issue)"
+        )
+    if caller() not in (Role.ALL, role):
+        raise PermissionDeniedError(
+            f"the certificate is of role {role.value}, and the token of role {caller().value}: use both of one role",
+            role=role.value,
+        )
+    roles.check(role, call)
+    _CALLER.set(role)
 
 
 class RightsInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types

@@ -21,7 +21,7 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 
 from psdist.errors import ClosedError, InternalError, PsdistError, SharingUnavailableError, TcpUnavailableError
-from psdist.wire import frames, status
+from psdist.wire import auth, frames, status
 
 #: Handler of one method. It takes a message, or an iterator of bytes if the client streams, and a ServicerContext. It
 #: is a coroutine function, or an asynchronous generator function if the server streams.
@@ -44,11 +44,13 @@ def service_handler(
     handlers: Mapping[str, Handler],
     log: logging.Logger,
     on_caller: Callable[[str], None] = lambda _: None,
+    run_id: str = "",
 ) -> grpc.GenericRpcHandler:
     """Return a gRPC handler for ``service``.
 
     handlers: one for each of its methods, by name.
     on_caller: called at the start of each accepted call, with gRPC's name of the caller's end of the connection.
+    run_id: the run served here.
 
     A PsdistError raised by a handler ends the call with that error's status. gRPC's own InternalError means that the
     caller was gone before an answer could be written. Any other exception is a defect: it is logged, and the caller
@@ -56,7 +58,7 @@ def service_handler(
     """
     methods = {
         method.name: _KINDS[method.client_streaming, method.server_streaming](
-            _wrap(method, handlers[method.name], log, on_caller),
+            _wrap(method, handlers[method.name], log, on_caller, run_id),
             request_deserializer=None,
             response_serializer=_serialize,
         )
@@ -65,7 +67,10 @@ def service_handler(
     return grpc.method_handlers_generic_handler(service.full_name, methods)
 
 
-def _wrap(method: MethodDescriptor, handler: Handler, log: logging.Logger, on_caller: Callable[[str], None]) -> Handler:
+def _wrap(
+    method: MethodDescriptor, handler: Handler, log: logging.Logger, on_caller: Callable[[str], None], run_id: str
+) -> Handler:
+    full_name = f"/{method.containing_service.full_name}/{method.name}"
     request_class = None if method.client_streaming else message_factory.GetMessageClass(method.input_type)
 
     def parse(request: Any) -> Any:
@@ -74,16 +79,16 @@ def _wrap(method: MethodDescriptor, handler: Handler, log: logging.Logger, on_ca
     async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
         on_caller(context.peer())
         async with _errors_as_statuses(method.name, context, log):
+            auth.apply_certificate(context, full_name, run_id)
             return await handler(parse(request), context)
 
     async def stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         on_caller(context.peer())
-        async with (
-            _errors_as_statuses(method.name, context, log),
-            aclosing(handler(parse(request), context)) as answers,
-        ):
-            async for answer in answers:
-                yield answer
+        async with _errors_as_statuses(method.name, context, log):
+            auth.apply_certificate(context, full_name, run_id)
+            async with aclosing(handler(parse(request), context)) as answers:
+                async for answer in answers:
+                    yield answer
 
     return stream if inspect.isasyncgenfunction(handler) else call
 

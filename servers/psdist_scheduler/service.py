@@ -66,7 +66,7 @@ class Service:
             method.name: getattr(self, method.name, None) or partial(self._by_table, method)
             for method in SERVICE.methods
         }
-        return service_handler(SERVICE, handlers, logger, on_caller)
+        return service_handler(SERVICE, handlers, logger, on_caller, self._scheduler.cluster.settings.run_id)
 
     async def _by_table(self, method: Any, request: Any, context: Context) -> Any:
         """Handle a method that is only an event and its answers."""

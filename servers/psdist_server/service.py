@@ -66,7 +66,7 @@ class ServerService:
             "Replicate": self._replicas.serve,
             "FetchNorms": self._fetch_norms,
         }
-        return service_handler(SERVICE, handlers, logger, on_caller)
+        return service_handler(SERVICE, handlers, logger, on_caller, self._admission.map.run_id)
 
     async def _push(
         self, message_type: PushMessage, requests: AsyncIterator[bytes], _: grpc.aio.ServicerContext

@@ -564,6 +564,10 @@ class ServerCall:
         """See grpc.aio."""
         return f"ipv4:{self._stream.connection.nodes[0].name}"
 
+    def auth_context(self) -> dict[str, list[bytes]]:
+        """See grpc.aio. There is no TLS."""
+        return {}
+
     def cancelled(self) -> bool:
         """See grpc.aio."""
         return self._gone
