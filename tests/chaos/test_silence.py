@@ -26,7 +26,9 @@ import pytest
 
 ROUNDS = int(os.environ.get("FAULT_ROUNDS", "1"))
 SCRIPT = Path(__file__).with_name("paced.py")
-WORKERS, SERVERS, PACE = 2, 3, 0.05
+WORKERS, SERVERS = 2, 3
+#: Seconds between steps: each costs processor time of five processes.
+PACE = 0.1
 #: Of ``paced.py``.
 ELEMENTS = 50_000
 #: Length of a run before a fault, and after it.

@@ -54,6 +54,13 @@ def train(path: Path, name: str, *arguments: str, kills: bool = False) -> str:
     return output
 
 
+def test_flax_equals_one_process_over_a_killed_server(tmp_path: Path) -> None:
+    saved = tmp_path / "saved.npz"
+    train(tmp_path, "jax_flax", "--steps", "40", "--save", str(saved), kills=True)
+    assert difference(plain(tmp_path, "jax_flax", 40), saved) < 1e-5
+
+
+@pytest.mark.long  # The test above in two runs; the snapshots of one are read by the next in test_snapshot_resume.
 def test_flax_equals_one_process_over_a_killed_server_and_a_resumed_run(tmp_path: Path) -> None:
     saved = tmp_path / "saved.npz"
     assert "after 60 steps" in train(tmp_path, "jax_flax", "--steps", "60", kills=True)

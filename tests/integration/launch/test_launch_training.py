@@ -144,20 +144,6 @@ def test_a_step_that_nobody_pushed_to_is_not_left_out(stage: Stage) -> None:
     assert set(begins) == {(rank, step) for rank in "01" for step in "03"}, text
 
 
-def test_status_is_watched_until_ctrl_c(stage: Stage) -> None:
-    run = stage.start("psdist", "run", "--run-id", "watched", "--nservers", "1", "train.py", "hold")
-    until(run, r"\[worker 0\] rank 0")
-    watch = stage.start("psdist", "status", "--watch")
-    until(watch, r"worker-0 +worker 0 +live .* \d+\.\d +\d+% ")
-    for _ in range(2):
-        until(watch, "^watched: ")
-    watch.send_signal(signal.SIGINT)
-    status, rest = stage.end(watch)
-    assert status == 0 and "Traceback" not in rest and "Interrupt" not in rest, rest
-    run.send_signal(signal.SIGINT)
-    assert stage.end(run)[0] == 130
-
-
 def test_wrong_arguments_are_said_once_and_the_others_stopped(stage: Stage) -> None:
     status, text = stage.run("psdist", "run", "--nproc-per-node", "2", "--stop-timeout", "3600", "train.py", "wrong")
     assert status == 78, text
@@ -168,9 +154,10 @@ def test_wrong_arguments_are_said_once_and_the_others_stopped(stage: Stage) -> N
     assert text.splitlines()[-1].endswith(failed)
 
 
-def test_status_of_the_run_on_this_machine(stage: Stage) -> None:
+def test_status_of_the_run_on_this_machine_is_shown_and_watched(stage: Stage) -> None:
     run = stage.start("psdist", "run", "--run-id", "shown", "--nservers", "1", "train.py", "hold")
     until(run, r"\[worker 0\] rank 0")
+    _watch_until_ctrl_c(stage)  # First, while the steps of the last seconds still have a rate.
     status, table = stage.run("psdist", "status")
     assert status == 0, table
     assert table.startswith("shown: ")
@@ -189,6 +176,16 @@ def test_status_of_the_run_on_this_machine(stage: Stage) -> None:
     assert stage.end(run)[0] == 130
     status, text = stage.run("psdist", "status")
     assert status == 69 and "no run is running on this machine" in text
+
+
+def _watch_until_ctrl_c(stage: Stage) -> None:
+    watch = stage.start("psdist", "status", "--watch")
+    until(watch, r"worker-0 +worker 0 +live .* \d+\.\d +\d+% ")
+    for _ in range(2):
+        until(watch, "^shown: ")
+    watch.send_signal(signal.SIGINT)
+    status, rest = stage.end(watch)
+    assert status == 0 and "Traceback" not in rest and "Interrupt" not in rest, rest
 
 
 #: Rank 0 listens where torch.distributed would open its store, and rank 1 finds it there.

@@ -87,7 +87,8 @@ def uses(tmp_path: Path, kind: str, start_method: str, end: str = "well", *optio
     return max(found, key=sum)
 
 
-@pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
+@pytest.mark.long  # The next test has more; test_data_service counts the samples of workers that live.
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
 def test_leased_batches_use_every_sample_once(tmp_path: Path, start_method: str) -> None:
     assert uses(tmp_path, "leased", start_method) == [2.0] * SIZE
 

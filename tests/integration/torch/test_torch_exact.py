@@ -31,7 +31,7 @@ def compare(path: Path, servers: int, *arguments: str, transport: str = "auto") 
 
 @pytest.mark.parametrize("models", ["mlp", pytest.param("cnn,transformer", marks=pytest.mark.long)])
 def test_it_equals_one_process_and_ddp(tmp_path: Path, models: str) -> None:
-    seen = compare(tmp_path, 2, "200", models, "beside")
+    seen = compare(tmp_path, 2, "60", models, "beside")
     assert list(seen) == models.split(",")
     for model, values in seen.items():
         assert float(values["alone"]) < 1e-5, (model, values)

@@ -42,6 +42,7 @@ def test_digits_are_read() -> None:
     assert accuracies[-1] >= 95.0
 
 
+@pytest.mark.long  # Another script like that for digits: test_torch_strategies trains transformers of examples.
 def test_the_transformer_learns() -> None:
     losses = numbers(r"loss ([\d.]+)", run("examples/torch_chargpt.py", *SMALL))
     assert len(losses) == 2

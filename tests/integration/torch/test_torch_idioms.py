@@ -1,7 +1,7 @@
 """Idioms of torch scripts: each equals torch, or is refused with the remedy, as ``docs/torch-idioms.md`` says.
 
 One worker runs in this process, two under ``psdist run``. A parameter set costs the more the more a run has, so each
-section has a run of its own. ``make test`` runs every twelfth idiom.
+section has a run of its own. ``make test`` runs every twentieth idiom.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.test_tidy import ROOT
 SCRIPT = ROOT / "tests/support/torch_idioms.py"
 IDIOMS = load()
 #: A sample over all sections.
-SAMPLE = list(IDIOMS)[::12]
+SAMPLE = list(IDIOMS)[::20]
 
 # Some idioms are deprecated by torch, and some make it warn.
 pytestmark = pytest.mark.filterwarnings("ignore")

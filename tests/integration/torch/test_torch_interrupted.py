@@ -24,7 +24,8 @@ while True:
 
 
 def test_a_script_with_its_own_weights_is_not_told_to_resume_by_the_run(tmp_path: Path) -> None:
-    run = Run(tmp_path, SCRIPT, flags=("--run-id", "own", "--storage-path", str(tmp_path / "runs"), "--nservers", "1"))
+    flags = ("--run-id", "own", "--storage-path", str(tmp_path / "runs"), "--nservers", "1", "--nproc-per-node", "1")
+    run = Run(tmp_path, SCRIPT, flags=flags)
     try:
         run.until("at step 5")
         run.process.send_signal(signal.SIGINT)

@@ -61,7 +61,8 @@ print("rank", context.rank, "life", life, "ends with", final.tobytes().hex()[:64
 """
 
 
-@pytest.mark.parametrize("consistency", ["bsp", pytest.param("asp", marks=pytest.mark.long)])
+@pytest.mark.long  # Kills within a push, and workers that come back, have tests without torch; hooks push in buckets.
+@pytest.mark.parametrize("consistency", ["bsp", "asp"])
 def test_the_others_go_on_and_it_comes_back(tmp_path: Path, consistency: str) -> None:
     run = Run(tmp_path, SCRIPT, consistency)
     try:

@@ -122,10 +122,13 @@ def with_groups(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
     ("wrap", "make"),
     [
         (DistributedOptimizer, with_rates),
-        (offload, with_rates),
         (DistributedOptimizer, with_cycle),
         (offload, with_groups),
-        (DistributedOptimizer, with_groups),
+        # The same settings by the other wrapper.
+        *(
+            pytest.param(*one, marks=pytest.mark.long)
+            for one in ((offload, with_rates), (DistributedOptimizer, with_groups))
+        ),
     ],
 )
 def test_settings_that_the_servers_do_not_schedule_resume_with_the_weights(
