@@ -87,7 +87,12 @@ def trained(context: Context, make: Make, model: nn.Module, steps: int = STEPS, 
 
 
 @pytest.mark.parametrize(
-    ("make", "transport"), [(cycle, "auto"), (cycle, "tcp"), (cycle, "grpc"), (by_group, "auto"), (averaged, "auto")]
+    ("make", "transport"),
+    [
+        *((make, "auto") for make in (cycle, by_group, averaged)),
+        # Settings travel over each transport in the tests of the client.
+        *(pytest.param(cycle, transport, marks=pytest.mark.long) for transport in ("tcp", "grpc")),
+    ],
 )
 def test_settings_that_change_are_those_of_one_process(make: Make, transport: TransportName) -> None:
     model = layers()

@@ -12,6 +12,7 @@ from psdist.errors import InvalidArgumentError
 from tests.integration.project.test_examples import ROOT, run
 
 _ALL = """
+import runpy
 import sys
 
 import pytest
@@ -52,6 +53,7 @@ def check_subsets():
             wrap(alone)
 
 
+runpy.run_path(sys.argv[2])  # the page's program, which has a group of its own
 dist.init_process_group("psdist")
 for example in (torch_fsdp, torch_pipeline, torch_tensor_parallel):
     sys.argv = [example.__name__, "--steps", "10", "--compare"]
@@ -66,11 +68,47 @@ def differences(output: str) -> list[float]:
     return [float(number) for number in re.findall(r"difference to one process ([\d.e+-]+)", output)]
 
 
+_COMPARISON = """
+alone = nn.Sequential(nn.Embedding(50, 24), nn.Flatten(), nn.Linear(4 * 24, 50))
+torch.manual_seed(0)
+for layer in (alone[0], alone[2]):
+    layer.reset_parameters()
+optimizer = torch.optim.Adam(alone.parameters(), lr=0.01)
+for step in range(100):
+    words = torch.randint(50, (24, 4), generator=torch.Generator().manual_seed(step))
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(alone(words), words[:, 0]).backward()
+    optimizer.step()
+columns = alone[0].weight.chunk(world, dim=1)[rank]
+pairs = [(model.module[0].weight, columns), (model.module[2].weight, alone[2].weight)]
+print(f"difference to one process {max(float((one - other).norm() / other.norm()) for one, other in pairs):.1e}")
+"""
+
+
+def write_exact_page(directory: Path) -> str:
+    """Write the program of the page, with gradients of 32 bits and a comparison at its end. Returns its path."""
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/strategies.md").read_text(), re.S)
+    end = "dist.destroy_process_group()\n"
+    exact = program.replace(".bfloat16()", ".clone()")
+    assert program.endswith(end) and exact != program
+    (directory / "exact.py").write_text(exact.removesuffix(end) + _COMPARISON + end)
+    return str(directory / "exact.py")
+
+
+def check_page(output: str, workers: int) -> None:
+    """Check the losses at the end of the page's program."""
+    losses = re.findall(r"\] loss ([\d.]+)", output)
+    assert len(losses) == workers and float(losses[0]) < 0.5, output
+
+
 def test_strategies_train_the_weights_of_one_process(tmp_path: Path) -> None:
+    """Check the program of the page, and the examples, in one run: importing torch takes longer than each of them."""
     script = tmp_path / "script.py"
     script.write_text(_ALL)
-    found = differences(run(str(script), str(ROOT / "examples"), servers=1))
-    assert len(found) == 5 and max(found) < 1e-5, found
+    output = run(str(script), str(ROOT / "examples"), write_exact_page(tmp_path), servers=1)
+    check_page(output, 2)
+    found = differences(output)
+    assert len(found) == 7 and max(found) < 1e-5, output
 
 
 @pytest.mark.long  # The test above has fewer workers and steps.
@@ -113,37 +151,15 @@ def test_numbers_of_workers_that_an_example_refuses(
         getattr(module, check)(*arguments)
 
 
-_COMPARISON = """
-alone = nn.Sequential(nn.Embedding(50, 24), nn.Flatten(), nn.Linear(4 * 24, 50))
-torch.manual_seed(0)
-for layer in (alone[0], alone[2]):
-    layer.reset_parameters()
-optimizer = torch.optim.Adam(alone.parameters(), lr=0.01)
-for step in range(100):
-    words = torch.randint(50, (24, 4), generator=torch.Generator().manual_seed(step))
-    optimizer.zero_grad()
-    nn.functional.cross_entropy(alone(words), words[:, 0]).backward()
-    optimizer.step()
-columns = alone[0].weight.chunk(world, dim=1)[rank]
-pairs = [(model.module[0].weight, columns), (model.module[2].weight, alone[2].weight)]
-print(f"difference to one process {max(float((one - other).norm() / other.norm()) for one, other in pairs):.1e}")
-"""
+@pytest.mark.long  # One more worker than in the first test.
+def test_the_strategy_of_the_page_trains_the_weights_of_one_process(tmp_path: Path) -> None:
+    output = run(write_exact_page(tmp_path), workers=3, servers=1)
+    check_page(output, 3)
+    found = differences(output)
+    assert len(found) == 3 and max(found) < 1e-5
 
 
-@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.long)])  # long: more of the same
-def test_the_strategy_of_the_page_trains_the_weights_of_one_process(tmp_path: Path, workers: int) -> None:
-    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/strategies.md").read_text(), re.S)
-    end = "dist.destroy_process_group()\n"
-    exact = program.replace(".bfloat16()", ".clone()")
-    assert program.endswith(end) and exact != program
-    (tmp_path / "exact.py").write_text(exact.removesuffix(end) + _COMPARISON + end)
-    output = run(str(tmp_path / "exact.py"), workers=workers, servers=1)
-    losses, found = re.findall(r"loss ([\d.]+)", output), differences(output)
-    assert len(losses) == workers and float(losses[0]) < 0.5
-    assert len(found) == workers and max(found) < 1e-5
-
-
-@pytest.mark.long  # The test above has the same program, but for 16 bits.
+@pytest.mark.long  # The first test has the same program, but for 16 bits.
 def test_the_program_of_the_page_trains(tmp_path: Path) -> None:
     (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/strategies.md").read_text(), re.S)
     (tmp_path / "page.py").write_text(program)
