@@ -20,6 +20,7 @@ from rich.live import Live
 from rich.text import Text
 
 from psdist.cli.status_table import STATE_STYLES, duration, rate
+from psdist.cli.terminal.printable import printable, printable_values
 
 _GAP: Final = "  "
 
@@ -34,12 +35,12 @@ class Screen:
 
     def show(self, status: dict[str, Any]) -> None:
         """Show the JSON form of a status."""
-        self._shown = status
+        self._shown = printable_values(status)
         self._update("")
 
     def show_trouble(self, text: str) -> None:
         """Show why there is no newer status, above the last one."""
-        self._update(text)
+        self._update(printable(text))
 
     def _update(self, trouble: str) -> None:
         width, height = self._console.size

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from psdist.cli.terminal.printable import printable, printable_values
 from psdist.launcher.final_snapshot import size
 from psdist.launcher.local import plural
 
@@ -31,7 +32,7 @@ def make_console(file: IO[str] | None = None) -> Console:
 
 def print_status(status: dict[str, Any], file: IO[str] | None = None) -> None:
     """Print ``status``: the phase first, then members, parameters, waits and the newest events."""
-    console = make_console(file)
+    console, status = make_console(file), printable_values(status)
     console.print(Text(f"{status['run_id']}: {status['phase']}", style="bold"))
     # 0: no number was set.
     wanted = f"servers wanted {status['servers_wanted']}, " if status["servers_wanted"] else ""
@@ -66,7 +67,7 @@ def print_status(status: dict[str, Any], file: IO[str] | None = None) -> None:
 
 def make_table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
     """Return a table without lines and without empty columns. Cells are shown literally, without markup."""
-    rows = [[Text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
+    rows = [[Text(printable(cell)) if isinstance(cell, str) else cell for cell in row] for row in rows]
     shown = [number for number in range(len(columns)) if not rows or any(row[number] for row in rows)]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for number in shown:

@@ -13,6 +13,7 @@ from typing import Final
 from psdist.cli.commands import show
 from psdist.cli.diagnosis.finding import STATUSES, Finding, warn, worst
 from psdist.cli.diagnosis.time_limit import Check, TimeLimit
+from psdist.cli.terminal.printable import printable
 from psdist.security.credentials import Credentials
 from psdist.settings.config import address_text, device_text, given_credentials, storage_text
 from psdist.settings.flags import CommandLine, Flag, integer, seconds
@@ -99,8 +100,7 @@ def _print(findings: list[Finding]) -> None:
 
     console, width = make_console(), max(len(finding.check) for finding in findings)
     for finding in findings:
-        # Texts may be from peers.
-        text = "".join(character if character.isprintable() else "?" for character in finding.text)
+        text = printable(finding.text)  # It may be from peers.
         line = Text.assemble((f"{finding.level:<5}", _STYLES[finding.level]), f"{finding.check:<{width}}  {text}")
         console.print(line, soft_wrap=True)
         if finding.remedy:

@@ -15,6 +15,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from psdist.cli.target import SchedulerChoice, ask, find_target, target_flags
+from psdist.cli.terminal.printable import printable
 from psdist.errors import SchedulerUnreachableError
 from psdist.monitoring.json_form import values
 from psdist.settings.exit_codes import OK
@@ -106,8 +107,7 @@ def line(event: EventStatus) -> str:
     """Return an event as a line for people: its number, local time, kind and text. Parts of the text are from members,
     and may not control the terminal."""
     at = datetime.fromtimestamp(event.time).strftime("%Y-%m-%d %H:%M:%S")
-    text = "".join(character if character.isprintable() else "?" for character in event.text)
-    return f"{event.number:>5}  {at}  {'!' if event.warning else ' '} {event.kind:<15} {text}"
+    return f"{event.number:>5}  {at}  {'!' if event.warning else ' '} {event.kind:<15} {printable(event.text)}"
 
 
 def _json(event: EventStatus) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from psdist.cli.commands import show
 from psdist.cli.target import SchedulerChoice, ask, find_target, target_flags, time_limit
+from psdist.cli.terminal.printable import printable
 from psdist.errors import WaitTimeoutError
 from psdist.settings.exit_codes import OK
 from psdist.settings.flags import CommandLine, Flag, seconds
@@ -47,7 +48,7 @@ def run(given: Namespace, environ: Mapping[str, str]) -> int:
         found = _wait(lambda: _explain(target, given.timeout, given.seconds), given.wait)
     except KeyboardInterrupt:
         return OK
-    show(given.format, found.as_json(), lambda _: print("\n".join(map(_plain, found.sentences))))
+    show(given.format, found.as_json(), lambda _: print("\n".join(map(printable, found.sentences))))
     return OK
 
 
@@ -61,9 +62,9 @@ def _wait(attempt: Callable[[], Explanation | Pending], limit: float) -> Explana
         if isinstance(found, Explanation):
             return found
         if time.monotonic() + _PAUSE_SECONDS > deadline:
-            raise WaitTimeoutError(f"nothing to explain within {limit:g} s (--wait): {_plain(found.reason)}")
+            raise WaitTimeoutError(f"nothing to explain within {limit:g} s (--wait): {printable(found.reason)}")
         if not said:
-            waiting = f"psdist: waiting for enough steps (up to {limit:g} s): {_plain(found.reason)}"
+            waiting = f"psdist: waiting for enough steps (up to {limit:g} s): {printable(found.reason)}"
             print(waiting, file=sys.stderr, flush=True)
             said = True
         time.sleep(_PAUSE_SECONDS)
@@ -82,8 +83,3 @@ def _explain(target: SchedulerChoice, timeout_seconds: float, seconds: float) ->
 
         status, answer = ask(target, timeout_seconds, talk)
     return explain(status_json(status), [sample_json(one) for one in answer.samples], seconds)
-
-
-def _plain(text_of_peers: str) -> str:
-    """Return a text that cannot control the terminal: transports and reasons to wait are as members report them."""
-    return "".join(character if character.isprintable() else "?" for character in text_of_peers)

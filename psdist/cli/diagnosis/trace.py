@@ -19,6 +19,7 @@ from typing import IO, TYPE_CHECKING, Any, Final
 
 from psdist.cli.diagnosis.out_file import written_whole
 from psdist.cli.target import SchedulerChoice, ask, find_target, target_flags
+from psdist.cli.terminal.printable import printable
 from psdist.errors import InvalidArgumentError, SchedulerUnreachableError
 from psdist.settings.exit_codes import OK
 from psdist.settings.flags import CommandLine, Flag, integer, text
@@ -98,7 +99,7 @@ def _record(target: SchedulerChoice, given: Namespace, recording: Recording) -> 
         async for answer in answers:
             if answer.waiting_for and time.monotonic() - shown >= _PROGRESS_SECONDS:
                 shown = time.monotonic()
-                print(f"psdist: recording, waiting {_plain(answer.waiting_for)}", file=sys.stderr)
+                print(f"psdist: recording, waiting {printable(answer.waiting_for)}", file=sys.stderr)
             recording.on_answer(answer)
 
     ask(target, given.timeout, receive)
@@ -171,7 +172,7 @@ class Recording:
         found = [self.reason] if self.reason else []
         for name, member in sorted(self.members.items()):
             if member.missing:
-                found.append(f"{name} is recorded in part or not at all: {_plain(member.missing)}")
+                found.append(f"{name} is recorded in part or not at all: {printable(member.missing)}")
             elif not member.HasField("offset_ns"):
                 found.append(f"{name} is left out: its clock was not compared yet")
             elif member.done and member.role == _WORKER and member.steps < self.steps:
@@ -203,8 +204,3 @@ def _tell(recording: Recording, summary: list[WorkerSummary], count: int, given:
     for warning in recording.warnings():
         print(f"psdist: {warning}", file=sys.stderr)
     print(f"{count} spans in {given.out}: open it with {_VIEWERS}")
-
-
-def _plain(text_of_peer: str) -> str:
-    """Return a text that cannot control the terminal."""
-    return "".join(character if character.isprintable() else "?" for character in text_of_peer)

@@ -8,8 +8,10 @@ from argparse import Namespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from psdist.cli import status
+from psdist.cli.status_screen import Screen
 from psdist.cli.status_table import print_status
 from psdist.cli.target import SchedulerChoice
 from psdist.monitoring.run_json import status_json
@@ -48,6 +50,25 @@ def test_each_member_has_how_much_smaller_its_encoded_pushes_are() -> None:
     counted.workers.add(worker_id="worker-1", push_bytes=1000)
     (parameters,) = status_json(report)["parameters"]
     assert [member["compression"] for member in parameters["members"]] == [4.01, None, None]
+
+
+def test_members_cannot_control_the_terminal() -> None:
+    """Check every kind of text that a member chooses: an escape sequence, and a new line that looks like psdist's."""
+    bad = "\x1b[31m\nforged"
+    report = answer()
+    report.members.add(member_id="w", state="lost", reason=bad, host=bad, waiting_for=[bad])
+    report.waiting_for.append(bad)
+    report.events.add(text=bad, time=1.0)
+    report.members[0].connections.add(server_id="s", parameters="model", transport=bad, reason=bad)
+    file = io.StringIO()
+    print_status(status_json(report), file)
+    shown = file.getvalue()
+    assert "\x1b" not in shown and not any(line.startswith("forged") for line in shown.splitlines())
+    assert shown.count("?[31m forged") >= 5
+    console = Console(file=io.StringIO(), width=120, height=40)
+    screen = Screen(console)
+    screen.show(status_json(report))
+    assert "\x1b" not in str(screen._shown)
 
 
 def test_each_worker_has_its_speed_and_its_share_of_waiting() -> None:
