@@ -47,8 +47,9 @@ IDLE_CONNECTION_SECONDS: Final = 60.0
 REFUSALS_PER_SECOND: Final = 50
 REFUSALS_BURST: Final = 20
 REFUSALS_HELD_MAX: Final = 256
-#: Connections of one address without a call with the token. One more closes the oldest.
-STRANGERS_PER_ADDRESS_MAX: Final = 256
+#: Connections of one address without a call with the token. One more closes the oldest. Idle connections cost little,
+#: and opening another one costs more, so the limit is no lower than it must be to leave room for members.
+STRANGERS_PER_ADDRESS_MAX: Final = 1024
 #: Health checks without the token: answers per second, and waiting checks.
 PROBES_PER_SECOND: Final = 100
 PROBES_HELD_MAX: Final = 64

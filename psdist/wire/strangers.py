@@ -19,7 +19,6 @@ import socket
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Final, NamedTuple
 from urllib.parse import unquote
 
@@ -28,7 +27,7 @@ from psdist.wire.backoff import LogPacer
 
 logger = logging.getLogger("psdist.auth")
 
-_DESCRIPTORS: Final = Path("/proc/self/fd")
+_DESCRIPTORS: Final = "/proc/self/fd"
 _MAPPED: Final = "::ffff:"
 #: Seconds between two looks at the open connections, and looks between two complete ones if there are few.
 _SWEEP_SECONDS: Final = 1.0
@@ -160,7 +159,7 @@ def _connections(port: int) -> Iterator[tuple[socket.socket, RemoteEnd]]:
         return
     for name in names:
         with suppress(OSError):  # It was closed, is no socket, or is not connected.
-            if not os.readlink(_DESCRIPTORS / name).startswith("socket:"):
+            if not os.readlink(f"{_DESCRIPTORS}/{name}").startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(name))) as duplicate:
                 if duplicate.family in (socket.AF_INET, socket.AF_INET6) and duplicate.getsockname()[1] == port:
