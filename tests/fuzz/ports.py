@@ -28,7 +28,7 @@ from psdist.v1 import common_pb2, server_pb2, worker_pb2
 from psdist.wire.shm import GradientArena
 from tests.fuzz.guard import why_harmful
 from tests.fuzz.messages import MessageGenerator, mutate_bytes
-from tests.fuzz.rpcs import FuzzFailure, check_growth
+from tests.fuzz.rpcs import FuzzFailure, check_growth, verdict
 from tests.fuzz.run import MEMBER, FuzzedRun
 
 _GREETING: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
@@ -242,7 +242,11 @@ async def fuzz_place(run: FuzzedRun, name: str, numbers: Sequence[int], seed: in
 
     async def work() -> None:
         for number in left:
-            outcomes[await PLACES[name](Input(run, random.Random(f"{seed}/{name}/{number}")))] += 1
+            try:
+                outcome = await PLACES[name](Input(run, random.Random(f"{seed}/{name}/{number}")))
+            except grpc.aio.AioRpcError as error:  # Another call may have ended the member's incarnation.
+                outcome = verdict(error)
+            outcomes[outcome] += 1
 
     async with asyncio.TaskGroup() as tasks:
         for _ in range(_AT_ONCE):

@@ -153,7 +153,7 @@ async def call(run: FuzzedRun, case: Case) -> str:
                 answers.cancel()
                 break
     except grpc.aio.AioRpcError as error:
-        return _verdict(error, waits, count)
+        return verdict(error, waits, count)
     except asyncio.CancelledError:
         if asyncio.current_task().cancelling():  # type: ignore[union-attr]
             raise
@@ -161,7 +161,12 @@ async def call(run: FuzzedRun, case: Case) -> str:
     return "answered" if count else "ended"
 
 
-def _verdict(error: grpc.aio.AioRpcError, waits: bool, count: int) -> str:
+def verdict(error: grpc.aio.AioRpcError, waits: bool = False, count: int = 0) -> str:
+    """Return the outcome of a call that ended with an error: the error's code. Raises FuzzFailure.
+
+    waits: True if the call may have ended because its time was over.
+    count: answers before the error.
+    """
     details = dict(error.trailing_metadata() or ())
     if status.DETAIL_KEY in details:
         code = common_pb2.ErrorDetail.FromString(details[status.DETAIL_KEY]).code
