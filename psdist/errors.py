@@ -107,6 +107,10 @@ class InsecureBindError(InvalidArgumentError, code="insecure_bind"):
     """A process was to listen beyond loopback without TLS and without ``--insecure``."""
 
 
+class TlsHandshakeError(ConfigurationError, code="tls_handshake"):
+    """TLS with a peer fails: one side refuses the other's certificate, or uses plaintext."""
+
+
 class ProtocolMismatchError(PsdistError, code="protocol_mismatch", status="FAILED_PRECONDITION"):
     """The two sides use different protocol versions."""
 

@@ -72,7 +72,10 @@ REMEDIES: Final = {
     "limit_exceeded": "Send less, or free the resource that the message names.",
     "unauthenticated": "Set `PSDIST_TOKEN` or `--token-file` to the run's token, or to one made from it.",
     "permission_denied": "Use a token of the role that the message names: see [roles.md](roles.md).",
-    "insecure_bind": "Bind to loopback, or pass `--insecure` and a token on a private network.",
+    "insecure_bind": "Set `--tls-ca`, `--tls-cert` and `--tls-key`, or bind to loopback, or pass `--insecure` and a "
+    "token on a private network.",
+    "tls_handshake": "Follow the message, which names the side and the file; compare both sides by `psdist certs "
+    "show`. See [secure.md](secure.md).",
     "protocol_mismatch": "Install the same release of psdist on both sides.",
     "wrong_run": "Correct the `--run-id` or the address.",
     "duplicate_member": "Choose another id, or wait until the lease of the earlier member ends.",

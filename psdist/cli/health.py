@@ -9,12 +9,15 @@ accepts calls). It needs no token and prints one line. With TLS it shows a certi
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from psdist.errors import ConfigurationError
+from psdist.security.credentials import Credentials
+from psdist.security.handshake import explain
 from psdist.security.tls import TlsFiles
 from psdist.settings import exit_codes
 from psdist.settings.config import TLS_VARIABLES, make_tls, parse_address
@@ -43,7 +46,9 @@ def probe(
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 return f"no health service is named {service!r}: use psdist.live or psdist.ready"
-            return f"no answer within {timeout_seconds:g} s: {error.code().name}"
+            cause = asyncio.run(explain(address, Credentials(tls=tls)))
+            reason = error.code().name if cause is None else cause.message
+            return f"no answer within {timeout_seconds:g} s: {reason}"
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
 
 

@@ -66,6 +66,8 @@ PSDIST: Final = Group(
                 lambda: import_module("psdist.cli.generate.command").GENERATE),
         Command("bench", "measure the cost of a training step, on a cluster or on this machine",
                 lambda: import_module("psdist.cli.bench")),
+        Command("certs", "make, issue and show certificates for mutual TLS: psdist certs init DIR --host HOST",
+                lambda: import_module("psdist.cli.security.certs").CERTS),
         Command("chaos", "inject faults into a separate run and count lost updates",
                 lambda: import_module("psdist.cli.chaos")),
         Command("warmup", "compile the kernels ahead of the first run on this machine",

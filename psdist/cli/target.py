@@ -116,12 +116,15 @@ def ask(target: SchedulerChoice, timeout_seconds: float, talk: Callable[[Callabl
 async def _ask(target: SchedulerChoice, timeout_seconds: float, talk: Callable[..., Awaitable[T]]) -> T:
     import grpc
 
+    from psdist.security.handshake import raise_cause
     from psdist.wire.scheduler_client import scheduler_at
 
     try:
         async with scheduler_at(target.address, target.credentials) as call:
             return await talk(call)
     except grpc.aio.AioRpcError as error:
+        if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            await raise_cause(target.address, target.credentials)
         raise failure(target, timeout_seconds, error) from None
 
 

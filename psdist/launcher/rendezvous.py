@@ -94,6 +94,7 @@ class _Silence:
 async def _ask(request: RankRequest, credentials: Credentials) -> Place:
     from psdist import addresses
     from psdist.errors import SchedulerUnreachableError
+    from psdist.security.handshake import raise_cause
     from psdist.wire.scheduler_client import scheduler_at
 
     deadline = time.monotonic() + request.timeout_seconds
@@ -113,6 +114,7 @@ async def _ask(request: RankRequest, credentials: Credentials) -> Place:
                 try:
                     return await _rendezvous(call, request, master, silence.end)
                 except SchedulerUnreachableError:
+                    await raise_cause(request.scheduler, credentials)
                     if time.monotonic() >= deadline:
                         raise
                 await asyncio.sleep(_RETRY_SECONDS)

@@ -22,6 +22,10 @@ class Credentials:
     tls: TlsFiles | None = None
     insecure: bool = False
 
+    def certificate_not_after(self) -> float:
+        """Return the end of the certificate's validity, in seconds since 1970; 0 without TLS. See ``TlsFiles``."""
+        return 0.0 if self.tls is None else self.tls.not_after()
+
     def require_private(self, host: str, use: str) -> None:
         """Raise InsecureBindError for a host beyond loopback, unless TLS protects it or ``insecure`` permits it.
 

@@ -35,6 +35,9 @@ logger = logging.getLogger("psdist.tls")
 _IGNORE_TIME: Final = 0x200000
 #: Messages that pass in each direction until a handshake is over, with room to spare.
 _TURNS: Final = 6
+#: A certificate that expires within this time is reported.
+WARN_SECONDS: Final = 7 * 86400.0
+_WARN_AGAIN_SECONDS: Final = 86400.0
 _NEW_FILES: Final = "make new ones with 'psdist certs', or see docs/secure.md"
 
 
@@ -78,6 +81,8 @@ class _Cache:
     lock: threading.Lock = field(default_factory=threading.Lock)
     stamp: _Stamp = ()
     identity: TlsIdentity | None = None
+    #: Time of the last warning about the certificate's end.
+    warned: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +118,18 @@ class TlsFiles:
                     logger.warning("kept the TLS identity in use: %s", error.message)
             return cache.identity
 
+    def not_after(self) -> float:
+        """Return the end of the certificate's validity, in seconds since 1970. From a week before it a warning is
+        logged, once a day."""
+        identity, now = self.identity(), time.time()
+        if identity.not_after - now < WARN_SECONDS and now - self._cache.warned >= _WARN_AGAIN_SECONDS:
+            self._cache.warned = now
+            logger.warning(
+                "the TLS certificate %s expires at %s: renew it (psdist certs issue --overwrite), without a restart",
+                self.cert, utc(identity.not_after),
+            )  # fmt: skip
+        return identity.not_after
+
     def server_context(self) -> ssl.SSLContext:
         """Return the context to accept a TCP connection with. Ask for it again for each connection."""
         return self.identity().server_context
@@ -121,6 +138,12 @@ class TlsFiles:
         """Return the context to dial with. ``server_hostname`` must be the dialed host. Ask again for each
         connection."""
         return self.identity().client_context
+
+    def grpc_context(self) -> ssl.SSLContext:
+        """Return a context that dials a gRPC port, for diagnosis."""
+        context = _context(self, ssl.PROTOCOL_TLS_CLIENT)
+        context.set_alpn_protocols(["h2"])
+        return context
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Return credentials for a gRPC port. They follow the files. Raises as ``identity``."""
@@ -254,14 +277,15 @@ def _check_time(files: TlsFiles, not_before: float, not_after: float) -> None:
     now = time.time()
     if now > not_after:
         raise ConfigurationError(
-            f"the certificate {files.cert} expired at {_utc(not_after)}: issue another ('psdist certs issue')"
+            f"the certificate {files.cert} expired at {utc(not_after)}: issue another ('psdist certs issue')"
         )
     if now < not_before:
         raise ConfigurationError(
-            f"the certificate {files.cert} is not valid before {_utc(not_before)}, and it is {_utc(now)} here: correct "
+            f"the certificate {files.cert} is not valid before {utc(not_before)}, and it is {utc(now)} here: correct "
             "this machine's clock, or issue another"
         )
 
 
-def _utc(seconds: float) -> str:
+def utc(seconds: float) -> str:
+    """Return seconds since 1970 as text."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))

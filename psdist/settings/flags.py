@@ -39,6 +39,7 @@ class Flag:
     group: heading under which the help lists the flag.
     write: inverse of ``convert``, for the command line of another process.
     needs: flags without which this one has no effect; one of those that the program has must be set.
+    repeats: True if the flag may be given several times; its texts are then joined by commas.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Flag:
     group: str = ""
     write: Callable[[Any], str] = str
     needs: tuple[str, ...] = ()
+    repeats: bool = False
 
     @property
     def default_text(self) -> str:
@@ -189,7 +191,7 @@ class CommandLine:
     flags: tuple[Flag, ...]
     script: str = ""
     epilog: str = ""
-    #: The arguments besides flags, by the name that the help shows.
+    #: The arguments besides flags, by the name that the help shows; one in brackets may be left out, and is then empty.
     words: tuple[str, ...] = ()
     #: Names of the flags that the help shows first.
     first: tuple[str, ...] = ()
@@ -301,7 +303,7 @@ class CommandLine:
             add_help=False,
         )
         for word in self.words:
-            parser.add_argument(word, help=argparse.SUPPRESS)
+            parser.add_argument(word, help=argparse.SUPPRESS, nargs="?" if word.startswith("[") else None, default="")
         for title, flags in self.groups().items():
             group = parser.add_argument_group(title)
             for flag in flags:
@@ -337,7 +339,18 @@ def _add(parser: argparse._ActionsContainer, flag: Flag, names: tuple[str, ...],
             *names, dest=flag.dest, action="store_const", const="1", default=argparse.SUPPRESS, help=help_text
         )
     else:
-        parser.add_argument(*names, dest=flag.dest, metavar=flag.metavar, default=argparse.SUPPRESS, help=help_text)
+        parser.add_argument(
+            *names, dest=flag.dest, metavar=flag.metavar, default=argparse.SUPPRESS, help=help_text,
+            action=_Joined if flag.repeats else "store",
+        )  # fmt: skip
+
+
+class _Joined(argparse.Action):
+    """Stores the values of a repeated flag as one text."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        before = getattr(namespace, self.dest, "")
+        setattr(namespace, self.dest, f"{before},{values}" if before else values)
 
 
 class _Resolved(NamedTuple):

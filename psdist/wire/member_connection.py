@@ -25,6 +25,7 @@ from psdist.errors import (
     WaitTimeoutError,
 )
 from psdist.rights.tokens import Verifier
+from psdist.security import handshake
 from psdist.security.credentials import Credentials
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import scheduler_pb2_grpc
@@ -120,7 +121,8 @@ class MemberConnection:
     ) -> pb.RegisterResponse:
         """Register this process, retrying after errors of the types ``retried``, which are passed to ``on_failure``.
 
-        Raises SchedulerUnreachableError if nobody answered in ``timeout`` seconds, or the scheduler's refusal.
+        Raises SchedulerUnreachableError if nobody answered in ``timeout`` seconds, TlsHandshakeError if certificates
+        are the cause, or the scheduler's refusal.
         """
         attempts, last, backoff = 0, None, Backoff(self.rng)
         try:
@@ -132,10 +134,13 @@ class MemberConnection:
                     except retried as error:
                         last = error
                         on_failure(error)
+                    if attempts == 1:
+                        await handshake.raise_cause(",".join(self._places), self.credentials)
                     await asyncio.sleep(backoff.next_seconds())
         except TimeoutError:
             if last is not None and not isinstance(last, ServerUnreachableError):
                 raise last from None
+            await handshake.raise_cause(",".join(self._places), self.credentials)
             raise self.unreachable(timeout, attempts, last.message if last is not None else "no answer") from None
 
     async def register_once(

@@ -28,6 +28,7 @@ import psdist_scheduler.service  # noqa: F401
 import psdist_server.scheduler_session
 import psdist_server.service  # noqa: F401
 from psdist.link.peers import PeerListener
+from psdist.security import handshake
 from psdist.security.credentials import Credentials
 from psdist.wire import channels, convert, malloc_options, status
 from psdist.wire.followed_map import FollowedMap
@@ -204,6 +205,10 @@ def _open_channel(
     return SimChannel(running().network, address)
 
 
+async def _no_cause(places: str, credentials: Credentials) -> None:
+    """Stand-in for ``psdist.security.handshake.raise_cause``, which makes a real connection."""
+
+
 async def _probe(address: str, timeout: float) -> str:
     """Stand-in for ``psdist_scheduler.probe.probe``."""
     loop = running()
@@ -367,6 +372,7 @@ def install() -> None:
         id(KernelPool): InlinePool,
         id(ThreadPoolExecutor): InlineExecutor,
         id(channels.open_channel): _open_channel,
+        id(handshake.raise_cause): _no_cause,
         id(probe.probe): _probe,
     }
     for module in [m for name, m in sorted(sys.modules.items()) if name.split(".")[0] in _PACKAGES]:

@@ -19,6 +19,7 @@ from psdist.cli.diagnosis.finding import Finding, fail, ok, warn
 from psdist.errors import PermissionDeniedError, PsdistError, UnauthenticatedError
 from psdist.rights.tokens import Audience
 from psdist.security.credentials import Credentials
+from psdist.security.handshake import explain
 from psdist.v1 import scheduler_pb2
 from psdist.version import __version__
 from psdist.wire import auth, status
@@ -105,6 +106,8 @@ async def _status(address: str, credentials: Credentials, timeout_seconds: float
             return fail("token", error.message, "use the token of another role")
         if isinstance(error, UnauthenticatedError):
             return fail("token", error.message, "set PSDIST_TOKEN, or --token-file with the file of the scheduler")
+        if (cause := await explain(address, credentials)) is not None:
+            return fail("tls", cause.message, "see docs/secure.md, and compare both sides by 'psdist certs show'")
         remedy = "is it a psdist scheduler, of this version, and not frozen?"
         return fail("scheduler", f"{address} gives no status: {error.message}", remedy)
 

@@ -118,6 +118,21 @@ def test_files_that_vanish_keep_the_identity(tmp_path: Path) -> None:
     assert files.identity() is first
 
 
+def test_end_of_a_certificate_is_logged_a_week_ahead_once_a_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    credentials, now = Credentials(tls=write_tls(tmp_path, CA)), [0.0]
+    end = credentials.certificate_not_after()
+    assert end == int((NOW + 90 * DAY).timestamp()) and not caplog.records
+    monkeypatch.setattr("psdist.security.tls.time.time", lambda: now[0])
+    for days, logged in ((7.1, 0), (6.9, 1), (6.8, 1), (5.8, 2), (-1, 3)):
+        now[0] = end - days * 86400
+        assert credentials.certificate_not_after() == end
+        assert len(caplog.records) == logged, days
+    assert "psdist certs issue --overwrite" in caplog.text
+    assert Credentials().certificate_not_after() == 0.0
+
+
 # --- contexts of TCP connections --------------------------------------------------------------------------------------
 
 
