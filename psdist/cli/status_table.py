@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import IO, Any
@@ -14,6 +15,7 @@ from rich.text import Text
 from psdist.cli.terminal.printable import printable, printable_values
 from psdist.launcher.final_snapshot import size
 from psdist.launcher.local import plural
+from psdist.security.tls import WARN_SECONDS, utc
 
 _SHOWN_EVENTS = 8
 _SHOWN_SNAPSHOTS = 4
@@ -44,6 +46,8 @@ def print_status(status: dict[str, Any], file: IO[str] | None = None) -> None:
         console.print(Text(f"metrics: http://{status['metrics_address']}/metrics; ports of all processes: /targets"))
     if status["dashboard_address"]:
         console.print(Text(f"dashboard: http://{status['dashboard_address']}/"))
+    for warning in certificate_warnings(status, time.time()):
+        console.print(Text(warning, style="yellow"))
     if status["members"]:
         console.print(_members(status["members"]))
     if status["parameters"]:
@@ -61,8 +65,19 @@ def print_status(status: dict[str, Any], file: IO[str] | None = None) -> None:
     for wait in dict.fromkeys(waits):
         console.print(Text(f"waiting: {wait}", style="yellow"))
     for event in status["events"][-_SHOWN_EVENTS:]:
-        time = datetime.fromtimestamp(event["time"]).strftime("%H:%M:%S")
-        console.print(Text(f"{time}  {event['text']}", style="dim"))
+        clock = datetime.fromtimestamp(event["time"]).strftime("%H:%M:%S")
+        console.print(Text(f"{clock}  {event['text']}", style="dim"))
+
+
+def certificate_warnings(status: dict[str, Any], now: float) -> list[str]:
+    """Return a line for each process whose TLS certificate expires within a week. now: in seconds since 1970."""
+    ends = {"the scheduler": status["certificate_not_after"]}
+    ends |= {member["id"]: member["certificate_not_after"] for member in status["members"]}
+    return [
+        f"certificate of {name} {'expired' if end <= now else 'expires'} at {utc(end)}: renew it (psdist certs issue)"
+        for name, end in ends.items()
+        if end is not None and end - now < WARN_SECONDS
+    ]
 
 
 def make_table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:

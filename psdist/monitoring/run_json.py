@@ -34,6 +34,7 @@ def status_json(answer: scheduler_pb2.GetStatusResponse) -> dict[str, Any]:
         "waiting_for": list(answer.waiting_for),
         "metrics_address": answer.metrics_address,
         "dashboard_address": answer.dashboard_address,
+        "certificate_not_after": answer.certificate_not_after or None,
         "events": [values(event, "time", "text", "number", "kind", "warning") for event in answer.events],
     }
 
@@ -56,6 +57,7 @@ def _member(member: scheduler_pb2.MemberStatus) -> dict[str, Any]:
         "steps_per_second": _steps_per_second(member.rates),
         "waiting_share": _waiting_share(member.rates),
         "metrics_address": member.metrics_address,
+        "certificate_not_after": member.certificate_not_after or None,
         "connections": [
             {"server": one.server_id, **values(one, "parameters", "transport", "reason", "compression")}
             for one in member.connections

@@ -101,6 +101,7 @@ async def _serve_run(
     now = asyncio.get_running_loop().time()
     cluster = Cluster(_cluster_settings(settings, run_id, opened), stored, now, opened.history)
     scheduler = Scheduler(cluster, store, opened.storage)
+    scheduler.reports.certificate_not_after = settings.credentials.certificate_not_after
     writer = await _keep_summary(scheduler, opened)
     writing = asyncio.create_task(writer.run() if writer is not None else asyncio.sleep(0))
     for text in opened.history.skipped if opened.history is not None else ():

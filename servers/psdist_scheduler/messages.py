@@ -341,6 +341,15 @@ def rates(message: pb.WorkerRates) -> pb.WorkerRates:
     return pb.WorkerRates(seconds=message.seconds, waiting_seconds=message.waiting_seconds, pushes=pushes)
 
 
+#: In seconds since 1970: beyond it no time can be printed.
+_YEAR_10000: Final = 253_402_300_800.0
+
+
+def moment(value: float) -> float:
+    """Return a time that a member reports, in seconds since 1970; 0 unless it is one."""
+    return value if 0.0 < value < _YEAR_10000 else 0.0  # False for NaN.
+
+
 def metrics_address(value: str) -> str:
     """Return where a member says that it shows its metrics; empty unless that is an address."""
     if not value or len(value) > TEXT_CHARACTERS_MAX:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from psdist.consistency import kind_of
 from psdist.v1 import scheduler_pb2 as pb
@@ -24,6 +25,8 @@ class Reports:
         self.metrics_address = ""
         #: ``host:port`` of the dashboard; empty without.
         self.dashboard_address = ""
+        #: End of the validity of the scheduler's certificate.
+        self.certificate_not_after: Callable[[], float] = lambda: 0.0
         self.samples = SampleHistory()
         self.summary: SummaryKeeper | None = None
 
@@ -39,9 +42,11 @@ class Reports:
             kept.rates.CopyFrom(messages.rates(heartbeat.rates))
         self.samples.on_heartbeat(member_id, heartbeat, now)
         kept.metrics_address = messages.metrics_address(heartbeat.metrics_address)
+        kept.certificate_not_after = messages.moment(heartbeat.certificate_not_after)
 
     def tick(self, cluster: Cluster, now: float) -> None:
         """Make a sample if one is due, and add it to the run's summary."""
+        self.certificate_not_after()  # Warns of its end.
         sample = self.samples.on_tick(now, time.time())
         if sample is not None and self.summary is not None:
             entries = (one.entry for one in cluster.registry.all if one.record)
@@ -59,6 +64,7 @@ def status(cluster: Cluster, reports: Reports, now: float) -> pb.GetStatusRespon
     return pb.GetStatusResponse(
         metrics_address=reports.metrics_address,
         dashboard_address=reports.dashboard_address,
+        certificate_not_after=reports.certificate_not_after(),
         time=time.time(),
         run_id=cluster.settings.run_id,
         phase=cluster.phase,
@@ -123,6 +129,7 @@ def _member(
         report.ClearField("connections")
         report.ClearField("rates")
         report.ClearField("metrics_address")
+        report.ClearField("certificate_not_after")
     if (presence := cluster.members.sessions.liveness.get(member.member_id)) is not None:
         report.heartbeat_age_seconds, report.epoch = now - presence.seen, presence.epoch
         report.waiting_for.extend(presence.waiting_for)

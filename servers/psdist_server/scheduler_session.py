@@ -172,6 +172,7 @@ class ServerSession:
             waiting_for=sorted({wait for part in statistics.parameters for wait in part.waiting_for}),
             snapshot=server.snapshot_progress(),
             metrics_address=self.metrics_address,
+            certificate_not_after=self._connection.credentials.certificate_not_after(),
             heard=[
                 common_pb2.WorkerIncarnation(worker_id=worker_id, incarnation=incarnation, age_seconds=age)
                 for worker_id, incarnation, age in server.admission.take_heard()

@@ -250,6 +250,7 @@ class WorkerSession:
                 totals=self.activities.totals(),
                 unreachable=self.activities.reachability.reports(),
                 metrics_address=self.registrar.metrics_address,
+                certificate_not_after=self.calls.credentials.certificate_not_after(),
             )
             counts.drop_unchanged(beat)
             return beat

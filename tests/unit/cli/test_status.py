@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import time
 from argparse import Namespace
 from typing import Any
 
@@ -172,3 +173,19 @@ def test_the_addresses_of_the_dashboard_and_of_the_metrics_are_shown() -> None:
     assert ["dashboard:", "http://10.0.0.1:9500/"] in shown
     assert ["metrics:", "http://10.0.0.1:9400/metrics;"] in [line[:2] for line in shown]
     assert status_json(report)["dashboard_address"] == "10.0.0.1:9500"
+
+
+def test_certificates_that_end_soon_are_shown() -> None:
+    report, now = answer(), time.time()
+    assert not any("certificate" in cell for row in table(report) for cell in row)
+    report.certificate_not_after = now + 6 * 86400
+    report.members[0].certificate_not_after, report.members[1].certificate_not_after = now - 1, now + 8 * 86400
+    shown = " ".join(cell for row in table(report) for cell in row)
+    assert "certificate of the scheduler expires at" in shown and "psdist certs issue" in shown
+    assert f"certificate of {report.members[0].member_id} expired at" in shown
+    assert f"certificate of {report.members[1].member_id}" not in shown
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -1.0, 1e18])
+def test_times_that_make_no_sense_are_not_kept(wrong: float) -> None:
+    assert messages.moment(wrong) == 0.0 and messages.moment(1.8e9) == 1.8e9
