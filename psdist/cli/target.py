@@ -123,7 +123,7 @@ async def _ask(target: SchedulerChoice, timeout_seconds: float, talk: Callable[.
         async with scheduler_at(target.address, target.credentials) as call:
             return await talk(call)
     except grpc.aio.AioRpcError as error:
-        if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        if error.code() is grpc.StatusCode.UNAVAILABLE:
             await raise_cause(target.address, target.credentials)
         raise failure(target, timeout_seconds, error) from None
 

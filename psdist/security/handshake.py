@@ -18,7 +18,7 @@ from psdist.security.credentials import Credentials
 from psdist.security.tls import TlsFiles, utc
 
 #: Time for the connection and the handshake.
-_SECONDS: Final = 2.0
+_SECONDS: Final = 1.0
 _FLAGS: Final = "--tls-ca, --tls-cert and --tls-key (PSDIST_TLS_CA, PSDIST_TLS_CERT, PSDIST_TLS_KEY)"
 #: X509_V_ERR codes.
 _NOT_YET_VALID, _EXPIRED, _WRONG_HOST, _WRONG_IP = 9, 10, 62, 64

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import datetime
+import ipaddress
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -27,9 +28,11 @@ if TYPE_CHECKING:
 
 _FOLDER: Final = "certs"
 _CENTURY_DAYS: Final = 36_500
+_RANGE_ADDRESSES: Final = 256
 #: No variable sets these flags: PSDIST_HOST, for one, is the address that a program listens on.
 _HOST: Final = Flag(
-    "--host", "name or address at which others dial the holder; repeat it, or separate several by commas", text, "",
+    "--host", "name, address, or range of addresses (10.0.0.0/28) at which others dial the holder; repeat it, or "
+    "separate several by commas", text, "",
     "HOST", twin=False, repeats=True,
 )  # fmt: skip
 _DAYS: Final = Flag("--days", "validity of the certificates", integer(1, _CENTURY_DAYS), 90, "DAYS", twin=False)
@@ -181,7 +184,22 @@ def _print(found: Sequence[dict[str, Any]]) -> None:
 
 
 def _hosts(value: str) -> list[str]:
-    return [host for host in (part.strip() for part in value.split(",")) if host]
+    """Return the hosts in a list, in which a range such as 10.0.0.0/28 stands for its addresses."""
+    parts = [part for part in (part.strip() for part in value.split(",")) if part]
+    return [host for part in parts for host in (_addresses(part) if "/" in part else [part])]
+
+
+def _addresses(value: str) -> list[str]:
+    try:
+        network = ipaddress.ip_network(value)
+    except ValueError as error:
+        raise ConfigurationError(f"--host {value} is no range of addresses: {error}") from None
+    if network.num_addresses > _RANGE_ADDRESSES:
+        raise ConfigurationError(
+            f"--host {value} has {network.num_addresses} addresses: name at most {_RANGE_ADDRESSES}, as in "
+            "10.0.0.0/24, because all of them are in the certificate"
+        )
+    return list(map(str, network.hosts()))
 
 
 def _place(given: Namespace) -> Path:

@@ -185,3 +185,19 @@ def _run(command: list[str], timeout_seconds: float, **environ: str) -> str:
     )
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
     return done.stdout
+
+
+@pytest.mark.long
+def test_the_overlay_with_tls_trains_without_insecure(engine: list[str]) -> None:
+    command = [*engine, "-f", "docker-compose.yml", "-f", "deploy/compose.tls.yml"]
+    _run([*command, "build", "certs"], BUILD_SECONDS)
+    project = Project(command)
+    try:
+        assert "insecure" not in project.compose("config")
+        output = project.compose("up")
+        assert project.statuses() == {"scheduler": [0], "server": [0] * 3, "worker": [0] * 2}, output
+        assert project.wait("certs") == [0], output
+        assert re.search(r"\btest accuracy (9[7-9]|100)", output), output
+        assert "Handshake failed" not in output, output
+    finally:
+        project.compose("down", "--volumes", "--timeout", "5")

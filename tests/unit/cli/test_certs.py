@@ -80,6 +80,12 @@ def test_issue_uses_the_ca_of_the_folder(tmp_path: Path, capsys: pytest.CaptureF
     assert shown(capsys, tmp_path)[1]["reader.pem"]["issuer"] == f"psdist CA {NOW:%Y-%m-%d}"
 
 
+def test_a_range_stands_for_its_addresses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    certs("init", str(tmp_path), "--host", "10.0.0.0/30,a")
+    hosts = shown(capsys, tmp_path)[1]["server.pem"]["hosts"]
+    assert hosts == ["localhost", "a", "127.0.0.1", "::1", "10.0.0.1", "10.0.0.2"]
+
+
 def test_a_role_alone_is_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     certs("init")
@@ -99,6 +105,8 @@ def test_a_role_alone_is_in_the_current_folder(tmp_path: Path, monkeypatch: pyte
         (("init", "DIR/new", "--host", "0.0.0.0"), "no address that anybody dials"),
         (("init", "DIR/new", "--host", "node:29600"), "no port"),
         (("init", "DIR/new", "--days", "0"), "at least 1"),
+        (("init", "DIR/new", "--host", "10.0.0.1/24"), "has host bits set"),
+        (("init", "DIR/new", "--host", "10.0.0.0/16"), "65536 addresses: name at most 256"),
         (("init", "DIR/ca.pem/x"), "cannot be written"),
         (("show", "DIR/none"), "cannot be read"),
         (("show", "DIR/worker-key.pem"), "no certificate in PEM"),
