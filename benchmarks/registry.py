@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
+import datetime
 import importlib.util
+import os
+import secrets
+import shutil
 import subprocess
 import sys
+import tempfile
 import venv
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 
-from benchmarks.contenders import PEER_VENVS, Contender, module
+from benchmarks.contenders import DIRECTORY, PEER_VENVS, Contender, module
 from benchmarks.turns import Settings
+from psdist.security.authority import issue, make_authority
 
 #: Packages of each environment.
 PACKAGES: Mapping[str, tuple[str, ...]] = {
@@ -42,6 +51,40 @@ def psdist(
 def unreplicated(settings: Settings) -> Contender:
     """psdist without copies of its shards, otherwise the same."""
     return psdist(replace(settings, replicas=1), settings.transport, "unreplicated")
+
+
+def tls(settings: Settings) -> Contender:
+    """psdist with mutual TLS on every connection, otherwise the same."""
+    found, cores = ("--scheduler-file", f"{DIRECTORY}/scheduler"), len(os.sched_getaffinity(0))
+    quiet = ("--log-level", "warning")
+    scheduler = module(
+        "psdist_scheduler", "--address-file", f"{DIRECTORY}/scheduler", "--replicas", str(settings.replicas),
+        "--min-workers", str(settings.workers), "--min-servers", str(settings.servers), "--idle-timeout", "1", *quiet,
+    )  # fmt: skip
+    threads = ("--kernel-threads", str(max(1, cores // settings.servers)))
+    servers = [
+        module("psdist_server", *found, *threads, "--server-id", f"server-{number}", *quiet)
+        for number in range(settings.servers)
+    ]
+    workers = (
+        sys.executable, "-c", "from psdist.cli.main import worker; worker()", *found, "--nproc-per-node",
+        str(settings.workers), "--max-restarts", "0", "-m", "benchmarks.worker", settings.text(),
+    )  # fmt: skip
+    environment = {"PSDIST_TRANSPORT": settings.transport, "PSDIST_TOKEN": secrets.token_urlsafe(32)}
+    return Contender("tls", (scheduler, *servers, workers), settings.workers, environment | _tls_environment())
+
+
+@cache
+def _tls_environment() -> dict[str, str]:
+    """Return the variables of a TLS identity, whose files this process removes at its end."""
+    directory = Path(tempfile.mkdtemp(prefix="psdist-bench-tls-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    now = datetime.datetime.now(datetime.UTC)
+    ca = make_authority("benchmark", 2, now)
+    pair = issue(ca, "worker", "", (), 1, now)
+    for name, content in (("CA", ca.cert), ("CERT", pair.cert), ("KEY", pair.key)):
+        (directory / name).write_bytes(content)
+    return {f"PSDIST_TLS_{name}": str(directory / name) for name in ("CA", "CERT", "KEY")}
 
 
 def gloo(settings: Settings) -> Contender:
@@ -132,7 +175,20 @@ def tensorflow(settings: Settings) -> Contender:
 
 PEERS: Mapping[str, Callable[[Settings], Contender]] = {
     one.__name__: one
-    for one in (unreplicated, gloo, ray, ray_dataflow, tensorflow, echo, echo_tuned, echo_tcp, flight, kernel, memcpy)
+    for one in (
+        unreplicated,
+        tls,
+        gloo,
+        ray,
+        ray_dataflow,
+        tensorflow,
+        echo,
+        echo_tuned,
+        echo_tcp,
+        flight,
+        kernel,
+        memcpy,
+    )
 }
 
 

@@ -119,7 +119,7 @@ def _steps(results: Results) -> str:
         driven by Ray's scheduler. *tensorflow*: ParameterServerStrategy, asynchronous, two servers. *echo*: raw
         `grpc.aio` that sends the same bytes and gets them back, *echo_tuned* with psdist's options, *echo_tcp* the
         same by TCP alone, received into place, *flight* by `pyarrow.flight`, which is gRPC in C++.
-        *unreplicated*: psdist with one copy of each shard.
+        *unreplicated*: psdist with one copy of each shard; *tls*: psdist with mutual TLS.
         *kernel*: the sum of all gradients and Adam in one pass over memory, nothing else; *memcpy*: one gradient
         copied. *Plain calls* push the script's own arrays and get new ones; the others use gradient buffers, and read
         weights in place."""

@@ -53,7 +53,7 @@ def test_a_step_of_torch_beside_ddp(tmp_path: Path, example: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("transport", "peers"), [("shm", {"gloo", "kernel"}), ("tcp", set()), ("grpc", {"echo_tuned"})]
+    ("transport", "peers"), [("shm", {"gloo", "kernel"}), ("tcp", {"tls"}), ("grpc", {"echo_tuned"})]
 )
 def test_a_step_beside_its_peers(tmp_path: Path, transport: str, peers: set[str]) -> None:
     if "gloo" in peers:
