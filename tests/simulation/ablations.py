@@ -457,7 +457,7 @@ def _forgotten_factor(put: Put) -> None:
 
     async def forgetful(self: Any, mine: Any) -> None:
         await start(self, mine)
-        self.lr_factor = 1.0
+        self.options = replace(self.options, lr_factor=1.0)
 
     put(participation.Participation, "start_incarnation", forgetful)
 
