@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from psdist.collectives.core.header import Header
 from psdist.collectives.core.plan import Array, Plan, ReducedSegment, ReductionPlan, cut_segment, flat_bytes
-from psdist.wire.limits import EAGER_BYTES
+from psdist.wire.limits import EAGER_BYTES, EAGER_REDUCED_BYTES
 
 
 def _peers(rank: int, size: int) -> list[int]:
@@ -34,7 +34,8 @@ def all_reduce(rank: int, size: int, array: Array, out: Array, op: str) -> Plan:
     """array, out: contiguous, of one shape, and the same memory or apart."""
     header, peers = _header("all_reduce", array, op=op), _peers(rank, size)
     flat, result = array.reshape(-1), out.reshape(-1)
-    if array.nbytes <= EAGER_BYTES:
+    # Two ranks move as many bytes by whole arrays as by segments, with fewer messages.
+    if array.nbytes <= (EAGER_REDUCED_BYTES if size == 2 else EAGER_BYTES):
         # A copy, because the result may be complete, and overwrite the array, before this rank's own data was sent.
         given = flat_bytes(array).copy()
         return ReductionPlan(header, rank, peers, dict.fromkeys(peers, given), ReducedSegment(flat, result))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import Protocol
 
 import numpy as np
@@ -69,13 +69,21 @@ class DataRoute:
         """Start to choose a route. members: by rank."""
         self._members = members
 
+    @cached_property
+    def _is_one_host(self) -> bool:
+        return are_on_one_host(self._members)
+
+    @cached_property
+    def _hosts(self) -> list[range]:
+        return hosts_of(self._members)
+
     def prepare(self, lane: CallLane, plan: Plan) -> None:
         """Arrange the route for a call that is about to be made, if it is the first one that needs it."""
-        is_arranged = self._sharing is not None or self._chain is not None
-        if not is_arranged and self._machine.broken is None and lane == COLLECTIVES and host_memory.fits(plan):
+        needs_route = self._sharing is None and self._chain is None and self._machine.broken is None
+        if needs_route and self._members and lane == COLLECTIVES and host_memory.fits(plan):
             self._share()
-            if self._sharing is None and (hosts := hosts_of(self._members)):
-                self._chain = HostChain(self._machine.rank, hosts, self._group.make_part, self._group.end)
+            if self._sharing is None and self._hosts:
+                self._chain = HostChain(self._machine.rank, self._hosts, self._group.make_part, self._group.end)
                 self._machine.route = self._chain
         if plan.whole is not None:
             plan.position = self._buffers.position_of(plan.whole[0])
@@ -89,7 +97,7 @@ class DataRoute:
         self._allocator.expect(wanted.nbytes)
         try:
             await call(calls.allocate_buffer(rank, size, wanted.shape, wanted.dtype.name))
-            if are_on_one_host(self._members) and wanted.nbytes >= limits.BUFFER_BYTES_MIN:
+            if self._is_one_host and wanted.nbytes >= limits.BUFFER_BYTES_MIN:
                 self._share()
                 memories = await self._allocator.map_all(can_share=self._sharing is not None)
                 # Results need the memory of calls, too.
@@ -116,7 +124,7 @@ class DataRoute:
     def _share(self) -> None:
         """Start to share memory, if all ranks are on this host. Data moves over the links meanwhile."""
         rank, members = self._machine.rank, self._members
-        if self._sharing is None and are_on_one_host(members) and self._group.claim_memory():
+        if self._sharing is None and self._is_one_host and self._group.claim_memory():
             nbytes = host_memory.memory_bytes(len(members))
             self._sharing = HostSharing(rank, len(members), nbytes, self._group.offer_memory, self._mapped)
             self._sharing.start()

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
+from psdist.collectives.core.machine import COLLECTIVES
 from psdist.collectives.core.plan import Bytes
 from psdist.errors import InvalidArgumentError, LimitExceededError, PsdistError, SharingUnavailableError
 from psdist.link.arenas import take_arena
@@ -110,7 +111,8 @@ class IncomingLink(MessageReceiver[pb.PeerFrame]):
                 return data
             # Sent before the sender knew that the call had ended.
         else:
-            limit = limits.EAGER_BYTES
+            is_collective = message.WhichOneof("kind") == "call" and message.call.lane.source == COLLECTIVES.source
+            limit = limits.EAGER_REDUCED_BYTES if is_collective else limits.EAGER_BYTES
         if size > limit:
             raise LimitExceededError(f"a payload has {size} bytes, over {limit}")
         return np.empty(size, np.uint8)

@@ -209,9 +209,12 @@ class Mesh:
         if (group := self._groups.get(key)) is not None:
             group.on_frame(sender, frame, data)
         elif not self._is_late(key):
-            if len(self._early) >= limits.EARLY_CALLS_MAX:
+            kept = sum(early.nbytes for *_, early in self._early) + data.nbytes
+            if len(self._early) >= limits.EARLY_CALLS_MAX or kept > limits.EARLY_BYTES_MAX:
                 raise LimitExceededError(
-                    f"{len(self._early)} calls of collectives arrived before this worker made them, which is the limit"
+                    f"{len(self._early)} calls of collectives arrived before this worker made them, and {kept} bytes "
+                    f"with them; the limits are {limits.EARLY_CALLS_MAX} calls and {limits.EARLY_BYTES_MAX} bytes: let "
+                    "all workers make groups in the same order"
                 )
             self._early.append((sender, key, frame, data))
 

@@ -6,7 +6,8 @@ import asyncio
 import threading
 from collections.abc import Coroutine, Sequence
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
@@ -31,6 +32,9 @@ from psdist.errors import (
     WaitTimeoutError,
     copy_error,
 )
+from psdist.process_group.callback_threads import CallbackThreads
+
+_callbacks: Final = CallbackThreads()
 
 
 class TensorMemory:
@@ -129,9 +133,7 @@ class CollectiveWork(dist.Work):
                 self._ended.set()
                 started = self._started
             if started is not None:
-                # Callbacks may make calls, and wait for them: neither this loop nor each other's thread may be held up.
-                given = (self._tensors,)
-                threading.Thread(target=started.set_result, args=given, name="psdist callbacks", daemon=True).start()
+                _callbacks.run(partial(started.set_result, self._tensors))
 
     def _checked(self, future: torch.futures.Future[Any]) -> Any:
         if self._error is not None:

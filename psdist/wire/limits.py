@@ -216,6 +216,8 @@ DASHBOARD_REQUEST_BYTES_MAX: Final = 16 << 10
 PEER_OPENING_BYTES: Final = 4 * TOKEN_CHARACTERS_MAX + (4 << 10)
 #: Bytes that a collective sends to a peer together with the call. They may wait there until the peer makes the call.
 EAGER_BYTES: Final = 32 << 10
+#: The same for contributions to a reduction. Two ranks send each other whole arrays up to this size.
+EAGER_REDUCED_BYTES: Final = 512 << 10
 #: Bytes of one part of a larger array.
 PART_BYTES: Final = 1 << 20
 #: Parts in the memory that a worker shares with another one of its host.
@@ -239,6 +241,8 @@ BUFFER_BYTES_MIN: Final = 64 << 10
 BUFFER_BYTES_MAX: Final = 1 << 47
 #: Calls of collectives that one peer may make before this worker has made them, over all groups and tags.
 EARLY_CALLS_MAX: Final = 1024
+#: Bytes of the data that came with such calls.
+EARLY_BYTES_MAX: Final = 64 << 20
 #: Handle of a worker in a process group that torchft configures, in characters.
 HANDLE_CHARACTERS_MAX: Final = 512
 #: Open groups of one worker, names of its groups, and lanes (tags and directions) of one group.

@@ -38,8 +38,9 @@ def small_parts() -> Iterator[None]:
     """Arrays of a hundred elements travel as those of a hundred megabytes do."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plans, "PART_BYTES", 64)
-        patch.setattr(plans, "EAGER_BYTES", 32)
-        patch.setattr(calls, "EAGER_BYTES", 32)
+        for module in (plans, calls):
+            patch.setattr(module, "EAGER_BYTES", 32)
+            patch.setattr(module, "EAGER_REDUCED_BYTES", 48)
         patch.setattr(host_memory, "PIECE_BYTES", 512)
         patch.setattr(host_memory, "LARGE_GROUP_PIECE_BYTES", 768)
         patch.setattr(host_memory, "IN_PLACE_PIECE_BYTES", 64)

@@ -21,6 +21,7 @@ def install() -> Any:
         (meshes, "process_state", _Processes), (liveness, "process_state", _Processes),
         (data_route, "are_on_one_host", lambda members: False),
         (plans, "PART_BYTES", 64), (plans, "EAGER_BYTES", 32), (plans_of_calls, "EAGER_BYTES", 32),
+        (plans, "EAGER_REDUCED_BYTES", 48), (plans_of_calls, "EAGER_REDUCED_BYTES", 48),
     ]  # fmt: skip
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in stands]
     for owner, name, value in stands:

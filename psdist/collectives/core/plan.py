@@ -1,8 +1,9 @@
 """Data movement of one call at one rank: data for each peer, and memory for data from each.
 
-Data of up to ``limits.EAGER_BYTES`` for a peer travels with the call as part 0. More is sent in parts of
-``limits.PART_BYTES`` once the peer has made the call, and is received where it belongs. The results of a reduction are
-parts, too: a rank that has reduced a part of its own segment sends the result to the others.
+Data of up to ``limits.EAGER_BYTES`` for a peer, or ``limits.EAGER_REDUCED_BYTES`` to reduce, travels with the call as
+part 0. More is sent in parts of ``limits.PART_BYTES`` once the peer has made the call, and is received where it
+belongs. The results of a reduction are parts, too: a rank that has reduced a part of its own segment sends the result
+to the others.
 
 Invariants: Each part is received once, with its own size. An array that is reduced in place is not overwritten before
 it was sent: the result of a part exists only after all ranks' contributions to it have arrived.
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from psdist.collectives.core.header import NOWHERE, Header
 from psdist.collectives.core.reductions import combine
 from psdist.errors import InvalidArgumentError
-from psdist.wire.limits import EAGER_BYTES, PART_BYTES
+from psdist.wire.limits import EAGER_BYTES, EAGER_REDUCED_BYTES, PART_BYTES
 
 Array = NDArray[Any]
 #: Contiguous array of bytes.
@@ -105,7 +106,11 @@ class Plan:
         return self._given(peer) if self._is_eager(peer) else _NO_BYTES
 
     def _is_eager(self, peer: int) -> bool:
-        return not self.shares and self._given(peer).nbytes <= EAGER_BYTES
+        return not self.shares and self._given(peer).nbytes <= self._eager_bytes
+
+    @property
+    def _eager_bytes(self) -> int:
+        return EAGER_BYTES
 
     def initial(self, peer: int) -> Iterable[Outgoing]:
         """Yield the parts to send once the peer has made the call."""
@@ -174,6 +179,10 @@ class ReductionPlan(Plan):
     def _expected(self, peer: int) -> set[int]:
         results = self._segment.results.get(peer, _NO_BYTES)
         return super()._expected(peer) | {2 * number + 1 for number in range(count_parts(results.nbytes))}
+
+    @property
+    def _eager_bytes(self) -> int:
+        return EAGER_REDUCED_BYTES
 
     def _taken_bytes(self, peer: int) -> int:
         return self._size
