@@ -6,19 +6,12 @@ import sys
 from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
-from typing import Final
 
 from psdist.launcher.local import LocalSettings, run_local
 from psdist.settings.declarations import flags_of, read
-from psdist.settings.flags import CONFIG_NAME, CommandLine, Flag
+from psdist.settings.flags import CONFIG_FLAG, CommandLine
 
 SCRIPT_USAGE = "script.py [script arguments]"
-
-CONFIG_FLAG: Final = Flag(
-    CONFIG_NAME, "file with settings (TOML): psdist config template prints one. Flags and variables take precedence",
-    Path, None, "FILE",
-)  # fmt: skip
 
 EPILOG = (
     "Flags come before the script; arguments after it are the script's. PSDIST_SOME_FLAG also sets --some-flag. "

@@ -14,7 +14,7 @@ from psdist.launcher.agent import NODE_TITLE, AgentSettings, run_agent
 from psdist.launcher.local import LocalSettings, run_local
 from psdist.settings.config import check_run_id, find_scheduler, scheduler_text
 from psdist.settings.declarations import flags_of, read
-from psdist.settings.flags import CommandLine, Flag, grouped, integer, one_of, text, torchrun
+from psdist.settings.flags import CONFIG_FLAG, CommandLine, Flag, grouped, integer, one_of, text, torchrun
 from psdist.settings.other_launchers import LauncherTask, find_task
 from psdist.wire.limits import WORLD_MAX
 
@@ -64,6 +64,7 @@ def command_line() -> CommandLine:
                 Flag("--standalone", "run everything on this machine, as psdist run does, without snapshots",
                      variables=torchrun("standalone")),
             ),
+            CONFIG_FLAG,
         ),
         SCRIPT_USAGE,
         EPILOG,

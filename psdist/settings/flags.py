@@ -38,6 +38,8 @@ class Flag:
     shown_default: the default as a user would write it, if its ``str`` differs.
     group: heading under which the help lists the flag.
     write: inverse of ``convert``, for the command line of another process.
+    file_yields_to: variables of other settings with the same purpose: if one is set, a configuration file does not set
+        this flag.
     needs: flags without which this one has no effect; one of those that the program has must be set.
     repeats: True if the flag may be given several times; its texts are then joined by commas.
     """
@@ -53,6 +55,7 @@ class Flag:
     shown_default: str = ""
     group: str = ""
     write: Callable[[Any], str] = str
+    file_yields_to: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     repeats: bool = False
 
@@ -83,6 +86,13 @@ class Flag:
         """All spellings on a command line."""
         names = dict.fromkeys((self.short, self.name, "--" + self.dest))
         return tuple(name for name in names if name)
+
+
+#: Taken by every program that is started for a run.
+CONFIG_FLAG: Final = Flag(
+    CONFIG_NAME, "file with settings (TOML): psdist config template prints one. Flags and variables take precedence",
+    Path, None, "FILE",
+)  # fmt: skip
 
 
 def grouped(group: str, *flags: Flag) -> tuple[Flag, ...]:
@@ -364,6 +374,7 @@ def _resolve(flag: Flag, given: str | None, environ: Mapping[str, str], filed: S
     """Return a flag's value. Raises ConfigurationError, which names its source."""
     # An empty variable is the usual way to unset one.
     variables = [(variable, environ.get(variable) or None) for variable in flag.environment]
+    filed = None if any(environ.get(variable) for variable in flag.file_yields_to) else filed
     for source, value in [(flag.name, given), *variables, *([filed] if filed is not None else [])]:
         if value is not None:
             try:

@@ -40,7 +40,7 @@ from psdist.settings.config import (
     store_location,
 )
 from psdist.settings.declarations import flags_of, read, setting
-from psdist.settings.flags import CommandLine, Flag, fail, integer, one_of, seconds, text
+from psdist.settings.flags import CONFIG_FLAG, CommandLine, Flag, fail, integer, one_of, seconds, text
 from psdist.snapshots.policy import DEFAULT_POLICY, KEEP_MAX, STEPS_MAX, SavePolicy, parse_interval
 from psdist.wire.limits import REPLICAS_MAX
 
@@ -93,13 +93,17 @@ def storage_path_setting(default_text: str) -> Any:
 def scheduler_setting() -> Any:
     """Declare the scheduler's address."""
     return setting(
-        "the scheduler; with a standby the addresses of both, divided by a comma", scheduler_text, "", "HOST:PORT"
-    )
+        "the scheduler; with a standby the addresses of both, divided by a comma", scheduler_text, "", "HOST:PORT",
+        file_yields_to=("PSDIST_SCHEDULER_FILE", "DMLC_PS_ROOT_URI"),
+    )  # fmt: skip
 
 
 def scheduler_file_setting(group: str = "") -> Any:
     """Declare the file to read the scheduler's address from."""
-    return setting("file in which the scheduler writes its address", Path, None, "FILE", group=group)
+    return setting(
+        "file in which the scheduler writes its address", Path, None, "FILE", group=group,
+        file_yields_to=("PSDIST_SCHEDULER", "DMLC_PS_ROOT_URI"),
+    )  # fmt: skip
 
 
 def token_file_setting() -> Any:
@@ -108,8 +112,9 @@ def token_file_setting() -> Any:
     PSDIST_TOKEN takes precedence over PSDIST_TOKEN_FILE, so that variable does not set this flag: see ``find_token``.
     """
     return setting(
-        "file with the run's token (or set PSDIST_TOKEN)", Path, None, "FILE", twin=False, group=_NETWORK_TITLE
-    )
+        "file with the run's token (or set PSDIST_TOKEN)", Path, None, "FILE", twin=False, group=_NETWORK_TITLE,
+        file_yields_to=("PSDIST_TOKEN", "PSDIST_TOKEN_FILE"),
+    )  # fmt: skip
 
 
 def start_timeout_setting(help_text: str, default: float = START_TIMEOUT_SECONDS) -> Any:
@@ -313,7 +318,7 @@ def scheduler_line() -> CommandLine:
     return CommandLine(
         "psdist-scheduler",
         "Keeps the membership and the cluster map of one run.",
-        flags_of(SchedulerSettings),
+        (*flags_of(SchedulerSettings), CONFIG_FLAG),
         first=("--host", "--port", "--min-workers", "--min-servers", "--storage-path"),
     )
 
@@ -419,7 +424,7 @@ def server_line() -> CommandLine:
     return CommandLine(
         "psdist-server",
         "Holds a share of the parameters and of the optimizer's state.",
-        flags_of(ServerSettings),
+        (*flags_of(ServerSettings), CONFIG_FLAG),
         first=("--scheduler", "--host", "--port", "--server-id", "--token-file"),
     )
 

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from psdist.cli import config
+from psdist.cli import config, worker
+from psdist.cli.commands import Group
 from psdist.cli.run import command_line
 from psdist.launcher.local import LocalSettings
+from psdist.launcher.plan import SchedulerAddress
 from psdist.settings.config_template import template
 from psdist.settings.declarations import read
+from psdist.settings.programs import scheduler_settings, server_settings
 
 LINE = command_line()
 
@@ -105,3 +108,52 @@ def test_show_prints_values_with_their_origins(tmp_path: Path, capsys: pytest.Ca
         "nproc-per-node = 1  # default", 'run-id = ""  # default',
     }  # fmt: skip
     assert tomllib.loads(shown)["keep-last"] == "5"
+
+
+# --- psdist-scheduler, psdist-server and psdist-worker ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("program", config.PROGRAMS)
+def test_every_program_has_a_template(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(config.CONFIG, ["template", "--program", program]) == 0
+    printed = capsys.readouterr().out
+    line = config.PROGRAMS[program]()
+    keys = tomllib.loads(re.sub(r"^#([a-z][a-z0-9-]* = )", r"\1", printed, flags=re.MULTILINE))
+    assert set(keys) == {flag.name[2:] for flag in line.flags if flag.is_in_file} and f"of {line.program}," in printed
+
+
+def test_services_read_their_files(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret")
+    token = f"token-file = '{tmp_path / 'token'}'\n"
+    file = write(tmp_path, f"{token}port = 7000\nmin-workers = 3\nmin-servers = 2\n")
+    scheduler = scheduler_settings(["--config", file, "--min-servers", "4"], {"PSDIST_PORT": "7001"})
+    assert (scheduler.port, scheduler.workers_min, scheduler.servers_min) == (7001, 3, 4)
+    assert scheduler.credentials.token == "secret"
+    file = write(tmp_path, f"{token}scheduler = 'h:1'\nkernel-threads = 2\ninsecure = true\nhost = '0.0.0.0'\n")
+    server = server_settings([], {"PSDIST_CONFIG": file})
+    assert (server.scheduler, server.kernel_threads, server.host) == ("h:1", 2, "0.0.0.0")
+
+
+def test_variables_with_the_same_purpose_take_precedence_over_the_file(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret")
+    file = write(tmp_path, f"token-file = '{tmp_path / 'token'}'\nscheduler = 'h:1'\n")
+    server = server_settings(["--config", file], {"PSDIST_TOKEN": "other", "PSDIST_SCHEDULER_FILE": "address"})
+    assert server.credentials.token == "other"
+    assert (server.scheduler, server.scheduler_file) == ("", Path("address"))
+    file = write(tmp_path, "scheduler-file = 'address'\n")
+    given = worker.command_line().parse(["--config", file, "x.py"], {"PSDIST_SCHEDULER": "h:2"})
+    assert worker.scheduler_of(given, {"PSDIST_SCHEDULER": "h:2"}) == ("h:2", None)
+
+
+def test_a_file_of_another_program_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        server_settings(["--config", write(tmp_path, "min-workers = 3\n")], {})
+    assert ended.value.code == 2 and "unknown key 'min-workers'" in capsys.readouterr().err
+
+
+def test_a_launcher_keeps_its_file_from_its_processes() -> None:
+    assert "PSDIST_CONFIG" not in SchedulerAddress().environment({"PSDIST_CONFIG": "run.toml"})
+
+
+def call(group: Group, argv: list[str]) -> int:
+    return group.run(argv, {})
