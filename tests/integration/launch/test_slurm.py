@@ -57,7 +57,13 @@ def test_a_job_saves_at_the_signal_and_resumes_exactly(cluster: SlurmCluster, tm
     (tmp_path / "job.sh").write_text(generated + "\n")
     job = cluster.submit(tmp_path / "job.sh")
     output = tmp_path / f"psdist-{job}.out"
-    cluster.until(lambda: output.exists() and "at step 20" in output.read_text())
+
+    def trains() -> bool:
+        text = output.read_text() if output.exists() else ""
+        assert cluster.job(job, "JobState") in ("PENDING", "RUNNING") and cluster.job(job, "Restarts") == "0", text
+        return "at step 20" in text
+
+    cluster.until(trains)
     cluster.call("scancel", "--signal=TERM", job)
     cluster.until(lambda: cluster.job(job, "JobState") == "FAILED")
     assert cluster.job(job, "ExitCode") == "143:0", output.read_text()
@@ -67,8 +73,10 @@ def test_a_job_saves_at_the_signal_and_resumes_exactly(cluster: SlurmCluster, tm
     assert stopped is not None, output.read_text()
 
     cluster.call("scontrol", "requeue", job)
-    cluster.call("scontrol", "update", f"JobId={job}", "StartTime=now")
-    cluster.until(lambda: cluster.job(job, "JobState") == "COMPLETED")
+    # Nodes refuse a job that begins in the second in which its previous attempt ended.
+    cluster.call("scontrol", "update", f"JobId={job}", "StartTime=now+3")
+    cluster.until(lambda: cluster.job(job, "JobState") in ("COMPLETED", "FAILED"))
+    assert cluster.job(job, "JobState") == "COMPLETED", output.read_text()
     alone = subprocess.run(
         [*_PSDIST, "run", "--nproc-per-node", "3", "--storage-path", "none", "train.py"],
         cwd=tmp_path, text=True, capture_output=True, check=True,

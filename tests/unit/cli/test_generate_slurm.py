@@ -42,6 +42,7 @@ class Job:
     """Run of a generated script. calls: the recorded command lines by program, in order."""
 
     def __init__(self, path: Path, *argv: str, **environ: str) -> None:
+        (path / "scratch").mkdir(exist_ok=True)
         tools = path / "bin"
         tools.mkdir(exist_ok=True)
         bodies = {"scontrol": _SCONTROL, "srun": _SRUN, "squeue": _SQUEUE, "scancel": ""}
@@ -55,7 +56,8 @@ class Job:
         calls.unlink(missing_ok=True)
         variables = {
             "CALLS": str(calls), "SLURM_SUBMIT_DIR": str(path), "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "psdist",
-            "SLURM_JOB_NODELIST": "n[1-3]", "TERM_IT": "", "ENDS": "Unknown", "PREEMPTED": "None",
+            "SLURM_JOB_NODELIST": "n[1-3]", "TMPDIR": str(path / "scratch"), "TERM_IT": "",
+            "ENDS": "Unknown", "PREEMPTED": "None",
         }  # fmt: skip
         self.done = subprocess.run(
             ["bash", "job.sh"], cwd=path, env={**os.environ, **variables, **environ}, text=True, check=False,
@@ -91,6 +93,8 @@ def test_the_programs_understand_their_commands(tmp_path: Path) -> None:
     assert {"--nodelist=n1,n2,n3", "--ntasks=3", "--nodes=3"} <= set(srun)
     assert "psdist status --scheduler 10.0.0.1:20014" in job.done.stdout
     assert not job.requeues and not list((tmp_path / ".psdist").iterdir()), "the token is left behind"
+    # Numbers of jobs begin again in another cluster, so a store that is left behind would be another run's.
+    assert scheduler.store.startswith(str(tmp_path / "scratch")) and not list((tmp_path / "scratch").iterdir())
 
 
 def test_services_may_have_nodes_of_their_own(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ export PATH=@BIN@:$PATH # has psdist, on every node
 export PSDIST_RUN_ID=@RUN_ID@
 storage=@STORAGE@ # a directory that all nodes share, or a bucket
 attempt=${SLURM_RESTART_COUNT:-0}
+# The scheduler's store, on the first node. It is of this attempt only: the next one resumes from a snapshot.
+scratch=$(mktemp -d) || exit 1
 cd "$SLURM_SUBMIT_DIR" || exit 1
 
 # --- addresses ----------------------------------------------------------------------------------------------------------
@@ -61,7 +63,7 @@ service=(srun --overlap --overcommit --mem=0 --cpu-bind=none --kill-on-bad-exit=
   psdist-scheduler --host 0.0.0.0 --port "$port" --insecure \
   --min-workers @WORKERS@ --min-servers @SERVERS@ --replicas @REPLICAS@ --start-timeout @START_TIMEOUT@ \
   --storage-path "$storage" --save-interval @SAVE_INTERVAL@ \
-  --store "${TMPDIR:-/tmp}/psdist-$SLURM_JOB_ID-$attempt.sqlite" &
+  --store "$scratch/scheduler.sqlite" &
 scheduler=$!
 
 "${service[@]}" --job-name=servers --nodes=@SERVER_NODES@ --ntasks=@SERVERS@ --nodelist="$server_nodes" \
@@ -105,7 +107,7 @@ trap '' TERM
 signal_step INT scheduler
 wait "$scheduler"
 signal_step KILL servers
-rm -rf "$state"
+rm -rf "$state" "$scratch"
 
 # A run that lost its servers, or its storage for a while, may resume. docs/errors.md lists these exit statuses.
 [[ $status =~ ^(@REQUEUES@)$ ]] && [ "$attempt" -lt @REQUEUES_MAX@ ] && requeues=1
