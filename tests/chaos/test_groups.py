@@ -1,7 +1,8 @@
 """Workers of a group that are killed, stopped, or cut off in the middle of all-reduces: the others continue within a
 second, and no sum is wrong. Needs root, for network namespaces.
 
-``GROUP_ROUNDS`` in the environment is the number of rounds of each fault. The promised time is checked from ten on:
+``GROUP_ROUNDS`` in the environment is the number of rounds of each fault; without it few are made, the fewest of cut
+links, which take longest. The promised time is checked from ten on:
 fewer say nothing about the median, least of all beside other tests.
 """
 
@@ -14,17 +15,18 @@ import pytest
 from psdist.chaos.faults import namespaces_missing
 from tests.chaos.group_rounds import run
 
-ROUNDS = int(os.environ.get("GROUP_ROUNDS", "3"))
+BRIEFLY = {"kill": 3, "freeze": 2, "cut": 1}
 #: Promised time. Single rounds may take longer on a machine whose cores are busy.
 SECONDS = 1.0
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("fault", ["kill", "freeze", "cut"])
+@pytest.mark.parametrize("fault", BRIEFLY)
 def test_survivors_continue(fault: str) -> None:
     if missing := namespaces_missing():
         pytest.skip(missing)
-    times = sorted(run(fault, ROUNDS))
-    print(f"{fault}: {ROUNDS} rounds, median {times[len(times) // 2]:.3f} s, longest {times[-1]:.3f} s")
-    assert ROUNDS < 10 or times[len(times) // 2] < SECONDS, times
+    rounds = int(os.environ.get("GROUP_ROUNDS", BRIEFLY[fault]))
+    times = sorted(run(fault, rounds))
+    print(f"{fault}: {rounds} rounds, median {times[len(times) // 2]:.3f} s, longest {times[-1]:.3f} s")
+    assert rounds < 10 or times[len(times) // 2] < SECONDS, times
     assert times[-1] < 10 * SECONDS, times
