@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import median
+from math import inf
+from statistics import fmean, median
 from typing import Any, Final, NamedTuple
 
 from psdist.monitoring.stragglers import StepTimes, stragglers
@@ -29,6 +30,8 @@ TRANSFER_BYTES_MIN: Final = 256 << 10
 #: Bytes of an element as the codecs send it.
 _INT8_BYTES: Final = 1 + 4 / 256
 _TOPK_BYTES: Final = 0.08
+#: With fewer idle cores on the server's host another server is proposed, not a thread.
+_IDLE_CORES_MIN: Final = 0.25
 #: Batches per push that are proposed against latency.
 _BATCHES: Final = 4
 
@@ -60,12 +63,14 @@ class _Worker(NamedTuple):
 
 
 class _Server(NamedTuple):
-    """The busiest server. busy: share of its threads' time in updates, from 0 to 1."""
+    """The busiest server. busy: share of its threads' time in updates, from 0 to 1. idle: cores of its host that do
+    nothing; infinite if unknown."""
 
     id: str
     busy: float
     threads: int
     cores: int
+    idle: float = inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +238,9 @@ def _busiest(members: Iterable[Mapping[str, Any]], window: Sequence[Mapping[str,
         if seconds := sum(one["seconds"] for one in periods):
             threads = max(1, member["kernel_threads"])
             share = sum(one["apply_share"] * one["seconds"] for one in periods) / seconds
-            found.append(_Server(member["id"], min(1.0, share / threads), threads, max(1, member["cores"])))
+            idle = [one["idle_cores"] for one in periods if one.get("idle_cores") is not None]
+            busy, cores = min(1.0, share / threads), max(1, member["cores"])
+            found.append(_Server(member["id"], busy, threads, cores, fmean(idle) if idle else inf))
     return max(found, key=lambda server: server.busy, default=None)
 
 
@@ -359,9 +366,11 @@ class _Division:
     def _more_threads(self) -> Change:
         assert self.server is not None
         threads, cores = self.server.threads, self.server.cores
-        if threads < cores:
+        if threads < cores and self.server.idle >= _IDLE_CORES_MIN:
             text = f"--kernel-threads {cores} for {self.server.id}, which has {threads} on {cores} cores,"
-            return Change("kernel_threads", text, self._speedup(KERNEL, threads / cores))
+            # A thread without a core of its own adds nothing.
+            faster = threads + min(cores - threads, self.server.idle)
+            return Change("kernel_threads", text, self._speedup(KERNEL, threads / faster))
         servers = sum(1 for one in self.parameters["servers"] if one["shards"]) or 1
         text = f"Another server, on a host of its own (`psdist scale servers {servers + 1}`),"
         return Change("servers", text, self._speedup(KERNEL, servers / (servers + 1)))

@@ -265,4 +265,5 @@ def _server_period(one: scheduler_pb2.ServerSample) -> dict[str, Any]:
         "slices_per_second": round(one.slices_applied / one.seconds, 3),
         "apply_share": round(one.apply_seconds / one.seconds, 4),
         **values(one, "waiting_bytes", "resident_bytes", "lag_updates"),
+        "idle_cores": round(one.idle_cores, 2) if one.HasField("idle_cores") else None,
     }

@@ -1512,7 +1512,7 @@ class WorkerSample(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., seconds: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., push_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., pull_seconds: _Optional[float] = ..., pushes: _Optional[_Mapping[str, int]] = ..., traffic: _Optional[_Iterable[_Union[WorkerTotals.Traffic, _Mapping]]] = ..., dropped: _Optional[int] = ..., staleness: _Optional[int] = ..., reported: _Optional[_Mapping[str, float]] = ..., reported_step: _Optional[int] = ..., samples_per_second: _Optional[float] = ...) -> None: ...
 
 class ServerSample(_message.Message):
-    __slots__ = ("server_id", "seconds", "slices_applied", "apply_seconds", "waiting_bytes", "resident_bytes", "lag_updates")
+    __slots__ = ("server_id", "seconds", "slices_applied", "apply_seconds", "waiting_bytes", "resident_bytes", "lag_updates", "idle_cores")
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     SLICES_APPLIED_FIELD_NUMBER: _ClassVar[int]
@@ -1520,6 +1520,7 @@ class ServerSample(_message.Message):
     WAITING_BYTES_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     LAG_UPDATES_FIELD_NUMBER: _ClassVar[int]
+    IDLE_CORES_FIELD_NUMBER: _ClassVar[int]
     server_id: str
     seconds: float
     slices_applied: int
@@ -1527,7 +1528,8 @@ class ServerSample(_message.Message):
     waiting_bytes: int
     resident_bytes: int
     lag_updates: int
-    def __init__(self, server_id: _Optional[str] = ..., seconds: _Optional[float] = ..., slices_applied: _Optional[int] = ..., apply_seconds: _Optional[float] = ..., waiting_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., lag_updates: _Optional[int] = ...) -> None: ...
+    idle_cores: float
+    def __init__(self, server_id: _Optional[str] = ..., seconds: _Optional[float] = ..., slices_applied: _Optional[int] = ..., apply_seconds: _Optional[float] = ..., waiting_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., lag_updates: _Optional[int] = ..., idle_cores: _Optional[float] = ...) -> None: ...
 
 class RunSample(_message.Message):
     __slots__ = ("number", "time", "workers", "servers")

@@ -701,7 +701,7 @@ class ParametersStatistics(_message.Message):
     def __init__(self, parameters: _Optional[str] = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., applied_slices: _Optional[int] = ..., apply_seconds: _Optional[float] = ..., bytes_held: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatistics, _Mapping]]] = ..., waiting_for: _Optional[_Iterable[str]] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatistics, _Mapping]]] = ..., primary_of: _Optional[_Iterable[int]] = ..., backup_of: _Optional[_Iterable[int]] = ..., estimate_bytes: _Optional[int] = ...) -> None: ...
 
 class GetStatisticsResponse(_message.Message):
-    __slots__ = ("server_id", "epoch", "resident_bytes", "parameters", "device", "device_bytes", "kernel_threads", "cores")
+    __slots__ = ("server_id", "epoch", "resident_bytes", "parameters", "device", "device_bytes", "kernel_threads", "cores", "idle_cores")
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -710,6 +710,7 @@ class GetStatisticsResponse(_message.Message):
     DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
     KERNEL_THREADS_FIELD_NUMBER: _ClassVar[int]
     CORES_FIELD_NUMBER: _ClassVar[int]
+    IDLE_CORES_FIELD_NUMBER: _ClassVar[int]
     server_id: str
     epoch: int
     resident_bytes: int
@@ -718,4 +719,5 @@ class GetStatisticsResponse(_message.Message):
     device_bytes: int
     kernel_threads: int
     cores: int
-    def __init__(self, server_id: _Optional[str] = ..., epoch: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., parameters: _Optional[_Iterable[_Union[ParametersStatistics, _Mapping]]] = ..., device: _Optional[str] = ..., device_bytes: _Optional[int] = ..., kernel_threads: _Optional[int] = ..., cores: _Optional[int] = ...) -> None: ...
+    idle_cores: float
+    def __init__(self, server_id: _Optional[str] = ..., epoch: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., parameters: _Optional[_Iterable[_Union[ParametersStatistics, _Mapping]]] = ..., device: _Optional[str] = ..., device_bytes: _Optional[int] = ..., kernel_threads: _Optional[int] = ..., cores: _Optional[int] = ..., idle_cores: _Optional[float] = ...) -> None: ...

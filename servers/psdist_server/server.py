@@ -31,6 +31,7 @@ from psdist_server.core.contribution_comparison import EqualReport
 from psdist_server.core.slice_spans import SliceSpans
 from psdist_server.device.parameters import DeviceParameters
 from psdist_server.device.staging import Lanes
+from psdist_server.idle_cores import IdleCores
 from psdist_server.kernels import encoded
 from psdist_server.kernels.arrays import DenseParameters
 from psdist_server.kernels.double import DoubleParameters
@@ -84,6 +85,7 @@ class ParameterServer:
         self._report: Callable[[], None] = lambda: None
         self._report_snapshot: Callable[[scheduler_pb2.SnapshotReport], None] = lambda report: None
         self._pool: KernelPool[Any, Any] = KernelPool(kernel_threads)
+        self._idle_cores = IdleCores()
         self._compiler = compiler
         self._lanes = lanes
         # On Linux it reads the monotonic clock, the one that ``clock_id`` is about.
@@ -202,6 +204,7 @@ class ParameterServer:
             server_id=self.me.server_id,
             epoch=self.admission.map.epoch,
             resident_bytes=psutil.Process(os.getpid()).memory_info().rss,
+            idle_cores=self._idle_cores.measure(),
             device=self._lanes.device.name if self._lanes is not None else "",
             device_bytes=self._lanes.device.allocated if self._lanes is not None else 0,
             kernel_threads=self._pool.threads,

@@ -145,7 +145,7 @@ class SampleHistory:
             return None
         if totals.slices_applied < before.slices_applied:  # A parameter set was made again.
             before = _ServerTotals(before.time, 0, 0.0)
-        return pb.ServerSample(
+        sample = pb.ServerSample(
             server_id=member_id,
             seconds=totals.time - before.time,
             slices_applied=totals.slices_applied - before.slices_applied,
@@ -154,6 +154,9 @@ class SampleHistory:
             resident_bytes=counted.resident_bytes,
             lag_updates=sum(copy.lag_updates for one in counted.parameters for copy in one.replicas),
         )
+        if counted.HasField("idle_cores") and counted.idle_cores >= 0:  # NaN is not.
+            sample.idle_cores = min(counted.idle_cores, counted.cores)
+        return sample
 
 
 def _period(member_id: str, worker: _WorkerTotals, now: float) -> pb.WorkerSample | None:

@@ -86,11 +86,23 @@ def test_only_the_direction_without_a_codec_is_proposed() -> None:
     assert result.change.text == "pull_compression=Int8()"
 
 
+def idle(cores: float) -> list[dict[str, Any]]:
+    """Samples with a busy server on a host with so many idle cores."""
+    found = samples(period(0.5, 0.1), period(0.5, 0.1), busy=0.7)
+    for sample in found:
+        sample["servers"]["server-0"]["idle_cores"] = cores
+    return found
+
+
 def test_a_busy_server_is_named_with_its_threads() -> None:
     result = explained(status(2), samples(period(0.5, 0.1), period(0.5, 0.1), busy=0.7))
     assert (result.bottleneck, result.culprit) == ("server kernel", "server-0")
     assert result.change.setting == "kernel_threads"
     assert result.change.speedup == pytest.approx(0.5 / (0.5 - 0.35 * 0.75))
+    result = explained(status(2), idle(1.5))
+    assert result.change.speedup == pytest.approx(0.5 / (0.5 - 0.35 * (1 - 1 / 2.5)))
+    result = explained(status(2), idle(0.1))  # A second thread would only take the first one's time.
+    assert (result.change.setting, result.change.speedup) == ("servers", pytest.approx(0.5 / (0.5 - 0.35 / 2)))
     result = explained(status(2, threads=4), samples(period(0.5, 0.1), period(0.5, 0.1), busy=2.8))
     assert (result.change.setting, "scale servers 2" in result.change.text) == ("servers", True)
     assert result.change.speedup == pytest.approx(0.5 / (0.5 - 0.35 / 2))

@@ -60,7 +60,7 @@ def test_a_sample_has_the_rates_between_two_heartbeats() -> None:
     }  # fmt: skip
     assert second["servers"]["server-0"] == {
         "seconds": 2.0, "slices_per_second": 100.0, "apply_share": 0.5,
-        "waiting_bytes": 3, "resident_bytes": 7, "lag_updates": 0,
+        "waiting_bytes": 3, "resident_bytes": 7, "lag_updates": 0, "idle_cores": None,
     }  # fmt: skip
     json.dumps(second, allow_nan=False)
     assert [sample.number for sample in history.after(1)] == [2]

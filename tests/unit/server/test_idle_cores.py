@@ -1,0 +1,31 @@
+"""Idle cores between two reports."""
+
+from __future__ import annotations
+
+import time
+
+import psutil
+import pytest
+
+from psdist_server.idle_cores import IdleCores
+
+
+def test_a_period_is_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, percent = [10.0], [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(psutil, "cpu_percent", lambda: percent[0])
+    monkeypatch.setattr(psutil, "cpu_count", lambda: 8)
+    cores = IdleCores()
+    found = []
+    for seconds, busy in ((0.1, 50.0), (0.2, 75.0), (0.1, 0.0), (0.5, 100.0)):
+        now[0] += seconds
+        percent[0] = busy
+        found.append(cores.measure())
+    assert found == [None, 2.0, 2.0, 0.0]
+
+
+def test_this_host_has_at_most_its_cores() -> None:
+    cores = IdleCores()
+    cores._since -= 1.0
+    idle = cores.measure()
+    assert idle is not None and 0 <= idle <= (psutil.cpu_count() or 1)
