@@ -37,7 +37,7 @@ def test_the_commands_of_the_wire_page_make_stubs(tmp_path: Path) -> None:
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     subprocess.run(["bash", "-ec", "\n".join(lines)], cwd=tmp_path, env=environment, check=True, timeout=240)
     made = {path.relative_to(tmp_path / "stubs").as_posix() for path in (tmp_path / "stubs").rglob("*.py")}
-    names = ("common", "scheduler", "server", "worker")
+    names = ("common", "etcd", "scheduler", "server", "worker")
     assert made == {f"psdist/v1/{name}_pb2{kind}.py" for name in names for kind in ("", "_grpc")}
 
 
