@@ -31,7 +31,7 @@ async def add_standard_services(
 
     reflects: offer reflection.
     """
-    probe = health.aio.HealthServicer()
+    probe = _Health()
     health_pb2_grpc.add_HealthServicer_to_server(probe, server)
     for name in ("", service.full_name, LIVE):
         await probe.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -40,6 +40,15 @@ async def add_standard_services(
         names = (service.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
     return probe
+
+
+class _Health(health.aio.HealthServicer):  # type: ignore[misc]  # grpc has no types
+    """Health service with all of its methods. grpcio's raises NotImplementedError in ``List``, and logs a traceback."""
+
+    async def List(self, request: health_pb2.HealthListRequest, _: object) -> health_pb2.HealthListResponse:
+        """Return the status of every name."""
+        statuses = {name: health_pb2.HealthCheckResponse(status=one) for name, one in self._server_status.items()}
+        return health_pb2.HealthListResponse(statuses=statuses)
 
 
 async def set_ready(probe: health.aio.HealthServicer, *, ready: bool) -> None:
