@@ -61,7 +61,7 @@ PSDIST: Final = Group(
         Command("doctor", "check this machine, and the way to a cluster: psdist doctor --connect HOST:PORT",
                 lambda: import_module("psdist.cli.diagnosis.doctor")),
         Command("token", "make a token of a role, such as reader: psdist token create --role reader",
-                lambda: import_module("psdist.cli.credentials.token").TOKEN),
+                lambda: import_module("psdist.cli.security.token").TOKEN),
         Command("generate", "write files for an engine: psdist generate slurm --nodes 4 train.py",
                 lambda: import_module("psdist.cli.generate.command").GENERATE),
         Command("bench", "measure the cost of a training step, on a cluster or on this machine",

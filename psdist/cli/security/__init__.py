@@ -1,1 +1,1 @@
-"""Commands about certificates."""
+"""Commands about certificates and tokens."""

@@ -1,1 +1,0 @@
-"""Commands that make and show credentials: tokens of roles."""
