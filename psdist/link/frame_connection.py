@@ -451,6 +451,12 @@ def is_unanswered(connection: FrameConnection, seconds: float) -> bool:
     return bool((probes or unacknowledged) and since_acknowledged_ms > 1e3 * seconds)
 
 
+def certificate_names(connection: FrameConnection) -> list[str]:
+    """Return the SANs of the peer's certificate, without their kinds; none without TLS."""
+    certificate = None if connection._transport is None else connection._transport.get_extra_info("peercert")
+    return [name for _, name in (certificate or {}).get("subjectAltName", ())]
+
+
 def _shut_down(transport: asyncio.Transport) -> None:
     """Stop sending now. After ``abort``, uvloop keeps flushing its queue until the next loop iteration, by which time
     payload memory may have been reused."""

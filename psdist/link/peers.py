@@ -24,13 +24,14 @@ from psdist.errors import (
     PsdistError,
     WrongRunError,
 )
-from psdist.link.frame_connection import FrameConnection, MessageReceiver
+from psdist.link.frame_connection import FrameConnection, MessageReceiver, certificate_names
 from psdist.link.listening import Listener
 from psdist.rights import roles
+from psdist.rights.roles import Role
 from psdist.rights.tokens import Audience, Verifier
 from psdist.security.credentials import Credentials
 from psdist.v1 import worker_pb2 as pb
-from psdist.wire import limits
+from psdist.wire import auth, limits
 
 logger = logging.getLogger("psdist")
 
@@ -111,12 +112,20 @@ class PeerListener(Listener[pb.PeerFrame]):
             if len(self._unchecked) >= limits.UNIDENTIFIED_MAX:
                 raise LimitExceededError(f"{limits.UNIDENTIFIED_MAX} links wait for this worker to be registered")
             return lambda connection: self._hold_unchecked(hello, connection)
-        self._check(hello)
-        return lambda connection: self._keep(hello, connection)
+        role = self._check(hello)
+        return lambda connection: self._take(hello, role, connection)
 
-    def _check(self, hello: pb.PeerHello) -> None:
-        roles.check(self.verifier.role(hello.token), roles.PEER_LINK)
+    def _check(self, hello: pb.PeerHello) -> Role:
+        role = self.verifier.role(hello.token)
+        roles.check(role, roles.PEER_LINK)
         hello.token = ""
+        return role
+
+    def _take(self, hello: pb.PeerHello, role: Role, connection: FrameConnection) -> None:
+        """Keep a link whose token proved ``role``, if its certificate does not state another one. Raises
+        PermissionDeniedError."""
+        auth.certificate_role(certificate_names(connection), role, roles.PEER_LINK, hello.run_id)
+        self._keep(hello, connection)
 
     def _hold_unchecked(self, hello: pb.PeerHello, connection: FrameConnection) -> None:
         self._unchecked.append((hello, connection))
@@ -128,12 +137,11 @@ class PeerListener(Listener[pb.PeerFrame]):
         unchecked, self._unchecked = self._unchecked, []
         for hello, connection in unchecked:
             try:
-                self._check(hello)
+                self._take(hello, self._check(hello), connection)
             except PsdistError as error:
                 self.note_stranger(error.message)
                 connection.abort()
             else:
-                self._keep(hello, connection)
                 connection.release()
 
     def _keep(self, hello: pb.PeerHello, connection: FrameConnection) -> None:

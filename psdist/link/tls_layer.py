@@ -126,6 +126,8 @@ class TlsLayer(asyncio.BufferedProtocol, asyncio.Transport):
             asyncio.get_running_loop().call_soon(self._advance)
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
+        if name == "peercert":
+            return self._tls.getpeercert()
         return default if self._transport is None else self._transport.get_extra_info(name, default)
 
     def close(self) -> None:

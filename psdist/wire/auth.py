@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, Final
@@ -57,31 +57,40 @@ def caller() -> Role:
 
 
 def apply_certificate(context: grpc.aio.ServicerContext, call: str, run_id: str) -> None:
-    """Take the caller's role from its certificate, if that states one.
+    """Take the caller's role from its certificate, if that states one. Arguments and errors as for
+    ``certificate_role``."""
+    names = [name.decode("latin-1") for name in context.auth_context().get(_NAMES, [])]
+    if (role := certificate_role(names, caller(), call, run_id)) is not None:
+        _CALLER.set(role)
 
+
+def certificate_role(names: Iterable[str], proven: Role, call: str, run_id: str) -> Role | None:
+    """Return the role that a certificate states, or None if it states none.
+
+    names: its SANs.
+    proven: the role that the caller's token proves.
     call: full name of the method.
     run_id: the run served here.
 
     Raises PermissionDeniedError if the certificate is for another run, the token is of another role, or the role may
     not make the call.
     """
-    names: list[bytes] = context.auth_context().get(_NAMES, [])
-    stated = next((found for name in names if (found := parse_role_uri(name.decode("latin-1")))), None)
+    stated = next((found for name in names if (found := parse_role_uri(name))), None)
     if stated is None:
-        return
+        return None
     run, role = stated[0], Role(stated[1])
     if run not in ("", run_id):
         raise PermissionDeniedError(
             f"the certificate is for run {run!r:.80}, and this is run {run_id!r}: use one of this run (psdist certs "
             "issue)"
         )
-    if caller() not in (Role.ALL, role):
+    if proven not in (Role.ALL, role):
         raise PermissionDeniedError(
-            f"the certificate is of role {role.value}, and the token of role {caller().value}: use both of one role",
+            f"the certificate is of role {role.value}, and the token of role {proven.value}: use both of one role",
             role=role.value,
         )
     roles.check(role, call)
-    _CALLER.set(role)
+    return role
 
 
 class RightsInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types

@@ -22,6 +22,7 @@ from psdist.link.peer_link import PeerLink
 from psdist.link.peers import PeerListener
 from psdist.security.authority import KeyPair
 from psdist.security.credentials import Credentials
+from psdist.security.roles import Role
 from psdist.security.tls import TlsFiles
 from psdist.v1 import server_pb2, worker_pb2
 from psdist.v1.common_pb2 import WorkerEntry
@@ -286,6 +287,30 @@ async def test_a_worker_without_the_ca_is_told_why(
     assert isinstance(error, PeerUnreachableError)
     assert error.message.startswith("worker-0 closed its link: the peer's certificate is of a CA that this process")
     assert "the peer does not trust the CA" in caplog.text
+    listener.close()
+
+
+@pytest.mark.parametrize(
+    ("role", "run_id", "reason"),
+    [
+        ("reader", "", "this caller is reader"),
+        ("server", "", "this caller is server"),
+        ("worker", "other", "is for run 'other'"),
+    ],
+)
+@pytest.mark.parametrize("token", ["", "secret"])
+async def test_only_certificates_of_workers_of_the_run_open_links(
+    ca: KeyPair, files: TlsFiles, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+    role: Role, run_id: str, reason: str, token: str,
+) -> None:  # fmt: skip
+    listener, hello = await workers_port(Credentials(token, files))
+    consumer = Consumer()
+    listener.serve(consumer)
+    ended: asyncio.Future[PsdistError] = asyncio.get_running_loop().create_future()
+    with caplog.at_level(logging.INFO, "psdist"):
+        PeerLink(hello, write_tls(tmp_path, ca, role, run_id=run_id), ended.set_result, shares=False)
+        await asyncio.wait_for(ended, 60)
+    assert reason in caplog.text and not consumer.connections
     listener.close()
 
 
