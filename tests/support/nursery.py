@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # Otherwise the first optimizer of each worker imports it, for a second of processor time.
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -116,7 +116,7 @@ def test_torch_goes_on_where_the_servers_were(
     assert isinstance(optimizer, torch.optim.SGD) or distance(other, expected) > 1e-3, "the state matters"
 
 
-@pytest.mark.parametrize("name", ["momentum", "adam", "adagrad"])
+@pytest.mark.parametrize("name", ["momentum", "adam", pytest.param("adagrad", marks=pytest.mark.long)])  # one array
 def test_before_the_first_update_an_optimizer_is_as_new(tmp_path: Path, name: str) -> None:
     run(tmp_path, OPTIMIZERS[name], DistributedOptimizer, 0)
     model, expected = loaded(tmp_path), mlp()

@@ -144,6 +144,7 @@ def test_two_workers_write_through_the_loss_of_a_server(tmp_path: Path) -> None:
     assert float(difference) < 1e-6
 
 
+@pytest.mark.long  # test_written_weights has the same without torch; here it is the exit status of a run.
 def test_a_rank_that_writes_alone_is_named(tmp_path: Path) -> None:
     run = Run(tmp_path, SCRIPT.read_text(), str(ROOT), "differs", flags=("--nservers", "1"))
     try:
