@@ -25,18 +25,22 @@ from psdist.cli.security.certs import CERTS
 from psdist.errors import ConfigurationError
 
 NODES: Final = ("node-1", "node-2", "node-3")
-STEPS: Final = 400
+STEPS: Final = 240
+#: Here the script waits for the file "finish", so that the run does not end before the CA is replaced.
+HELD: Final = 200
 TOKEN: Final = "a-token-that-nobody-else-may-read"
 TENSOR: Final = "a-tensor-that-nobody-else-may-read"
 VALUE: Final = np.float32(12345.678)
 SCRIPT: Final = f"""
-import hashlib, threading
+import hashlib, os, threading
 import numpy as np
 import psdist
 with psdist.init() as context:
     p = context.client.parameters("p", {{"{TENSOR}": np.zeros(4096, np.float32)}}, psdist.optim.Adam(lr=1e-3))
     pace = threading.Event()
     while p.step < {STEPS}:
+        while p.step >= {HELD} and not os.path.exists("finish"):
+            pace.wait(0.1)
         gradient = np.random.default_rng(p.step).integers(-8, 9, 4096).astype(np.float32)
         gradient[:256] = {VALUE}
         p.push_pull({{"{TENSOR}": gradient}})
@@ -120,6 +124,7 @@ class Machines:
         self.start(
             "scheduler", "node-1", "scheduler", "--host", "0.0.0.0", "--port", "29600", "--replicas", "2",
             "--min-servers", "3", "--min-workers", "2", "--idle-timeout", "2",
+            "--failure-timeout", "20",
         )  # fmt: skip
         for name, node in (("server-a", "node-1"), ("server-b", "node-2"), ("server-c", "node-2")):
             self.start_server(name, node)
@@ -157,7 +162,7 @@ class Machines:
     def train_on(self, steps: int) -> None:
         """Wait for further steps."""
         wanted = self.step() + steps
-        assert wanted < STEPS, "the run would end too early"
+        assert wanted <= HELD, "the run would wait"
         self.wait_for(lambda: self.step() >= wanted, f"step {wanted}")
 
     def digest(self) -> str:
@@ -216,6 +221,7 @@ def test_a_run_of_three_machines_trains_through_a_new_ca(tmp_path: Path) -> None
     if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare", "mount"))):
         pytest.skip("network namespaces need root, ip, unshare and mount")
     with machines(tmp_path / "plain", tls=False) as (plain, captured):
+        (plain.path / "finish").touch()
         plain.start_all()
         expected = plain.digest()
         assert shown(captured) == {"token", "tensor", "payload"}, "the capture sees what is not encrypted"
@@ -234,7 +240,7 @@ def test_a_run_of_three_machines_trains_through_a_new_ca(tmp_path: Path) -> None
         # A server with a new certificate: the scheduler, the other servers and the workers dial it, or are dialed.
         run.start_server("server-d", "node-2")
         run.wait_for(lambda: "serving" in (run.path / "server-d.log").read_text(), "new server")
-        run.train_on(40)
         assert run.status_of_reader("status") == 0, run.logs
+        (run.path / "finish").touch()
         assert run.digest() == expected
         assert shown(captured) == set()
