@@ -16,10 +16,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Final
 
 from benchmarks.contenders import DIRECTORY, PEER_VENVS, Contender, module
 from benchmarks.turns import Settings
 from psdist.security.authority import issue, make_authority
+from psdist.security.roles import Role
 
 #: Packages of each environment.
 PACKAGES: Mapping[str, tuple[str, ...]] = {
@@ -27,6 +29,9 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
     "tensorflow": ("tensorflow-cpu==2.21.*",),
     "flight": ("pyarrow==26.*",),
 }
+#: Files of a TLS identity, and the roles that need one.
+_TLS: Final = ("ca", "cert", "key")
+_TLS_ROLES: Final[tuple[Role, ...]] = ("server", "worker")
 #: Environment of each peer.
 ENVIRONMENTS: Mapping[str, str] = {
     "ray": "ray", "ray_dataflow": "ray", "tensorflow": "tensorflow", "flight": "flight",
@@ -56,14 +61,15 @@ def unreplicated(settings: Settings) -> Contender:
 def tls(settings: Settings) -> Contender:
     """psdist with mutual TLS on every connection, otherwise the same."""
     found, cores = ("--scheduler-file", f"{DIRECTORY}/scheduler"), len(os.sched_getaffinity(0))
-    quiet = ("--log-level", "warning")
+    files = _tls_files()
+    flags = ("--log-level", "warning", *(word for name in _TLS for word in (f"--tls-{name}", files["server", name])))
     scheduler = module(
         "psdist_scheduler", "--address-file", f"{DIRECTORY}/scheduler", "--replicas", str(settings.replicas),
-        "--min-workers", str(settings.workers), "--min-servers", str(settings.servers), "--idle-timeout", "1", *quiet,
+        "--min-workers", str(settings.workers), "--min-servers", str(settings.servers), "--idle-timeout", "1", *flags,
     )  # fmt: skip
     threads = ("--kernel-threads", str(max(1, cores // settings.servers)))
     servers = [
-        module("psdist_server", *found, *threads, "--server-id", f"server-{number}", *quiet)
+        module("psdist_server", *found, *threads, "--server-id", f"server-{number}", *flags)
         for number in range(settings.servers)
     ]
     workers = (
@@ -71,20 +77,24 @@ def tls(settings: Settings) -> Contender:
         str(settings.workers), "--max-restarts", "0", "-m", "benchmarks.worker", settings.text(),
     )  # fmt: skip
     environment = {"PSDIST_TRANSPORT": settings.transport, "PSDIST_TOKEN": secrets.token_urlsafe(32)}
-    return Contender("tls", (scheduler, *servers, workers), settings.workers, environment | _tls_environment())
+    environment |= {f"PSDIST_TLS_{name.upper()}": files["worker", name] for name in _TLS}
+    return Contender("tls", (scheduler, *servers, workers), settings.workers, environment)
 
 
 @cache
-def _tls_environment() -> dict[str, str]:
-    """Return the variables of a TLS identity, whose files this process removes at its end."""
+def _tls_files() -> dict[tuple[str, str], str]:
+    """Return the files of the TLS identities by role and kind. This process removes them at its end."""
     directory = Path(tempfile.mkdtemp(prefix="psdist-bench-tls-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     now = datetime.datetime.now(datetime.UTC)
     ca = make_authority("benchmark", 2, now)
-    pair = issue(ca, "worker", "", (), 1, now)
-    for name, content in (("CA", ca.cert), ("CERT", pair.cert), ("KEY", pair.key)):
-        (directory / name).write_bytes(content)
-    return {f"PSDIST_TLS_{name}": str(directory / name) for name in ("CA", "CERT", "KEY")}
+    files: dict[tuple[str, str], str] = {}
+    for role in _TLS_ROLES:
+        pair = issue(ca, role, "", (), 1, now)
+        for name, content in zip(_TLS, (ca.cert, pair.cert, pair.key), strict=True):
+            files[role, name] = str(directory / f"{role}-{name}.pem")
+            Path(files[role, name]).write_bytes(content)
+    return files
 
 
 def gloo(settings: Settings) -> Contender:

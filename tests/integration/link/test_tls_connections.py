@@ -16,6 +16,7 @@ from psdist.client.transport.tcp.stream import TcpStream
 from psdist.collectives.mesh import Mesh
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.link.tls_layer import TlsLayer
+from psdist.security.authority import KeyPair
 from psdist.security.tls import TlsFiles
 from tests.support.certificates import make_ca, write_tls
 from tests.support.collective_run import SIZE as RANKS
@@ -30,13 +31,20 @@ def over_tcp() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
-    return write_tls(tmp_path_factory.mktemp("tls"), make_ca())
+def ca() -> KeyPair:
+    return make_ca()
 
 
 @pytest.fixture(scope="module")
-def encrypted(files: TlsFiles) -> Iterator[EmbeddedCluster]:
+def files(ca: KeyPair, tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
+    """Identity of the workers."""
+    return write_tls(tmp_path_factory.mktemp("worker"), ca)
+
+
+@pytest.fixture(scope="module")
+def encrypted(ca: KeyPair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedCluster]:
     """Three servers, which replicate over TCP."""
+    files = write_tls(tmp_path_factory.mktemp("server"), ca, "server")
     cluster = EmbeddedCluster(servers=3, environ=over_tcp(), replicas=2, failure_timeout=6.0, tls=files)
     yield cluster
     cluster.close()
