@@ -60,6 +60,11 @@ class Outbox(Generic[T]):
             self._closed, self._error = True, error
             self._changed.set()
 
+    def end(self) -> None:
+        """End the call after the message that was taken last."""
+        self._queue.clear()
+        self.close()
+
     async def take(self) -> T:
         """Return the next message. Raises the closing error, or ClosedError if there is none."""
         async for message in self:

@@ -42,6 +42,8 @@ logger = logging.getLogger("psdist.scheduler")
 HELLO_SECONDS = 10.0
 #: Layouts with more tensors are converted in a thread, so that heartbeats are still read meanwhile.
 _LARGE_LAYOUT = 4096
+#: Longest time for the last message of a session, which its member may not read.
+_LAST_WRITE_SECONDS = 1.0
 
 SERVICE = pb.DESCRIPTOR.services_by_name["SchedulerService"]
 
@@ -111,6 +113,9 @@ class Service:
                 background(_write_all(outbox, context, hello.takes_differences)) as writer,
             ):
                 done, _ = await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
+                # gRPC loses the status of a call that ends while a message is written.
+                outbox.end()
+                await asyncio.wait({writer}, timeout=_LAST_WRITE_SECONDS)
                 for task in done:
                     task.result()
 

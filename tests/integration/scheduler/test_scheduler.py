@@ -520,6 +520,28 @@ async def test_requests_that_are_refused(start: Start, peer: Any) -> None:
     assert (await client.ask("GetClusterMap", pb.GetClusterMapRequest())).map.workers[0].worker_id == "worker-0"
 
 
+async def test_a_session_is_refused_while_it_is_written_to(start: Start, peer: Any) -> None:
+    """A second hello, while the first map is on its way: gRPC can lose the status of a call that ends in a write."""
+    process = await start("--min-workers", "20")
+    for _ in range(100):
+        member = peer(process)
+        fields = {"protocol_version": limits.PROTOCOL_VERSION, "role": pb.ROLE_WORKER, "host": "box", "pid": 7}
+        mine = await member.stub.Register(pb.RegisterRequest(**fields), metadata=member.metadata)
+        hello = pb.SessionRequest.Hello(member_id=mine.member_id, incarnation=mine.incarnation)
+        session = member.stub.Session(metadata=member.metadata)
+        for _ in range(2):
+            await session.write(pb.SessionRequest(hello=hello))
+        async with asyncio.timeout(20):
+            error = await refusal(_read_all(session))
+        assert isinstance(error, errors.InvalidArgumentError), error
+    assert (await process.end())[0] == 0
+
+
+async def _read_all(session: Any) -> None:
+    async for _ in session:
+        pass
+
+
 async def test_a_wrong_token_is_refused_before_the_body_is_read(start: Start, peer: Any) -> None:
     process = await start()
     client = peer(process, token="wrong")
