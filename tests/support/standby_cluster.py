@@ -150,7 +150,7 @@ def cluster(directory: Path, store: str, leader_store: str = "") -> Iterator[Clu
 def results(made: Cluster, workers: list[subprocess.Popen[str]]) -> tuple[str, float]:
     """Return the digest of the weights, and the longest pause of a step in seconds."""
     for worker in workers:
-        assert worker.wait(240) == 0, made.log("worker-0") + made.log("worker-1")
+        assert worker.wait(1200) == 0, made.log("worker-0") + made.log("worker-1")
     lines = [made.log(f"worker-{rank}").split("digest ")[1].split() for rank in range(2)]
     assert lines[0][0] == lines[1][0]
     return lines[0][0], max(float(line[1]) for line in lines)

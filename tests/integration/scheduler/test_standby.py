@@ -22,7 +22,7 @@ from tests.support.standby_cluster import cluster, results
 STEPS = 1500
 #: Rounds in which all servers and schedulers are restarted, and steps that take longer than all rounds.
 ROUNDS = int(os.environ.get("ROLLING_ROUNDS", "2"))
-ROLLING_STEPS = 1500 * ROUNDS
+ROLLING_STEPS = 1000 * ROUNDS
 
 
 @pytest.fixture(scope="module")
