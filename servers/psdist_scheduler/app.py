@@ -204,7 +204,8 @@ async def _until_the_end(settings: SchedulerSettings, scheduler: Scheduler, addr
         task.cancel()
     await asyncio.gather(waiting, over, failed, *working, return_exceptions=True)
     for failure in failures:
-        logger.error("the scheduler exits because it cannot continue safely: %s", failure, exc_info=failure)
+        place = None if isinstance(failure, LeadershipLostError) else failure  # That one is no defect.
+        logger.error("the scheduler exits because it cannot continue safely: %s", failure, exc_info=place)
     if failures:
         deposed = any(isinstance(failure, LeadershipLostError) for failure in failures)
         return exit_codes.UNAVAILABLE if deposed else exit_codes.INFRASTRUCTURE

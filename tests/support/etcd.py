@@ -23,7 +23,7 @@ _TIMES = ("--heartbeat-interval", "100", "--election-timeout", "1000")
 class Etcd:
     """A running cluster. endpoints: HOST:PORT of its members. tls: files that they use, and ask their clients for."""
 
-    def __init__(self, directory: Path, size: int, tls: TlsFiles | None = None) -> None:
+    def __init__(self, directory: Path, size: int, tls: TlsFiles | None = None, options: tuple[str, ...] = ()) -> None:
         self._tls = tls
         scheme = "http" if tls is None else "https"
         files = () if tls is None else (
@@ -40,7 +40,7 @@ class Etcd:
                 "etcd", "--name", f"m{number}", "--data-dir", str(directory / f"m{number}"), "--logger", "zap",
                 "--listen-client-urls", f"{scheme}://{client}", "--advertise-client-urls", f"{scheme}://{client}",
                 "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", members,
-                "--log-level", "error", "--snapshot-count", "5000", *_TIMES, *files,
+                "--log-level", "error", "--snapshot-count", "5000", *_TIMES, *files, *options,
             )
             for number, (client, peer) in enumerate(zip(self.endpoints, peers, strict=True))
         ]  # fmt: skip
@@ -88,13 +88,15 @@ def _free_ports(count: int) -> list[int]:
 
 
 @contextmanager
-def running(directory: Path, size: int = 1, tls: TlsFiles | None = None) -> Iterator[Etcd]:
-    """Run a cluster of ``size`` members. Skips the test without etcd."""
+def running(
+    directory: Path, size: int = 1, tls: TlsFiles | None = None, options: tuple[str, ...] = ()
+) -> Iterator[Etcd]:
+    """Run a cluster of ``size`` members with further options. Skips the test without etcd."""
     if shutil.which("etcd") is None:
         pytest.skip("etcd is not installed (Debian: apt install etcd-server)")
     directory.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        etcd = Etcd(directory, size, tls)
+        etcd = Etcd(directory, size, tls, options)
         stack.callback(etcd.stop)
         etcd.await_ready()
         yield etcd

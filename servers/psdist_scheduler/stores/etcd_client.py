@@ -148,9 +148,19 @@ class EtcdClient:
                 reason = error.details() if isinstance(error, grpc.RpcError) else "no answer"
             if code not in _PASSING or not repeats or until - time.monotonic() <= _PAUSE_SECONDS:
                 raise StorageError(
-                    f"etcd does not carry out {method.rpartition('/')[2]} (last asked: {failed}): {code.name}: {reason}"
+                    f"etcd does not carry out {method.rpartition('/')[2]} (last asked: {failed}): {code.name}: "
+                    f"{reason}{_remedy(reason)}"
                 )
             time.sleep(_PAUSE_SECONDS)
+
+
+def _remedy(reason: str | None) -> str:
+    if "space exceeded" not in (reason or ""):
+        return ""
+    return (
+        ". etcd keeps each earlier revision of a key: call etcdctl compact, defrag and alarm disarm, and start etcd "
+        "with --auto-compaction-retention=1h"
+    )
 
 
 def _open(endpoint: str, identity: TlsIdentity | None) -> grpc.Channel:

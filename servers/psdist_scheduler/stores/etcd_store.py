@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from psdist.errors import ConfigurationError, PsdistError, StorageError
 from psdist.settings.config import EtcdLocation, check_run_id
@@ -37,6 +38,7 @@ from psdist_scheduler.stores.sqlite_store import SqliteStore
 from psdist_scheduler.stores.store import Store
 
 logger = logging.getLogger("psdist.scheduler")
+T = TypeVar("T")
 
 #: Raised when an older program could misread the log.
 FORMAT: Final = 1
@@ -45,6 +47,9 @@ ENDED: Final = b"ended"
 _ENDED_SECONDS: Final = 60
 #: Length of the log, in changes, at which it is shortened.
 LOG_LENGTH: Final = 256
+#: Longest time for which a write that etcd refuses is repeated while the lease holds.
+WRITE_SECONDS: Final = 10.0
+_PAUSE_SECONDS: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +96,15 @@ class EtcdStore(Store):
             self._replay()
         else:
             self._head = _Head(self.run_id)
-        # Parts of a change that an earlier leader did not complete would be taken for parts of the next one.
-        self._guarded([delete_range(self._log_key(self._head.last + 1), _end(self._prefix + b"log/"))])
+        ended = self._prefix + ENDED
+        # Parts of a change that an earlier leader did not complete would be taken for parts of the next one. The run
+        # that ended under this prefix was an earlier one.
+        self._guarded(
+            [
+                delete_range(self._log_key(self._head.last + 1), _end(self._prefix + b"log/")),
+                delete_range(ended, ended + b"\0"),
+            ]
+        )
 
     def load(self) -> StoredState | None:
         """Return the stored state; None for a new store."""
@@ -119,9 +131,11 @@ class EtcdStore(Store):
         oldest = self._prefix + b"events/"
         operations = [put(self._event_key(r.number), json.dumps(astuple(r)).encode()) for r in records]
         operations.append(delete_range(oldest, self._event_key(max(1, records[-1].number - EVENTS_MAX + 1))))
-        with suppress(PsdistError):  # Those of a scheduler that does not lead any more are lost.
+        try:
             for start in range(0, len(operations), ETCD_OPERATIONS_MAX):
                 self._guarded(operations[start : start + ETCD_OPERATIONS_MAX])
+        except PsdistError as error:  # Those of a scheduler that does not lead any more are lost.
+            logger.warning("%d events of the run's history are not stored: %s", len(records), error)
 
     def discard(self) -> None:
         with suppress(PsdistError):
@@ -197,36 +211,49 @@ class EtcdStore(Store):
             self._guarded([delete_range(self._prefix + b"log/", self._log_key(number))])
 
     def _move_head(self, head: _Head, change: pb.EtcdOperation) -> None:
-        """Write the head and the last part of a change. Raises LeadershipLostError, also if etcd does not answer for
-        as long as the lease lasts."""
+        """Write the head and the last part of a change. Raises as ``_repeat``."""
         head = replace(head, writer=self._leadership.revision)
         key = self._prefix + b"head"
         operations = [change, put(key, head.value)]
-        while True:
-            try:
-                done, revision = self._client.transact(
-                    [self._leadership.guard, written_at(key, self._head_revision)], operations, ATTEMPT_SECONDS
-                )
-                if not done:  # Unless an attempt was carried out whose answer was lost.
-                    found = self._client.get(key, ATTEMPT_SECONDS)
-                    if found is None or found.value != head.value:
-                        raise self._leadership.lost("another scheduler has taken the leader key")
-                    revision = found.mod_revision
-                self._head, self._head_revision = head, revision
-                return
-            except StorageError as error:
-                self._leadership.check(str(error))
+        compare = [self._leadership.guard, written_at(key, self._head_revision)]
+
+        def move() -> int:
+            done, revision = self._client.transact(compare, operations, ATTEMPT_SECONDS)
+            if not done:  # Unless an attempt was carried out whose answer was lost.
+                found = self._client.get(key, ATTEMPT_SECONDS)
+                if found is None or found.value != head.value:
+                    raise self._leadership.lost("another scheduler has taken the leader key")
+                revision = found.mod_revision
+            return revision
+
+        self._head_revision = self._repeat(move)
+        self._head = head
 
     def _guarded(self, operations: Sequence[pb.EtcdOperation]) -> None:
-        """Carry out operations that may be repeated. Raises LeadershipLostError."""
+        """Carry out operations that may be repeated. Raises as ``_repeat``."""
+
+        def carry_out() -> None:
+            done, _ = self._client.transact([self._leadership.guard], operations, ATTEMPT_SECONDS)
+            if not done:
+                raise self._leadership.lost("another scheduler has taken the leader key")
+
+        self._repeat(carry_out)
+
+    def _repeat(self, attempt: Callable[[], T]) -> T:
+        """Return what ``attempt`` returns, once it raises no StorageError.
+
+        Raises LeadershipLostError if the lease ends meanwhile, or the last StorageError after ``WRITE_SECONDS``: an
+        etcd without space renews leases, and writes nothing.
+        """
+        until = time.monotonic() + WRITE_SECONDS
         while True:
             try:
-                done, _ = self._client.transact([self._leadership.guard], operations, ATTEMPT_SECONDS)
-                if not done:
-                    raise self._leadership.lost("another scheduler has taken the leader key")
-                return
+                return attempt()
             except StorageError as error:
                 self._leadership.check(str(error))
+                if time.monotonic() >= until:
+                    raise
+            time.sleep(_PAUSE_SECONDS)
 
     def _log_key(self, number: int) -> bytes:
         return self._prefix + b"log/%012d/" % number

@@ -19,7 +19,7 @@ from typing import Final
 
 from psdist.errors import LeadershipLostError, StorageError
 from psdist.v1 import etcd_pb2 as pb
-from psdist_scheduler.stores.etcd_client import EtcdClient, created_at, put
+from psdist_scheduler.stores.etcd_client import ATTEMPT_SECONDS, EtcdClient, created_at, put
 
 logger = logging.getLogger("psdist.scheduler")
 
@@ -55,6 +55,8 @@ class Leadership:
         #: Revision in which this process created the leader key; 0 before.
         self.revision = 0
         self._until = 0.0
+        #: Why the lease ended before its time.
+        self._cause = ""
         self._ended = threading.Event()
         self._renewing = threading.Thread(target=self._renew, name="leader lease", daemon=True)
 
@@ -84,7 +86,7 @@ class Leadership:
         """Return if the lease holds. reason: what went wrong meanwhile. Raises LeadershipLostError."""
         late = time.monotonic() - self._until
         if late >= 0 or self._ended.is_set():
-            raise self.lost(reason or f"its lease in etcd ended {max(late, 0.0):.1f} s ago")
+            raise self.lost(self._cause or reason or f"its lease in etcd ended {max(late, 0.0):.1f} s ago")
 
     def lost(self, reason: str) -> LeadershipLostError:
         """Return the error for a leadership that has ended."""
@@ -99,13 +101,20 @@ class Leadership:
             asked = time.monotonic()
             try:
                 ttl = self._client.keep_alive(self._lease, max(_RENEW_SECONDS, self._until - asked))
+                if not ttl:
+                    self._end(asked, "its lease ended in etcd")
+                    return
+                self._until = asked + ttl
+                # The lease outlives a key that somebody deletes. Another scheduler would lead beside this one.
+                held = self._client.get(self._key, ATTEMPT_SECONDS)
+                if held is None or held.create_revision != self.revision:
+                    self._end(asked, "its leader key was deleted")
+                    return
             except StorageError as error:
                 logger.warning("the lease of the leading scheduler could not be renewed: %s", error)
-                continue
-            if not ttl:
-                self._until = min(self._until, asked)
-                return
-            self._until = asked + ttl
+
+    def _end(self, when: float, cause: str) -> None:
+        self._cause, self._until = cause, min(self._until, when)
 
     def resign(self) -> None:
         """Give up the leader key, so that another scheduler can lead immediately."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from psdist.errors import ConfigurationError
+from psdist.errors import ConfigurationError, StorageError
 from psdist.security.tls import TlsFiles
 from psdist.settings import exit_codes
 from psdist.settings.config import EtcdLocation
@@ -77,6 +77,16 @@ def _open_etcd(
         seen.append(leader)
         logger.info("waiting to lead the run at %s: %s leads it", place, leader)
 
+    def take() -> leadership.Leader | None:
+        try:
+            return claim.take()
+        except StorageError as error:
+            # The leader ends, too, if etcd does not answer for long: a standby that ended could not follow it.
+            if not (standby and seen):
+                raise
+            logger.warning("still waiting to lead the run at %s: %s", place, error)
+            return seen[-1]
+
     def wait_for(leader: leadership.Leader) -> None:
         if not standby and time.monotonic() > until:
             raise ConfigurationError(
@@ -86,7 +96,7 @@ def _open_etcd(
         wait(leadership.POLL_SECONDS)
 
     try:
-        leadership.await_leadership(claim.take, wait_for, on_leader)
+        leadership.await_leadership(take, wait_for, on_leader)
         if seen and client.get(f"{place.prefix}/".encode() + ENDED, leadership.START_SECONDS) is not None:
             logger.info("the run at %s has ended", place)
             raise SystemExit(exit_codes.OK)

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,61 @@ def test_a_leader_whose_key_was_taken_writes_nothing(place: EtcdLocation, client
     again.close()
 
 
+def test_a_leader_whose_key_is_deleted_ends(place: EtcdLocation, client: EtcdClient) -> None:
+    """By hand, while it has nothing to write: a standby would lead beside it."""
+    store = opened(place)
+    client.transact([], [delete_range(f"{place.prefix}/leader".encode(), f"{place.prefix}/leader\0".encode())], 10.0)
+    store._leadership._renewing.join(60)
+    with pytest.raises(LeadershipLostError, match="its leader key was deleted"):
+        store.check()
+    store.close()
+
+
+def test_a_leader_ends_if_etcd_has_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such an etcd renews leases and refuses writes, so a write would be repeated without end."""
+    monkeypatch.setattr(etcd_store, "WRITE_SECONDS", 0.5)
+    with running(tmp_path, options=("--quota-backend-bytes", "1000000")) as etcd:
+        place = store_location(etcd.url("run"))
+        assert isinstance(place, EtcdLocation)
+        store = opened(place)
+        store.write(Persist(1, (MEMBER,)))
+        transact, calls = store._client.transact, []
+        with suppress(StorageError):
+            for number in range(100):
+                transact([], [put(b"other/%d" % number, bytes(100_000))], 10.0)
+
+        def counting(*arguments: Any) -> tuple[bool, int]:
+            calls.append(arguments)
+            return transact(*arguments)
+
+        monkeypatch.setattr(store._client, "transact", counting)
+        with pytest.raises(StorageError, match=r"space exceeded.*alarm disarm"):
+            store.write(Persist(2, nodes=(NODE,)))
+        assert len(calls) <= 6  # With pauses.
+        store.close()
+
+
+def test_a_standby_outlives_an_outage_of_etcd(place: EtcdLocation, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = opened(place)
+    store.write(Persist(1, (MEMBER,)))
+    get, waits = EtcdClient.get, []
+
+    def failing(*arguments: Any) -> Any:
+        if len(waits) in (1, 2):
+            raise StorageError("etcd is away")
+        return get(*arguments)
+
+    def wait(seconds: float) -> None:
+        if not waits:
+            store.close()
+        waits.append(seconds)
+
+    monkeypatch.setattr(EtcdClient, "get", failing)
+    standby = opened(place, standby=True, wait=wait)
+    assert len(waits) == 3 and standby.load() == StoredState("run", 1, (MEMBER,))
+    standby.close()
+
+
 def test_a_leader_stops_when_its_lease_ends_by_its_clock(place: EtcdLocation, monkeypatch: pytest.MonkeyPatch) -> None:
     store = opened(place)
     store.check()
@@ -211,6 +267,17 @@ def test_a_standby_ends_with_the_run(place: EtcdLocation) -> None:
     with pytest.raises(SystemExit, match="0"):
         opened(place, standby=True, wait=lambda seconds: store.discard())
     opened(place).close()
+
+
+def test_a_standby_of_the_next_run_does_not_end_with_the_one_before(place: EtcdLocation) -> None:
+    store = opened(place)
+    store.write(Persist(1, (MEMBER,)))
+    store.discard()
+    store = opened(place, "next")
+    store.write(Persist(1, nodes=(NODE,)))
+    standby = opened(place, "next", standby=True, wait=lambda seconds: store.close())
+    assert standby.load() == StoredState("next", 1, nodes=(NODE,))
+    standby.close()
 
 
 def test_another_run_and_other_content_are_refused(place: EtcdLocation, client: EtcdClient) -> None:

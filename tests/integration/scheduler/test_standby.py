@@ -55,6 +55,7 @@ def test_the_standby_takes_over(etcd: Etcd, undisturbed: str, tmp_path: Path, fa
             made.schedulers[0].send_signal(signal.SIGCONT)
             assert made.schedulers[0].wait(60) == exit_codes.UNAVAILABLE
             assert "does not lead the run any more" in made.log("scheduler-0")
+            assert "Traceback" not in made.log("scheduler-0")
         assert made.status()["run_id"] == "run"
 
 
