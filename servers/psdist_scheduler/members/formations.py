@@ -12,8 +12,8 @@ Nothing is durable. After a restart of the scheduler, requests name the group of
 about waiting workers. A group that an earlier scheduler formed may have a successor already, unknown to this one. So
 live members are then waited for even if others cannot reach them, and a first group needs all live workers.
 
-A group may lack workers whose scripts have ended, and which nobody starts again. If the others are too few without
-them, and ``RETURN_SECONDS`` have passed, nobody waits any longer.
+A group may lack workers whose scripts have ended, and which nobody starts again. If it would be complete with them,
+and ``RETURN_SECONDS`` have passed, nobody waits any longer. Other missing workers may still be started by somebody.
 
 Invariants: Each epoch of a name has one list of members. Its members were live, and had asked for it. A worker that was
 left out learns of it when it asks, and may join again.
@@ -192,7 +192,7 @@ class GroupFormations:
             needed = max(asking.event.size_min for asking in chosen)
             chosen += joining if _takes_in(chosen, needed) else []
         if len(chosen) < needed:
-            ended = f"; {name_some(self._done)} ended" if self._members.demand.workers_to_come < needed else ""
+            ended = f"; {name_some(self._done)} ended" if self._lacks_ended(needed) else ""
             return f"for {needed - len(chosen)} of {needed} workers{ended}", needed
         if chosen:
             self._form(formation, chosen)
@@ -202,15 +202,23 @@ class GroupFormations:
     def _done(self) -> list[Member]:
         return self._members.demand.workers_done
 
+    def _lacks_ended(self, needed: int) -> bool:
+        """Return True if ``needed`` workers cannot come without those that have ended.
+
+        If all of them together are too few, somebody must start others, who may come at any time.
+        """
+        can_come = self._members.demand.workers_to_come
+        return can_come < needed <= can_come + len(self._done)
+
     def _never_forms(self, formation: _Formation, needed: int, event: FormGroup, now: float) -> PsdistError | None:
         """Return an error if too few of ``needed`` workers can come for the next group, since others have ended."""
         group = f"group {event.name!r}"
         if needed and event.epoch and formation.is_over:
             return LateWorkerError(f"the other members of {group} have completed their work, and {needed} are needed")
         quiet = now - max(self._members.last_done, self._members.last_joined)
-        can_come = self._members.demand.workers_to_come
-        if can_come >= needed or quiet < RETURN_SECONDS:
+        if quiet < RETURN_SECONDS or not self._lacks_ended(needed):
             return None
+        can_come = self._members.demand.workers_to_come
         text = f"{group} needs {needed} workers, and {can_come} can come: {name_some(self._done)} ended"
         if formation.epoch and not event.epoch:
             return LateWorkerError(f"{text}, and no member is left. To train again, start all workers again")

@@ -156,6 +156,15 @@ def test_a_restarted_worker_does_not_wait_for_members_that_have_ended() -> None:
     assert standing.formed and ranks(standing.members) == [0, 1, 2], "all of them started again"
 
 
+@pytest.mark.parametrize("ended", [0, 1])
+def test_a_group_waits_for_workers_that_somebody_starts_later(ended: int) -> None:
+    run = Run(1 + ended, world=1)
+    for worker in run.workers[1:]:
+        run.end(worker)
+    for now in (1.0, RETURN_SECONDS, 100 * RETURN_SECONDS):
+        assert run.ask(run.workers[0], now, size=3).waiting_for == "for 2 of 3 workers"
+
+
 def test_a_first_group_does_not_wait_for_workers_that_have_ended_without_it() -> None:
     run = Run(2, world=2)
     run.ask(run.workers[0], size=2)
