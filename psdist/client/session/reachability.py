@@ -64,6 +64,12 @@ class Reachability:
             self._unreachable[server] = _Unreachable(asyncio.get_running_loop().time())
             self._run(self._watch(server, self._unreachable[server]))
 
+    def reason(self, server: Replica) -> str:
+        """Return why the newest call to a server failed; empty if none has. It names the cause of failed TLS, which the
+        error of an attempt does not."""
+        unreachable = self._unreachable.get(server)
+        return "" if unreachable is None else unreachable.reason
+
     def restart(self) -> None:
         """Restart the counts: a new incarnation must not be expelled for reports of the previous one."""
         now = asyncio.get_running_loop().time()

@@ -189,7 +189,8 @@ class Delivery:
                 elif broken is not None:
                     if len(left) < len(route.slices):
                         backoff.reset()
-                    wait.update_reason(f"for {route.peer} to be reachable again, for {request.title}: {broken.message}")
+                    cause = self._reachability.reason(route.server) or broken.message
+                    wait.update_reason(f"for {route.peer} to be reachable again, for {request.title}: {cause}")
                     # A server that is gone meanwhile is not waited for.
                     gone = self.view.loss_of(route.server_id, route.incarnation)
                     await asyncio.wait({gone}, timeout=backoff.next_seconds())

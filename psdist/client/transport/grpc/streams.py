@@ -21,7 +21,9 @@ from psdist.client.transport.grpc.write_queue import WriteQueue
 from psdist.client.transport.requests import Request
 from psdist.client.transport.transport import ServerLoss, Transport, attempt_error
 from psdist.errors import ClosedError, ServerUnreachableError, copy_error
+from psdist.rights import roles
 from psdist.rights.tokens import Audience
+from psdist.security import handshake
 from psdist.security.credentials import Credentials
 from psdist.wire import auth, channels, limits, status
 
@@ -68,12 +70,16 @@ class GrpcTransport(Transport):
         return channel
 
     async def call_server(self, address: str) -> None:
-        """Make a short call to check that the server answers at all. Raises ServerUnreachableError."""
-        call = self._channel(address).unary_unary(_SERVICE + "GetStatistics")
+        """Make a short call, which every role may make, to check that the server answers at all.
+
+        Raises ServerUnreachableError, TlsHandshakeError if certificates are the cause.
+        """
+        call = self._channel(address).unary_unary(roles.HEALTH_CHECK)
         try:
             await call(b"", metadata=self._metadata, timeout=self._silence_seconds())
         except grpc.aio.AioRpcError as failure:
             if failure.code() in _NO_ANSWER:
+                await handshake.raise_cause(address, self.credentials)
                 error = status.from_call(failure, f"the server at {address}")
                 raise ServerUnreachableError(error.message) from None
 

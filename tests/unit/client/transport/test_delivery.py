@@ -180,6 +180,23 @@ async def test_a_server_without_news_is_tried_again_and_the_wait_says_why(setup:
     assert (await call)["w"].tolist() == [1.0] * ELEMENTS
 
 
+async def test_the_wait_names_the_cause_that_the_probe_found(setup: Setup) -> None:
+    """gRPC reports a refused certificate as "Socket closed". The probe makes a handshake of its own."""
+    weights = await setup.create()
+    remedy = "its certificate is not of a CA in ca.pem: give both sides the same CA"
+
+    async def probe(address: str) -> None:
+        if setup.servers[1].breaks:
+            raise errors.TlsHandshakeError(remedy)
+
+    setup.client.session.activities.reachability.call = probe
+    setup.servers[1].breaks = [Break(0)] * 3
+    call = asyncio.create_task(weights.push_pull(gradient()))
+    async with asyncio.timeout(50):
+        await waits_for(setup, remedy)
+    assert (await call)["w"].tolist() == [1.0] * ELEMENTS
+
+
 async def test_a_server_that_came_back_empty_is_not_asked(setup: Setup) -> None:
     weights = await setup.create()
     setup.servers[1].incarnation = 2
