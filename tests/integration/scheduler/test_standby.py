@@ -103,6 +103,8 @@ def test_all_processes_are_restarted_one_by_one(etcd: Etcd, tmp_path: Path) -> N
                 made.schedulers[leader].terminate()
                 assert made.schedulers[leader].wait(120) == exit_codes.OK, made.log(f"scheduler-{leader}")
                 made.start_scheduler(leader, etcd.url("rolling"))
+                # It must wait before the other one ends, or that one might lead again once it is restarted.
+                made.until(f"scheduler-{leader}", "leads it", number + (leader == 1))
                 leader = 1 - leader
                 made.until(f"scheduler-{leader}", "listening", number + (leader == 0))
         left = [worker for worker in workers if worker.poll() is None]
