@@ -21,7 +21,7 @@ from math import inf
 from statistics import fmean, median
 from typing import Any, Final, NamedTuple
 
-from psdist.monitoring.stragglers import StepTimes, stragglers
+from psdist.monitoring.stragglers import StepTimes, lower_quartile, stragglers
 
 #: Completed steps of each worker that an explanation needs: one more or less is an error of a fifth.
 STEPS_MIN: Final = 5
@@ -253,6 +253,17 @@ def _covered(window: Iterable[Mapping[str, Any]]) -> float:
     return max(seconds.values())
 
 
+def _slowest_first(workers: Sequence[_Worker], slow: Iterable[str]) -> list[_Worker]:
+    """Return the workers in the order in which others wait for them: first the stragglers, whose ids are ``slow``.
+
+    All receive as slowly as one of them sends, so the time of receiving alone does not tell who is late.
+    """
+    own = lower_quartile(one.own for one in workers)
+    busy = lower_quartile(one.times.busy for one in workers)
+    late = {one.id: max(one.own - own, one.times.busy - busy) for one in workers}
+    return sorted(workers, key=lambda one: (one.id in slow, late[one.id]), reverse=True)
+
+
 class _Division:
     """Division of a step into its parts."""
 
@@ -261,15 +272,15 @@ class _Division:
         self.workers = workers
         self.server = server
         self.step = median(worker.seconds for worker in workers)
-        # The others wait for a worker while it does not wait.
-        slowest_first = sorted(workers, key=lambda worker: worker.times.busy, reverse=True)
+        slow = stragglers({one.id: one.times for one in workers}) if parameters["consistency"] != "asp" else {}
+        slowest_first = _slowest_first(workers, slow)
         #: Workers that nobody waits for.
         spared = 0 if parameters["consistency"] != "bsp" else parameters["backup_workers"]
         waited = slowest_first[min(spared, len(slowest_first) - 1) :]
         self.slowest = waited[0]
         self.others = waited[1:] or waited
         self.typical = median(worker.own for worker in self.others)
-        slow = stragglers({one.id: one.times for one in workers}) if parameters["consistency"] != "asp" else {}
+        self.typical_busy = median(worker.times.busy for worker in self.others)
         self.stragglers = [one for one in waited if one.id in slow]
         self.excess = self._excess()
         self.push_bytes = median(worker.push_bytes for worker in workers)
@@ -279,9 +290,10 @@ class _Division:
 
     def _excess(self) -> float:
         """Return the seconds of a step in which workers wait for the slowest straggler; 0 without one."""
-        busy = median(one.times.busy for one in self.others)
-        late = [max(one.own - self.typical, one.times.busy - busy) for one in self.stragglers]
-        return min(max(late, default=0.0), self.step)
+        if not self.stragglers:
+            return 0.0
+        late = max(self.slowest.own - self.typical, self.slowest.times.busy - self.typical_busy)
+        return min(max(late, 0.0), self.step)
 
     def _parts(self) -> dict[str, float]:
         """Return seconds by part, which add up to the step."""
@@ -333,12 +345,18 @@ class _Division:
         moved += f" over {' and '.join(self.transports)}" if self.transports else ""
         slowest = ""
         if self.excess:
-            slowest = f"; {self.slowest.id} computes and sends for {_time(self.slowest.own)}, the others for "
-            slowest += _time(self.typical)
+            slowest = f"; {self.slowest.id} {self._lateness()}"
         kernel = ""
         if self.server is not None:
             kernel = f"; the {self.server.threads} kernel thread(s) of {self.server.id} are {self.server.busy:.0%} busy"
         return f"A step has {parts}; {moved}{slowest}{kernel}."
+
+    def _lateness(self) -> str:
+        """Return the times in which the slowest worker differs from the others."""
+        own, busy = self.slowest.own, self.slowest.times.busy
+        if own - self.typical >= busy - self.typical_busy:
+            return f"computes and sends for {_time(own)}, the others for {_time(self.typical)}"
+        return f"computes, sends and receives for {_time(busy)}, the others for {_time(self.typical_busy)}"
 
     # --- changes ------------------------------------------------------------------------------------------------------
 
@@ -355,7 +373,8 @@ class _Division:
         """Not waiting for the stragglers: backup workers in BSP, ASP in SSP."""
         names = ", ".join(sorted(one.id for one in self.stragglers)[:3])
         if self.parameters["consistency"] != "bsp":
-            alone = [max(1e-9, one.own + self.step - self.slowest.own) for one in self.workers]
+            # Each is as fast as the slowest one, but for the time that it waits for that one.
+            alone = [max(1e-9, one.times.busy + self.step - self.slowest.times.busy) for one in self.workers]
             pushes = sum(1 / seconds for seconds in alone)
             speedup = pushes * self.step / len(self.workers)
             return Change("consistency", f"consistency=ASP(), which does not wait for {names},", speedup, "pushes")

@@ -15,10 +15,12 @@ from psdist.security.credentials import Credentials
 
 
 def period(
-    step: float, compute: float, *, push: float = 0.0, moved: float = 4e6, transport: str = "tcp", name: str = "model"
-) -> dict[str, Any]:
+    step: float, compute: float, *, push: float = 0.0, pull: float = 0.0, moved: float = 4e6, transport: str = "tcp",
+    name: str = "model",
+) -> dict[str, Any]:  # fmt: skip
     """A second of a worker whose steps take ``step`` seconds and move ``moved`` bytes in each direction."""
-    phases = {"compute": compute / step, "push": push / step, "wait": 1 - (compute + push) / step, "pull": 0.0}
+    seconds = {"compute": compute, "push": push, "wait": step - compute - push - pull, "pull": pull}
+    phases = {phase: one / step for phase, one in seconds.items()}
     traffic = {
         "transport": transport,
         "push_codec": "float32",
@@ -122,6 +124,28 @@ def test_a_straggler_is_named_and_backup_workers_would_not_wait_for_it() -> None
 def test_a_worker_with_a_slow_link_of_its_own_is_a_straggler() -> None:
     result = explained(status(2), samples(period(0.5, 0.05, push=0.4), period(0.5, 0.05)))
     assert (result.bottleneck, result.culprit) == ("straggler", "worker-0")
+
+
+@pytest.mark.parametrize("workers", [2, 3, 5])
+@pytest.mark.parametrize("faster", [-0.001, 0.001])
+def test_a_slow_sender_is_the_straggler_though_the_others_receive_as_long(workers: int, faster: float) -> None:
+    slow, other = period(0.5, 0.1, push=0.349, pull=0.05), period(0.5, 0.1, push=0.05, pull=0.349 + faster)
+    result = explained(status(workers), samples(*[other] * (workers - 1), slow))
+    assert (result.bottleneck, result.culprit) == ("straggler", f"worker-{workers - 1}")
+    assert result.parts["straggler"] == pytest.approx(0.299)
+    assert f"worker-{workers - 1} computes and sends for 449 ms, the others for 150 ms" in result.evidence
+    # The sender is the one that a backup worker replaces.
+    result = explained(status(workers, backup=1), samples(*[other] * (workers - 1), slow))
+    assert result.parts["straggler"] == 0
+
+
+@pytest.mark.parametrize(("consistency", "gain"), [("bsp", 0.5 / 0.2), ("ssp", (2 / 0.2 + 1 / 0.5) * 0.5 / 3)])
+def test_a_slow_receiver_is_a_straggler_with_its_evidence_and_gain(consistency: str, gain: float) -> None:
+    slow, other = period(0.5, 0.1, push=0.05, pull=0.35), period(0.5, 0.1, push=0.05, pull=0.05)
+    result = explained(status(3, consistency=consistency), samples(other, slow, other))
+    assert (result.bottleneck, result.culprit) == ("straggler", "worker-1")
+    assert "worker-1 computes, sends and receives for 500 ms, the others for 200 ms" in result.evidence
+    assert result.change.speedup == pytest.approx(gain)
 
 
 def test_stale_workers_wait_for_the_slowest_and_asynchronous_ones_do_not() -> None:
