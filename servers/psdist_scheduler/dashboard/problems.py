@@ -114,11 +114,15 @@ def _slowness(who: str, mine: Period, others: list[Period]) -> dict[str, Any]:
     def median(*phases: str) -> float:
         return statistics.median(sum(one.shares[phase] for phase in phases) for one in others)
 
-    holds_up = median("wait") > mine.shares["wait"] + _HELD_UP
+    def exceeds(*phases: str) -> float:
+        return sum(mine.shares[phase] for phase in phases) - median(*phases)
+
+    # While it sends slowly, the others receive its results as slowly, instead of waiting for them.
+    holds_up = min(exceeds("wait"), exceeds("wait", "pull")) < -_HELD_UP
     rate = statistics.median(one.rate for one in others)
     excess = {
-        "straggler": mine.shares["compute"] - median("compute"),
-        "link": mine.shares["push"] + mine.shares["pull"] - median("push", "pull"),
+        "straggler": exceeds("compute"),
+        "link": max(exceeds("push"), exceeds("push", "pull")),
     }
     kind = max(excess, key=lambda name: excess[name])
     phases = ("compute",) if kind == "straggler" else ("push", "pull")

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[3]
 CASES = {
     "computes": ((0.2, 0.1, 0.6, 0.1), (0.8, 0.1, 0.0, 0.1), True),
     "sends slowly, so that the others receive slowly": ((0.1, 0.05, 0.3, 0.55), (0.1, 0.8, 0.0, 0.1), True),
+    "sends slowly, and nobody waits": ((0.1, 0.05, 0.0, 0.85), (0.1, 0.79, 0.0, 0.11), True),
     "receives slowly": ((0.1, 0.05, 0.8, 0.05), (0.1, 0.05, 0.0, 0.85), True),
     "a little slow": ((0.5, 0.1, 0.3, 0.1), (0.7, 0.1, 0.1, 0.1), False),
     "slow in a small part of the step": ((0.01, 0.01, 0.97, 0.01), (0.09, 0.01, 0.89, 0.01), False),

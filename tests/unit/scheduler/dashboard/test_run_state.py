@@ -78,6 +78,12 @@ def test_the_worker_for_which_the_others_wait_is_named(slow: tuple[float, float,
     assert "the others wait for it" in found["worker-1"][1]
 
 
+def test_a_slow_sender_is_named_though_the_others_receive_for_as_long() -> None:
+    shares = {"worker-0": (0.1, 0.05, 0.0, 0.85), "worker-1": (0.1, 0.8, 0.0, 0.1), "worker-2": (0.1, 0.05, 0.0, 0.85)}
+    (found,) = problems(status(), seconds(shares)).values()
+    assert found[0] == "link" and "has a slow link" in found[1] and "the others wait for it" in found[1]
+
+
 def test_a_server_that_fails_makes_no_link_slow() -> None:
     run, answer = RunState(), status()
     made = seconds({f"worker-{rank}": (0.2, 0.05, 0.7, 0.05) for rank in range(3)})
