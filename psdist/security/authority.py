@@ -1,8 +1,8 @@
 """A CA of its own for one deployment, and the certificates that it issues. No files here.
 
 A certificate states the role of its holder in a URI among its SANs, ``psdist://RUN/ROLE``; RUN is ``*`` for any run.
-Its other SANs are the hosts at which the holder may be dialed. It serves both ends of a connection, because servers and
-workers dial each other.
+Its other SANs are the hosts at which the holder may be dialed: none for an admin or a reader, who dial others alone. It
+serves both ends of a connection, because servers and workers dial each other.
 
 Needs the package ``cryptography`` (the extra ``tls``), which nothing else in psdist needs.
 """
@@ -23,7 +23,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from psdist import addresses
 from psdist.errors import ConfigurationError
-from psdist.security.roles import Role, role_uri
+from psdist.security.roles import CLIENT_ROLES, Role, role_uri
 
 #: Names and addresses of this machine, which every certificate has.
 LOOPBACK_HOSTS: Final = ("localhost", "127.0.0.1", "::1")
@@ -59,11 +59,12 @@ def issue(
     """Return a new certificate of a role, and its key.
 
     run_id: the run it is for; empty for any.
-    hosts: names and addresses at which the holder is dialed, besides this machine's own.
+    hosts: names and addresses at which the holder is dialed, besides this machine's own; none for ``CLIENT_ROLES``.
     now: in UTC.
 
     Raises ConfigurationError for a host that cannot be in a certificate, or a CA that expires before.
     """
+    dialed = _dialed_hosts(role, hosts)
     issuer = x509.load_pem_x509_certificate(authority.cert)
     if now + datetime.timedelta(days=days) > issuer.not_valid_after_utc:
         raise ConfigurationError(
@@ -73,7 +74,7 @@ def issue(
     issuer_key = serialization.load_pem_private_key(authority.key, None)
     assert isinstance(issuer_key, ec.EllipticCurvePrivateKey)
     key = ec.generate_private_key(ec.SECP256R1())
-    names = map(_general_name, dict.fromkeys((*LOOPBACK_HOSTS, *hosts)))
+    names = map(_general_name, dict.fromkeys(dialed))
     role_name = x509.UniformResourceIdentifier(role_uri(run_id, role))
     issuer_name = str(issuer.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
     builder = (
@@ -87,6 +88,19 @@ def issue(
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()), critical=False)
     )
     return _signed(builder, key, issuer_key)
+
+
+def _dialed_hosts(role: Role, hosts: Iterable[str]) -> tuple[str, ...]:
+    """Return all hosts of a certificate. Raises ConfigurationError for hosts of a role that nobody dials."""
+    given = tuple(hosts)
+    if role not in CLIENT_ROLES:
+        return (*LOOPBACK_HOSTS, *given)
+    if given:
+        raise ConfigurationError(
+            f"--host {given[0]:.300}: nobody dials the holder of a certificate of role {role}, so it names no host. "
+            "Leave out --host, or choose another --role"
+        )
+    return ()
 
 
 def _builder(

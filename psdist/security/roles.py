@@ -7,6 +7,9 @@ from typing import Final, Literal, get_args
 Role = Literal["scheduler", "server", "worker", "admin", "reader"]
 
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
+#: Roles of people and programs that dial others alone. Their certificates name no host, so that nobody who dials a
+#: scheduler, server or worker can take the holder of one for it.
+CLIENT_ROLES: Final[frozenset[Role]] = frozenset({"admin", "reader"})
 #: In place of a run's name: any run.
 ANY_RUN: Final = "*"
 _SCHEME: Final = "psdist://"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from psdist.cli.commands import Command, Group, Leaf, show
 from psdist.errors import ConfigurationError
-from psdist.security.roles import ROLES, Role
+from psdist.security.roles import CLIENT_ROLES, ROLES, Role
 from psdist.security.tls import WARN_SECONDS
 from psdist.settings.config import check_run_id
 from psdist.settings.exit_codes import FAILURE, OK, UNAVAILABLE
@@ -71,7 +71,8 @@ def _init(given: Namespace, environ: Mapping[str, str]) -> int:
     hosts = _hosts(given.host)
     pairs: dict[str, authority.KeyPair] = {folder.CA_NAME: ca}
     for role in ROLES:
-        pairs[role] = authority.issue(ca, role, given.run_id, hosts, given.days, now)
+        dialed = () if role in CLIENT_ROLES else hosts
+        pairs[role] = authority.issue(ca, role, given.run_id, dialed, given.days, now)
     place = _place(given)
     folder.write(place, pairs, overwrite=given.overwrite)
     print(f"wrote a CA and certificates of {', '.join(ROLES)} to {place}, valid for {given.days} days")

@@ -52,6 +52,7 @@ def test_init_makes_what_programs_need(tmp_path: Path, capsys: pytest.CaptureFix
     worker = found["worker.pem"]
     assert (worker["role"], worker["run_id"], worker["days_left"], worker["state"]) == ("worker", "r1", 90.0, "valid")
     assert worker["hosts"] == ["localhost", "node-1", "127.0.0.1", "::1", "10.0.0.1", "fd00::1"]
+    assert [found[f"{role}.pem"]["hosts"] for role in ("admin", "reader")] == [[], []]
     assert certs("show", str(place)) == exit_codes.OK
     assert "scheduler.pem" in capsys.readouterr().out
 
@@ -97,6 +98,7 @@ def test_a_role_alone_is_in_the_current_folder(tmp_path: Path, monkeypatch: pyte
     ("words", "said"),
     [
         (("issue", "DIR"), "--role is missing"),
+        (("issue", "DIR", "--role", "reader", "--name", "me", "--host", "a"), "names no host. Leave out --host"),
         (("issue", "DIR", "--role", "boss"), "not one of scheduler, server, worker, admin, reader"),
         (("issue", "DIR", "--role", "worker", "--name", "ca"), "name of another file"),
         (("issue", "DIR", "--role", "worker", "--name", "a/b"), "use 1 to 64 of"),

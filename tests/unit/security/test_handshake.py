@@ -16,6 +16,7 @@ import pytest
 from psdist.errors import TlsHandshakeError
 from psdist.security.credentials import Credentials
 from psdist.security.handshake import explain
+from psdist.security.roles import Role
 from psdist.security.tls import TlsFiles
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import channels
@@ -103,6 +104,19 @@ async def test_host_that_is_not_in_the_certificate(tmp_path: Path) -> None:
     finally:
         await server.stop(0)
     assert "not for 127.0.0.2: issue it with --host 127.0.0.2" in message
+
+
+@pytest.mark.parametrize("role", ["admin", "reader"])
+async def test_certificate_of_a_client_does_not_serve(tmp_path: Path, role: Role) -> None:
+    """A client checks the host that it dials, and not the role: a reader must not pass for the scheduler."""
+    client = Credentials(tls=write_tls(tmp_path / "c", CA))
+    async with serving(Credentials(tls=write_tls(tmp_path / "s", CA, role))) as address:
+        assert "its certificate is not for 127.0.0.1" in await cause(address, client)
+        channel = channels.open_channel(address, client)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await channel.unary_unary("/any/Call")(b"", timeout=50)
+        await channel.close()
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_certificate_that_expired_while_it_was_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
