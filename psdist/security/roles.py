@@ -20,6 +20,11 @@ def role_uri(run_id: str, role: Role) -> str:
     return f"{_SCHEME}{run_id or ANY_RUN}/{role}"
 
 
+def is_role_uri(name: str) -> bool:
+    """True if a name in a certificate is a URI of psdist, whether or not it states a known role."""
+    return name.lower().startswith(_SCHEME)
+
+
 def parse_role_uri(uri: str) -> tuple[str, Role] | None:
     """Return run (empty for any) and role of a URI, or None if it is none of psdist's."""
     run_id, _, name = uri.removeprefix(_SCHEME).partition("/")

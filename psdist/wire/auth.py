@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, Final
@@ -31,7 +31,7 @@ from psdist.errors import LimitExceededError, PermissionDeniedError, PsdistError
 from psdist.rights import roles
 from psdist.rights.roles import Role
 from psdist.rights.tokens import Audience, Verifier, present
-from psdist.security.roles import parse_role_uri
+from psdist.security.roles import ROLES, is_role_uri, parse_role_uri
 from psdist.wire import limits, status
 from psdist.wire.backoff import LogPacer, Pacer
 
@@ -64,7 +64,7 @@ def apply_certificate(context: grpc.aio.ServicerContext, call: str, run_id: str)
         _CALLER.set(role)
 
 
-def certificate_role(names: Iterable[str], proven: Role, call: str, run_id: str) -> Role | None:
+def certificate_role(names: Sequence[str], proven: Role, call: str, run_id: str) -> Role | None:
     """Return the role that a certificate states, or None if it states none.
 
     names: its SANs.
@@ -72,12 +72,18 @@ def certificate_role(names: Iterable[str], proven: Role, call: str, run_id: str)
     call: full name of the method.
     run_id: the run served here.
 
-    Raises PermissionDeniedError if the certificate is for another run, the token is of another role, or the role may
-    not make the call.
+    Raises PermissionDeniedError if the certificate is for another run or of an unknown role, the token is of another
+    role, or the role may not make the call.
     """
-    stated = next((found for name in names if (found := parse_role_uri(name))), None)
-    if stated is None:
+    uris = [name for name in names if is_role_uri(name)]
+    if not uris:
         return None
+    # A misspelt role must not give more rights than the right one.
+    if (stated := parse_role_uri(uris[0])) is None:
+        raise PermissionDeniedError(
+            f"the certificate states {uris[0]!r:.120}, which is no role: it must be psdist://RUN/ROLE, with a ROLE of "
+            f"{', '.join(ROLES)} (psdist certs issue)"
+        )
     run, role = stated[0], Role(stated[1])
     if run not in ("", run_id):
         raise PermissionDeniedError(

@@ -99,6 +99,16 @@ async def test_a_certificate_of_another_run_is_refused(tmp_path: Path) -> None:
         assert served.reached == ["GetStatus"]
 
 
+@pytest.mark.parametrize(
+    "uri", ["psdist://this-run/Reader", "psdist://this-run/boss", "psdist:///reader", "PSDIST://*/reader", "psdist://"]
+)
+async def test_a_misspelt_role_gives_no_rights(uri: str) -> None:
+    """Certificates of another CA: without a role URI a caller of a run without a token has all rights."""
+    with pytest.raises(PermissionDeniedError, match="which is no role: it must be psdist://RUN/ROLE"):
+        auth.certificate_role(["node-1", uri], Role.ALL, "/psdist.v1.SchedulerService/GetStatus", "this-run")
+    assert auth.certificate_role(["node-1", "spiffe://a/b"], Role.ALL, "/any/Call", "this-run") is None
+
+
 async def test_the_run_s_own_token_does_not_widen_a_certificate(tmp_path: Path) -> None:
     client = write_tls(tmp_path / "c", CA, "worker")
     async with serving(write_tls(tmp_path / "s", CA, "scheduler"), "root") as served:
