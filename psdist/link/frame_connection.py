@@ -21,9 +21,11 @@ Headers are interpreted by the subclasses of ``MessageReceiver``.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import socket
 import struct
+import termios
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from typing import Final, Generic, Protocol, TypeVar, cast
@@ -64,6 +66,8 @@ _TCP_INFO: Final = struct.Struct("=2xBB52xI")
 #: Fields of the same struct: window probes, segments sent and not acknowledged, and milliseconds since the last
 #: acknowledgement.
 _TCP_SILENCE: Final = struct.Struct("=3xB20xI28xI")
+#: Answer of the ioctl TIOCOUTQ, which Linux calls SIOCOUTQ for sockets.
+_INT: Final = struct.Struct("=i")
 #: Retransmissions that take at least 3 s: the pause doubles from 0.2 s.
 _RETRANSMITS: Final = 4
 
@@ -449,6 +453,15 @@ def is_unanswered(connection: FrameConnection, seconds: float) -> bool:
     info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_SILENCE.size)
     probes, unacknowledged, since_acknowledged_ms = _TCP_SILENCE.unpack(info)
     return bool((probes or unacknowledged) and since_acknowledged_ms > 1e3 * seconds)
+
+
+def unacknowledged_bytes(connection: FrameConnection) -> int:
+    """Return the bytes that are queued here, or sent and not acknowledged by the peer's kernel; 0 after the end."""
+    if connection._transport is None:
+        return 0
+    descriptor = connection._transport.get_extra_info("socket").fileno()
+    held = fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(_INT.size)) if descriptor >= 0 else bytes(_INT.size)
+    return connection._transport.get_write_buffer_size() + int(_INT.unpack(held)[0])
 
 
 def certificate_names(connection: FrameConnection) -> list[str]:

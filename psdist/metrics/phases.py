@@ -2,7 +2,8 @@
 
 * ``COMPUTE``: the script is not in a call of psdist.
 * ``PUSH``: it is in a call, and part of the gradient is not sent yet. This includes gathering and compressing it.
-* ``WAIT``: it is in a call, everything is sent, and no server has answered during this call.
+* ``WAIT``: it is in a call, everything is sent, and no server has answered during this call. Or servers hold up the
+  rest of the gradient, because they still update earlier slices or lack other workers' gradients.
 * ``PULL``: it is in a call, and a server has answered during it: the remaining answers arrive and are decoded.
 
 A request is open from its routing to a server until the server has answered. In steps with buckets, requests are open
@@ -74,9 +75,11 @@ class PhaseClock:
         self._calls = 0
         #: Phase of a call while no request of it is open. PULL as soon as a server has answered.
         self._without_requests = Phase.PUSH
-        #: Number of open requests: all, those not fully sent, and those partly answered.
+        #: Number of open requests: all, those not fully sent, those of the latter that are held up, and those partly
+        #: answered.
         self._open = 0
         self._unsent = 0
+        self._held_up = 0
         self._answering = 0
 
     @property
@@ -119,7 +122,17 @@ class PhaseClock:
     def sent(self) -> bool:
         """Record that a request's gradient was sent."""
         self._unsent -= 1
-        return self._calls > 0 and not self._unsent
+        return self._calls > 0 and self._unsent == self._held_up
+
+    def held_up(self) -> bool:
+        """Record that a request's server takes no more of its gradient for now."""
+        self._held_up += 1
+        return self._calls > 0 and self._unsent == self._held_up
+
+    def resumed(self) -> bool:
+        """Record that the gradient of a request that was held up is sent again, or that the request ends."""
+        self._held_up -= 1
+        return self._calls > 0 and self._unsent == self._held_up + 1
 
     def answered(self) -> bool:
         """Record the first answer to a request."""
@@ -166,7 +179,7 @@ class PhaseClock:
         if not self._calls:
             return Phase.COMPUTE
         if self._unsent:
-            return Phase.PUSH
+            return Phase.WAIT if self._unsent == self._held_up else Phase.PUSH
         if self._open and self._without_requests is not Phase.PULL:
             return Phase.WAIT
         return self._without_requests

@@ -84,11 +84,12 @@ class _RequestTimes:
 class TimedRequest:
     """Request to one server. Made by ``PhaseTimer.open_request``, and closed once."""
 
-    __slots__ = ("_answered", "_subject", "_timer", "_times", "_unsent")
+    __slots__ = ("_answered", "_held_up", "_subject", "_timer", "_times", "_unsent")
 
     def __init__(self, timer: PhaseTimer, sends: bool, subject: Subject | None) -> None:
         self._timer = timer
         self._unsent = sends
+        self._held_up = False
         self._answered = False
         self._subject = subject
         #: Only while a trace is recorded: when the request was opened, sent, and first answered.
@@ -100,6 +101,7 @@ class TimedRequest:
     def sent(self) -> None:
         """Record that the gradient was sent. Does nothing without a gradient, or the second time."""
         if self._unsent:
+            self.resumed()
             self._unsent = False
             timer = self._timer
             if self._times is not None:
@@ -107,6 +109,22 @@ class TimedRequest:
             with timer.lock:
                 if timer.machine.sent():
                     timer.advance()
+
+    def held_up(self) -> None:
+        """Record that the server takes no more of the gradient for now. Does nothing once it is sent or held up."""
+        if self._unsent and not self._held_up:
+            self._held_up = True
+            with self._timer.lock:
+                if self._timer.machine.held_up():
+                    self._timer.advance()
+
+    def resumed(self) -> None:
+        """Record that the gradient is sent again. Does nothing unless it was held up."""
+        if self._held_up:
+            self._held_up = False
+            with self._timer.lock:
+                if self._timer.machine.resumed():
+                    self._timer.advance()
 
     def answered(self) -> None:
         """Record the first answer. Does nothing for later ones."""
@@ -122,6 +140,7 @@ class TimedRequest:
     def close(self) -> None:
         """Record the end of the request."""
         timer = self._timer
+        self.resumed()
         with timer.lock:
             if timer.machine.close_request(unsent=self._unsent, answered=self._answered):
                 timer.advance()

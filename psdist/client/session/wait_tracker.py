@@ -71,6 +71,16 @@ class Wait:
         if self._request is not None:
             self._request.sent()
 
+    def held_up(self) -> None:
+        """Record that the server takes no more of the gradient for now, and has received all that was sent."""
+        if self._request is not None:
+            self._request.held_up()
+
+    def resumed(self) -> None:
+        """Record that the gradient is sent again. Does nothing unless it was held up."""
+        if self._request is not None:
+            self._request.resumed()
+
     def progress(self) -> None:
         """Restart the time limit of silence, because something arrived."""
         if self._request is not None:

@@ -14,7 +14,7 @@ import uvloop
 
 from psdist.errors import InvalidArgumentError, LimitExceededError, PsdistError
 from psdist.link.frame_connection import _TURN_BYTES as TURN_BYTES
-from psdist.link.frame_connection import FrameConnection
+from psdist.link.frame_connection import FrameConnection, unacknowledged_bytes
 from psdist.wire import limits
 
 LOOPS: list[Callable[[], asyncio.AbstractEventLoop]] = [asyncio.new_event_loop, uvloop.new_event_loop]
@@ -106,8 +106,10 @@ async def frames_are_sent_from_where_they_lie_and_wait_for_a_reader() -> None:
         assert end.connection.is_sending and sent < 64
         draining = asyncio.create_task(end.connection.drain())
         whole = framed(b"h", memory.tobytes()) * sent
+        assert len(whole) > unacknowledged_bytes(end.connection) > len(whole) // 4
         assert await received(other, len(whole)) == whole
         await draining
+        assert unacknowledged_bytes(end.connection) == 0
         assert not end.connection.is_sending
     end.connection.abort()
     server.close()

@@ -97,6 +97,25 @@ def test_a_request_that_breaks_is_not_counted_on() -> None:
     assert clock.times(7.0) == PhaseTimes(compute=1, push=3, wait=3)
 
 
+def test_a_gradient_that_servers_hold_up_waits() -> None:
+    clock = Timed()
+    clock.begin_call(Phase.PUSH, 0.0)
+    clock.open_request(0.0, sends=True)
+    clock.open_request(0.0, sends=True)
+    clock.held_up(1.0)  # the other one still sends
+    clock.answered(2.0)
+    clock.held_up(4.0)
+    clock.resumed(9.0)
+    clock.sent(10.0)  # the first one is still held up
+    clock.resumed(13.0)
+    clock.sent(14.0)
+    clock.answered(15.0)
+    clock.close_request(16.0, unsent=False, answered=True)
+    clock.close_request(16.0, unsent=False, answered=True)
+    clock.end_call(16.0)
+    assert clock.times(16.0) == PhaseTimes(push=6, wait=8, pull=2)
+
+
 def test_calls_within_calls_are_one() -> None:
     clock = Timed()
     clock.begin_call(Phase.PUSH, 0.0)

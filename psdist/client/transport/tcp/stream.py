@@ -25,6 +25,7 @@ from psdist.client.transport.grpc import messages
 from psdist.client.transport.grpc.write_queue import WriteQueue
 from psdist.client.transport.negotiated.calls import CallConnection, PendingCall, encode_pull
 from psdist.client.transport.requests import PullRequest, PushRequest, Request
+from psdist.client.transport.tcp.send_monitor import SendMonitor
 from psdist.client.transport.transport import ServerLoss
 from psdist.errors import InternalError, PsdistError, ServerUnreachableError
 from psdist.types import Slicing
@@ -44,12 +45,19 @@ class TcpCall(PendingCall):
         self._taken = 0
         self._window = asyncio.Event()
 
-    async def may_send(self) -> None:
+    async def may_send(self, monitor: SendMonitor) -> None:
         """Wait until the server accepts one more payload, or the call has ended."""
-        while self._sent - self._taken >= limits.TCP_WINDOW_SLICES and not self.has_ended:
-            self._window.clear()
-            await self._window.wait()
+        if self._is_window_full:
+            monitor.hold()
+            while self._is_window_full:
+                self._window.clear()
+                await self._window.wait()
+            monitor.resume()
         self._sent += 1
+
+    @property
+    def _is_window_full(self) -> bool:
+        return self._sent - self._taken >= limits.TCP_WINDOW_SLICES and not self.has_ended
 
     def on_taken(self, count: int) -> None:
         """Record that the server has released ``count`` payloads."""
@@ -106,21 +114,25 @@ class TcpStream(CallConnection[TcpCall]):
         else:
             encoded = self.encode_push(request, route, slices)
             messages.name_held(encoded.push.header.held, request.target, route, slices)
+        monitor = SendMonitor(self.connection, wait)
         try:
             with self.sent(encoded, call):
                 if isinstance(request, PushRequest) and not request.abstains:
-                    await self._send_payloads(request, call, slices)
-                    wait.sent()
+                    await self._send_payloads(request, call, slices, monitor)
+                    monitor.finish()
                 await call.result()
         finally:
+            monitor.stop()
             self._let_go(call)
 
-    async def _send_payloads(self, push: PushRequest, call: TcpCall, slices: Sequence[int]) -> None:
+    async def _send_payloads(
+        self, push: PushRequest, call: TcpCall, slices: Sequence[int], monitor: SendMonitor
+    ) -> None:
         """Send the gradient, unless the call ends first."""
         header = server_pb2.ShareRequest(call_id=call.call_id, slice=server_pb2.SliceHeader())
         for index in slices:
             await push.ready(index)
-            await call.may_send()
+            await call.may_send(monitor)
             turn = await self._writes.acquire(index)
             try:
                 await self.connection.drain()

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from psdist.client.reporting.phase_timer import PhaseTimer, Subject
-from psdist.metrics.phases import Phase
+from psdist.metrics.phases import Phase, PhaseTimes
 from psdist.tracing.spans import Span, SpanKind, SpanRecorder
 
 PHASES = (SpanKind.COMPUTE, SpanKind.PUSH, SpanKind.WAIT, SpanKind.PULL)
@@ -42,6 +42,26 @@ class Script:
 
     def spans(self) -> list[Span]:
         return self.recorder.take(1000)
+
+
+def test_a_request_that_ends_while_it_is_held_up_leaves_nothing_behind() -> None:
+    script = Script()
+    with script.timer.call(Phase.PUSH):
+        broken = script.timer.open_request(sends=True)
+        broken.held_up()
+        broken.held_up()
+        script.sleep(2)
+        broken.close()
+        request = script.timer.open_request(sends=True)
+        script.sleep(1)
+        request.held_up()
+        request.sent()
+        request.held_up()  # Does nothing any more.
+        request.resumed()
+        request.answered()
+        script.sleep(4)
+        request.close()
+    assert script.timer.times() == PhaseTimes(push=1, wait=2, pull=4)
 
 
 def within(spans: list[Span], step: Span) -> Counter[str]:

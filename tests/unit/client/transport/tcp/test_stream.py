@@ -16,9 +16,11 @@ from psdist.client.core.routing import Route
 from psdist.client.session.wait_tracker import WaitTracker
 from psdist.client.transport.buffer_pool import PullTarget
 from psdist.client.transport.requests import ByteCounters, PullRequest, PushRequest, RequestIdentity
+from psdist.client.transport.tcp.send_monitor import DELIVERED_BYTES
 from psdist.client.transport.tcp.stream import TcpStream
 from psdist.compression import resolve
 from psdist.errors import InternalError, LimitExceededError, ServerLostError, ServerUnreachableError
+from psdist.metrics.phases import Phase
 from psdist.types import Slicing
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import limits, status
@@ -43,11 +45,11 @@ class Stream:
 
 
 class Wire:
-    """Transport of a connection that keeps sent data, and pretends to have it queued while ``is_slow``."""
+    """Transport of a connection that keeps sent data, and pretends to have ``queued`` bytes of it left."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[pb.ShareRequest, bytes]] = []
-        self.is_slow = False
+        self.queued = 0
         self.is_aborted = False
 
     def writelines(self, parts: list[Any]) -> None:
@@ -61,7 +63,7 @@ class Wire:
             self.sent.append((pb.ShareRequest.FromString(frame[:header]), frame[header:]))
 
     def get_write_buffer_size(self) -> int:
-        return int(self.is_slow)
+        return self.queued
 
     def get_extra_info(self, _: str) -> Any:
         return self
@@ -101,7 +103,8 @@ class Setup:
 
     def _start(self, request: Any) -> asyncio.Task[None]:
         async def exchange() -> None:
-            with self.tracker.open("for a test") as wait:
+            sends = isinstance(request, PushRequest)
+            with self.tracker.phases.call(Phase.PUSH), self.tracker.open_request("for a test", sends=sends) as wait:
                 await self.stream.exchange(request, ROUTE, wait)
 
         return asyncio.create_task(exchange())
@@ -180,13 +183,44 @@ async def test_no_more_payloads_than_the_window_are_sent_before_they_are_taken(s
     await pushing
 
 
+@pytest.mark.parametrize(("queued", "phase"), [(DELIVERED_BYTES + 1, Phase.PUSH), (DELIVERED_BYTES, Phase.WAIT)])
+async def test_a_push_at_the_window_sends_until_its_slices_are_delivered(
+    setup: Setup, queued: int, phase: Phase
+) -> None:
+    setup.wire.queued = queued
+    pushing = setup.push()
+    await setup.run()
+    clock = setup.tracker.phases.machine
+    assert setup.wire.slices() == list(range(limits.TCP_WINDOW_SLICES)) and clock.phase is phase
+    setup.receive(framed(pb.ShareResponse(call_id=1, taken=9)))
+    await setup.run()
+    assert setup.wire.slices() == list(range(10)) and clock.phase is phase
+    for index in range(10):
+        setup.receive(setup.answer(index))
+    await pushing
+    assert clock.phase is Phase.COMPUTE and not clock.is_in_call
+
+
+async def test_a_push_that_may_send_again_is_no_longer_held_up(setup: Setup) -> None:
+    pushing = setup.push()
+    await setup.run()
+    setup.wire.queued = DELIVERED_BYTES + 1
+    assert setup.tracker.phases.machine.phase is Phase.WAIT
+    setup.receive(framed(pb.ShareResponse(call_id=1, taken=1)))
+    await setup.run()
+    assert setup.tracker.phases.machine.phase is Phase.PUSH
+    pushing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await pushing
+
+
 @pytest.mark.parametrize("is_slow", [True, False])
 async def test_a_push_that_is_given_up_ends_the_connection_if_its_gradient_may_be_queued(
     setup: Setup, is_slow: bool
 ) -> None:
     pushing = setup.push()
     await setup.run()
-    setup.wire.is_slow = is_slow
+    setup.wire.queued = int(is_slow)
     pushing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await pushing
