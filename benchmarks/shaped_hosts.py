@@ -75,8 +75,7 @@ class ShapedHosts(WorkerNetwork):
             super().__init__(hosts)
             for host in range(hosts):
                 (self._directory / str(host)).mkdir()
-                self._shape(self.namespace(host), INTERFACE, bits_per_second)
-                self._shape(self.switch, self.port(host), bits_per_second)
+                self.shape(host, bits_per_second)
         except BaseException:  # This includes Ctrl-C: nothing is left behind.
             self.close()
             raise
@@ -84,6 +83,11 @@ class ShapedHosts(WorkerNetwork):
     def inside(self, host: int) -> tuple[str, ...]:
         """Return the prefix of a command line that runs on a host; the process keeps its id."""
         return (*super().inside(host), "unshare", "--uts", "sh", "-c", _BECOME, str(self._directory / str(host)))
+
+    def shape(self, host: int, bits_per_second: float) -> None:
+        """Change the speed of a host's link."""
+        self._shape(self.namespace(host), INTERFACE, bits_per_second)
+        self._shape(self.switch, self.port(host), bits_per_second)
 
     def counters(self, host: int) -> Counters:
         """Return the bytes that have passed a host's link."""
@@ -101,8 +105,8 @@ class ShapedHosts(WorkerNetwork):
         burst = max(BURST_BYTES_MIN, round(per_second * BURST_SECONDS))
         queue = max(QUEUE_BYTES_MIN, round(per_second * QUEUE_SECONDS))
         run_command(
-            "tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "tbf", "rate", f"{bits_per_second:.0f}bit",
-            "burst", str(burst), "limit", str(burst + queue),
+            "tc", "-n", namespace, "qdisc", "replace", "dev", interface, "root", "tbf",
+            "rate", f"{bits_per_second:.0f}bit", "burst", str(burst), "limit", str(burst + queue),
         )  # fmt: skip
 
     def __enter__(self) -> Self:
