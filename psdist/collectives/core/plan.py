@@ -1,9 +1,9 @@
 """Data movement of one call at one rank: data for each peer, and memory for data from each.
 
-Data of up to ``limits.EAGER_BYTES`` for a peer, or ``limits.EAGER_REDUCED_BYTES`` to reduce, travels with the call as
-part 0. More is sent in parts of ``limits.PART_BYTES`` once the peer has made the call, and is received where it
-belongs. The results of a reduction are parts, too: a rank that has reduced a part of its own segment sends the result
-to the others.
+Data of up to ``limits.EAGER_BYTES`` for a peer, or ``limits.EAGER_REDUCED_BYTES`` to reduce (less in groups of more
+than 33 ranks), travels with the call as part 0. More is sent in parts of ``limits.PART_BYTES`` once the peer has made
+the call, and is received where it belongs. The results of a reduction are parts, too: a rank that has reduced a part of
+its own segment sends the result to the others.
 
 Invariants: Each part is received once, with its own size. An array that is reduced in place is not overwritten before
 it was sent: the result of a part exists only after all ranks' contributions to it have arrived.
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from psdist.collectives.core.header import NOWHERE, Header
 from psdist.collectives.core.reductions import combine
 from psdist.errors import InvalidArgumentError
-from psdist.wire.limits import EAGER_BYTES, EAGER_REDUCED_BYTES, PART_BYTES
+from psdist.wire.limits import EAGER_BYTES, EAGER_REDUCED_BYTES, EARLY_BYTES_MAX, PART_BYTES
 
 Array = NDArray[Any]
 #: Contiguous array of bytes.
@@ -182,7 +182,9 @@ class ReductionPlan(Plan):
 
     @property
     def _eager_bytes(self) -> int:
-        return EAGER_REDUCED_BYTES
+        """A rank that has not opened the group yet holds the data of all others, perhaps in several groups."""
+        per_rank = EARLY_BYTES_MAX // 4 // max(1, len(self.peers))
+        return max(EAGER_BYTES, min(EAGER_REDUCED_BYTES, per_rank))
 
     def _taken_bytes(self, peer: int) -> int:
         return self._size
