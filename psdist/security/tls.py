@@ -92,12 +92,18 @@ class TlsFiles:
     ca: certificates of the CAs that this process trusts: several while a CA is being replaced.
     cert: this process's certificate, followed by intermediate certificates if there are some.
     key: its private key, not encrypted.
+
+    A relative path is made absolute immediately: a script that changes its directory must still find renewed files.
     """
 
     ca: FilePath
     cert: FilePath
     key: FilePath
     _cache: _Cache = field(default_factory=_Cache, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("ca", "cert", "key"):
+            object.__setattr__(self, name, os.path.abspath(getattr(self, name)))
 
     def identity(self) -> TlsIdentity:
         """Return the identity in the files as they are now, or the last valid one while they do not fit together.

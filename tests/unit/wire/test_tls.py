@@ -101,6 +101,17 @@ def test_files_are_read_again_once_they_change(tmp_path: Path) -> None:
     assert files.server_context() is files.identity().server_context is not first.server_context
 
 
+def test_relative_paths_stay_those_of_the_first_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_tls(tmp_path, CA)
+    files = TlsFiles("ca.pem", "cert.pem", Path("key.pem"))
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    first = files.identity()
+    write_tls(tmp_path, CA)
+    assert files.identity().cert == (tmp_path / "cert.pem").read_bytes() != first.cert
+
+
 def test_identity_is_kept_while_files_do_not_fit_together(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     files = write_tls(tmp_path, CA)
     first, next_files = files.identity(), write_tls(tmp_path / "next", CA)
