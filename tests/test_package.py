@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import configparser
+import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -41,6 +43,13 @@ def test_an_editable_install_is_folders_that_type_checkers_follow(tmp_path: Path
 
 def _names(wheel: zipfile.ZipFile, *, meta: bool) -> list[str]:
     return [name for name in wheel.namelist() if (".dist-info/" in name) == meta]
+
+
+def test_the_readme_lists_all_extras() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (table,) = re.findall(r"^\| extra \| brings .*?\n\n", (ROOT / "README.md").read_text(), re.M | re.S)
+    listed = [name for cell in re.findall(r"^\| (`[^|]*)\|", table, re.M) for name in re.findall(r"`(\w+)`", cell)]
+    assert sorted(listed) == sorted(extras)
 
 
 def test_three_import_roots_and_no_others(wheel: zipfile.ZipFile) -> None:
