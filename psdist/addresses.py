@@ -30,6 +30,8 @@ _ELSEWHERE: Final = ("192.0.2.1", "2001:db8::1")
 _RETRY_SECONDS: Final = 0.25
 #: Longest wait for this process's own name: others can use its address instead.
 _ADVERTISED_SECONDS: Final = 5.0
+#: Longest wait for one of several names of the scheduler.
+_NEXT_SECONDS: Final = 2.0
 _SIOCGIFADDR: Final = 0x8915
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -201,19 +203,36 @@ def _resolved(host: str) -> tuple[tuple[str, ...], OSError | None]:
     return tuple(dict.fromkeys(str(place[4][0]) for place in places)), None
 
 
-async def await_name(host: str, timeout_seconds: float, on_failure: Callable[[str], None]) -> tuple[str, ...]:
-    """Return the addresses of ``host``, which may not resolve yet: machines and their names start in any order.
+async def look_up_any(places: str) -> tuple[str, ...]:
+    """Return the addresses of the first of ``places`` (HOST:PORT, several divided by commas) whose name resolves: that
+    of a lost machine may be gone. Raises OSError of the last one if none does, at least not now."""
+    *others, last = _hosts(places)
+    for host in others:
+        with suppress(OSError):  # TimeoutError is an OSError.
+            async with asyncio.timeout(_NEXT_SECONDS):
+                return await look_up(host)
+    return await look_up(last)
 
+
+def _hosts(places: str) -> list[str]:
+    return [parse_address(place)[0] for place in split_addresses(places)]
+
+
+async def await_name(scheduler: str, timeout_seconds: float, on_failure: Callable[[str], None]) -> tuple[str, ...]:
+    """Return the addresses of the scheduler's host, whose name may not resolve yet: machines and their names start in
+    any order.
+
+    scheduler: HOST:PORT, several divided by commas; one is enough.
     on_failure: receives the reason of each failed lookup.
 
     Raises SchedulerUnreachableError after ``timeout_seconds``.
     """
-    reason = "the resolver does not answer"
+    reason, host = "the resolver does not answer", " or ".join(dict.fromkeys(_hosts(scheduler)))
     try:
         async with asyncio.timeout(timeout_seconds):
             while True:
                 try:
-                    return await look_up(host)
+                    return await look_up_any(scheduler)
                 except OSError as error:
                     reason = error.strerror or str(error)
                     on_failure(f"the name {host} does not resolve: {reason}")
@@ -233,8 +252,7 @@ async def reachable_host(host: str, scheduler: str, timeout_seconds: float, on_f
     """
     if not is_wildcard(host):
         return host
-    first = split_addresses(scheduler)[0]
-    return own_address(await await_name(parse_address(first)[0], timeout_seconds, on_failure))
+    return own_address(await await_name(scheduler, timeout_seconds, on_failure))
 
 
 async def advertised_address(

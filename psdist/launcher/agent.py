@@ -235,11 +235,12 @@ def _master(place: Place, scheduler: str, environ: Mapping[str, str]) -> str:
         return place.master_address
     if place.nodes == 1:
         return addresses.free_address(())
+    first = addresses.split_addresses(scheduler)[0]
     host, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
     if not host and (host := first_node(environ)):
         job = environ.get("SLURM_JOB_ID", "")
         port = str(_MASTER_PORT + int(job if job.isdigit() else 0) % _MASTER_PORTS)
-    return addresses.format_address(host, int(port)) if host and port.isdigit() else scheduler
+    return addresses.format_address(host, int(port)) if host and port.isdigit() else first
 
 
 class WaitReport:

@@ -30,7 +30,7 @@ _SILENCE_SECONDS: Final = 5.0
 class RankRequest:
     """An agent's request: ``processes`` ranks in a world of ``nodes_min`` to ``nodes_max`` nodes.
 
-    scheduler: its address, host:port.
+    scheduler: its address, host:port; several divided by commas.
     agent_id: name of the agent, unique in the run.
     timeout_seconds: longest search for the scheduler. The wait for other nodes has no limit.
     local_address: this node's address for the other nodes; empty to detect it.
@@ -103,21 +103,26 @@ async def _ask(request: RankRequest, credentials: Credentials) -> Place:
     def on_failure(reason: str) -> None:
         silence.reason = reason
 
+    def on_answer() -> None:
+        nonlocal deadline
+        deadline = time.monotonic() + request.timeout_seconds  # The wait for other nodes is no search.
+        silence.end()
+
     try:
         # Resolve the name first: after a failed lookup, gRPC waits up to two minutes before the next one.
-        host, _ = addresses.parse_address(addresses.split_addresses(request.scheduler)[0])
-        peers = await addresses.await_name(host, request.timeout_seconds, on_failure)
+        peers = await addresses.await_name(request.scheduler, request.timeout_seconds, on_failure)
         silence.reason = ""
         master = addresses.free_address(peers, request.local_address)
-        async with scheduler_at(request.scheduler, credentials) as call:
-            while True:
-                try:
-                    return await _rendezvous(call, request, master, silence.end)
-                except SchedulerUnreachableError:
-                    await raise_cause(request.scheduler, credentials)
-                    if time.monotonic() >= deadline:
-                        raise
-                await asyncio.sleep(_RETRY_SECONDS)
+        while True:
+            try:
+                # Of several places, another one may have the scheduler by the next attempt.
+                async with scheduler_at(request.scheduler, credentials) as call:
+                    return await _rendezvous(call, request, master, on_answer)
+            except SchedulerUnreachableError:
+                await raise_cause(request.scheduler, credentials)
+                if time.monotonic() >= deadline:
+                    raise
+            await asyncio.sleep(_RETRY_SECONDS)
     finally:
         silence.end()
 

@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -54,11 +55,11 @@ async def _watch(scheduler: str, run_id: str, credentials: Credentials) -> None:
     from psdist.wire.scheduler_client import scheduler_at
 
     said: ScaleRequest | None = None
-    async with scheduler_at(scheduler, credentials) as call:
-        while True:
-            try:
-                told = 0 if said is None else said.workers
-                request = scheduler_pb2.WatchScaleRequest(run_id=run_id, workers_wanted=told)
+    while True:
+        told = 0 if said is None else said.workers
+        request = scheduler_pb2.WatchScaleRequest(run_id=run_id, workers_wanted=told)
+        with suppress(grpc.aio.AioRpcError):  # The scheduler is being restarted, or another one leads, elsewhere.
+            async with scheduler_at(scheduler, credentials) as call:
                 async for answer in call("WatchScale", request):
                     wanted = ScaleRequest(
                         answer.servers_wanted, list(answer.draining), list(answer.stop), answer.lost,
@@ -67,9 +68,7 @@ async def _watch(scheduler: str, run_id: str, credentials: Credentials) -> None:
                     if wanted != said:
                         said = wanted
                         print(json.dumps(asdict(wanted)), flush=True)
-            except grpc.aio.AioRpcError:
-                pass  # the scheduler is being restarted
-            await asyncio.sleep(_RETRY_SECONDS)
+        await asyncio.sleep(_RETRY_SECONDS)
 
 
 def main() -> None:

@@ -74,8 +74,7 @@ class PeerListener(Listener[pb.PeerFrame]):
 
         Raises OSError if the scheduler's name does not resolve now.
         """
-        first = addresses.split_addresses(scheduler)[0]
-        peer = (await addresses.look_up(addresses.parse_address(first)[0]))[0]
+        peer = (await addresses.look_up_any(scheduler))[0]
         host = addresses.route_source(peer) or addresses.loopback()
         if spans_hosts and addresses.is_loopback(host):
             host = addresses.own_address()

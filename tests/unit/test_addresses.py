@@ -129,7 +129,19 @@ async def test_a_name_that_never_resolves_is_named_with_the_reason_and_the_remed
     monkeypatch.setattr(addresses, "_RETRY_SECONDS", 0.001)
     resolver(monkeypatch, unresolved())
     with pytest.raises(SchedulerUnreachableError, match=r"box did not resolve within 0\.1 s .*not known.*--scheduler"):
-        await addresses.await_name("box", 0.1, lambda _: None)
+        await addresses.await_name("box:7000", 0.1, lambda _: None)
+
+
+async def test_of_several_names_one_that_resolves_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a lost machine may be gone, as in Compose."""
+    monkeypatch.setattr(addresses, "route_source", lambda peer: {"10.0.0.1": "10.0.0.3"}.get(peer, ""))
+    resolver(monkeypatch, unresolved(), "10.0.0.1")
+    assert await addresses.reachable_host("0.0.0.0", "gone:7000,box:7000", _LONG, pytest.fail) == "10.0.0.3"
+    resolver(monkeypatch, unresolved())
+    with pytest.raises(OSError, match="not known"):
+        await addresses.look_up_any("gone:7000,box:7000")
+    with pytest.raises(SchedulerUnreachableError, match=r"name gone or box did not resolve"):
+        await addresses.await_name("gone:7000,box:7000", 0.05, lambda _: None)
 
 
 async def test_a_name_that_cannot_be_one_is_an_error_of_the_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +160,7 @@ async def test_a_resolver_that_hangs_holds_up_nobody(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     try:
         with pytest.raises(SchedulerUnreachableError, match="the resolver does not answer"):
-            await addresses.await_name("box", 0.05, lambda _: None)
+            await addresses.await_name("box:7000", 0.05, lambda _: None)
     finally:
         release.set()
 

@@ -9,7 +9,7 @@ import asyncio
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from psdist.cli.status import fetch
 from psdist.cli.target import SchedulerChoice, failure, find_target, target_flags
@@ -57,27 +57,26 @@ def require_textual() -> Callable[..., TopApp]:
 
 
 async def _show(make_app: Callable[..., TopApp], target: SchedulerChoice, timeout_seconds: float) -> int:
-    from psdist.wire.scheduler_client import scheduler_at
-
-    async with scheduler_at(target.address, target.credentials) as call:
-        app = make_app(lambda after: _ask(call, target, timeout_seconds, after))
-        status = await app.run_async()
+    app = make_app(lambda after: _ask(target, timeout_seconds, after))
+    status = await app.run_async()
     if app.error is not None:
         raise app.error
     return OK if status is None else status
 
 
-async def _ask(call: Callable[..., Any], target: SchedulerChoice, timeout_seconds: float, after: int) -> RunAnswer:
-    """Ask once, over a connection that lasts. Raises SchedulerUnreachableError, or the scheduler's error."""
+async def _ask(target: SchedulerChoice, timeout_seconds: float, after: int) -> RunAnswer:
+    """Ask once, where a scheduler leads now. Raises SchedulerUnreachableError, or the scheduler's error."""
     import grpc
 
     from psdist.cli.top.app import RunAnswer
     from psdist.monitoring.run_json import sample_json, status_json
     from psdist.v1 import scheduler_pb2 as pb
+    from psdist.wire.scheduler_client import scheduler_at
 
     try:
-        status = await call("GetStatus", pb.GetStatusRequest(), timeout_seconds)
-        found = await call("GetSamples", pb.GetSamplesRequest(after=after), timeout_seconds)
+        async with scheduler_at(target.address, target.credentials) as call:
+            status = await call("GetStatus", pb.GetStatusRequest(), timeout_seconds)
+            found = await call("GetSamples", pb.GetSamplesRequest(after=after), timeout_seconds)
     except grpc.aio.AioRpcError as error:
         raise failure(target, timeout_seconds, error) from None
     return RunAnswer(status_json(status), [sample_json(each) for each in found.samples], status.time)
