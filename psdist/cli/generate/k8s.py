@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
@@ -25,6 +24,8 @@ from psdist.settings.flags import CommandLine, integer
 _FOLDER: Final = "k8s"
 #: A label of DNS, short enough for the suffixes of objects and pods.
 _NAME: Final = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
+#: Words that YAML takes for something else than text.
+_YAML_WORDS: Final = ("y", "n", "yes", "no", "on", "off", "true", "false", "null")
 _IMAGE: Final = re.compile(
     r"[a-z0-9][a-z0-9./:_-]*?(:(?!latest$)[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}|@sha256:[0-9a-f]{64})"
 )
@@ -44,8 +45,11 @@ _DEFAULT_VERSION: Final = "0"
 
 def name_text(value: str) -> str:
     """Return the name of a run if objects of Kubernetes may have it. Raises ConfigurationError."""
-    if not _NAME.fullmatch(value):
-        raise ConfigurationError(f"{value!r:.60} is not possible: use 1 to 40 of a-z 0-9 -, beginning with a letter")
+    if not _NAME.fullmatch(value) or value in _YAML_WORDS:
+        raise ConfigurationError(
+            f"{value!r:.60} is not possible: use 1 to 40 of a-z 0-9 -, beginning with a letter, "
+            f"but none of {', '.join(_YAML_WORDS)}"
+        )
     return value
 
 
@@ -158,6 +162,13 @@ def files(settings: KubernetesSettings) -> dict[str, str]:
     return found | {"base/.gitignore": "token\n"}
 
 
+def _argument(text: str) -> str:
+    """Return an argument of a container, in quotes of YAML. Kubernetes expands ``$(NAME)``, and takes ``$$`` for $."""
+    doubled = text.replace("$", "$$").replace("\\", r"\\").replace('"', r"\"")
+    # JSON writes characters beyond the first 65,536 as two, which YAML does not know.
+    return '"' + "".join(each if " " <= each <= "~" else f"\\U{ord(each):08x}" for each in doubled) + '"'
+
+
 def _values(settings: KubernetesSettings) -> dict[str, object]:
     """Return the values of all places in the templates."""
     grace = settings.grace_seconds
@@ -189,8 +200,7 @@ def _values(settings: KubernetesSettings) -> dict[str, object]:
         "METRICS_PORT_LAST": max(_METRICS_PORT, _METRICS_PORT + settings.processes - 1),
         "RESTARTS": settings.restarts_max,
         "SERVER_RESTARTS": settings.restarts_max * settings.servers,
-        # Kubernetes expands $(NAME) in arguments.
-        "ARGS": json.dumps(["--", *settings.command]).replace("$(", "$$("),
+        "ARGS": f"[{', '.join(map(_argument, ('--', *settings.command)))}]",
         # An agent that has lost its run is not restarted alone.
         "FAIL_JOB": [status for status in statuses("launcher", "stop", "requeue") if status != LATE],
         "FAIL_INDEX": [LATE],

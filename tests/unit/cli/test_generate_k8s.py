@@ -197,8 +197,23 @@ def test_the_programs_understand_their_settings(root: Path, tmp_path: Path) -> N
 
 def _expanded(arguments: list[str]) -> list[str]:
     """Return arguments as a container gets them."""
-    assert not any(re.search(r"(?<!\$)\$\(", each) for each in arguments)
-    return [each.replace("$$(", "$(") for each in arguments]
+    assert not any(re.search(r"(?<!\$)(\$\$)*\$\(", each) for each in arguments)
+    return [each.replace("$$", "$") for each in arguments]
+
+
+def test_a_script_gets_its_arguments_as_they_were_given(tmp_path: Path) -> None:
+    """Kubernetes takes $$ for $, and YAML does not know the pairs by which JSON writes an emoji."""
+    words = ["train.py", "a$$b", "$$(HOME)", "\U0001f600 \u00e9\u2028\x7f\n\t", "\\ud83d", "\"'#: {", ""]
+    line = k8s.command_line()
+    assert k8s.run(line.parse(["--out", str(tmp_path / "run"), *FLAGS, *words], {}), {}) == 0
+    (worker,) = find(render(tmp_path / "run/base"), "Job", "psdist-workers")["spec"]["template"]["spec"]["containers"]
+    assert _expanded(worker["args"]) == ["--", *words]
+
+
+@pytest.mark.parametrize("name", ["no", "on", "true", "null", "y"])
+def test_a_name_that_is_no_text_in_yaml_is_refused(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"'{name}' is not possible: .*but none of y, n, yes"):
+        k8s.name_text(name)
 
 
 def test_probes_ask_services_that_exist(root: Path) -> None:
