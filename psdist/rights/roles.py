@@ -128,11 +128,12 @@ def claim(role: Role, claimed: Role, what: str) -> None:
 def denial(role: Role, what: str, allowed: frozenset[Role]) -> PermissionDeniedError:
     """Return the error for a caller of ``role``. allowed: roles that may do ``what``."""
     names = [one.value for one in TOKEN_ROLES if one in allowed]
-    remedy = (
-        f"use a token or certificate of that role (psdist token create --role {names[-1]})"
-        if names
-        else ("use the run's own token")
-    )
+    # Of several roles, the caller knows which it plays.
+    wanted = names[0] if len(names) == 1 else "ROLE"
+    remedy = "use the run's own token"
+    if names:
+        ways = f"a token (psdist token create --role {wanted}) or certificate (psdist certs issue --role {wanted})"
+        remedy = f"use {ways} of that role"
     return PermissionDeniedError(
         f"{what[:100]} needs the role {' or '.join(names) or 'of nobody'}, and this caller is {role.value}: {remedy}",
         role=role.value,

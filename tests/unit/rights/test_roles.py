@@ -49,10 +49,16 @@ def test_only_admins_change_the_size_of_a_run(role: Role, call: str) -> None:
         roles.check(role, f"/{roles.SCHEDULER_SERVICE}/{call}")
     error = denied.value
     assert error.message == (
-        f"{call} needs the role admin, and this caller is {role}: use a token or certificate of that role (psdist "
-        "token create --role admin)"
+        f"{call} needs the role admin, and this caller is {role}: use a token (psdist token create --role admin) "
+        "or certificate (psdist certs issue --role admin) of that role"
     )
     assert error.details == {"role": role.value, "needs": "admin"} and isinstance(error, PermissionError)
+
+
+def test_remedy_names_no_role_where_several_may_call() -> None:
+    """A script with a reader's token must not be told to become a server."""
+    message = roles.denial(Role.READER, "Register", RIGHTS[f"/{roles.SCHEDULER_SERVICE}/Register"]).message
+    assert "needs the role worker or server" in message and "--role ROLE" in message and "--role server" not in message
 
 
 def test_readers_change_nothing() -> None:
