@@ -69,11 +69,11 @@ def run(given: Namespace, environ: Mapping[str, str]) -> int:
             if not recording.spans:
                 raise
             recording.reason = f"the scheduler is gone, so spans may be missing: {error}"
-        if not recording.spans:
-            raise InvalidArgumentError(f"nothing was recorded ({recording.reason or 'no member sent spans'})")
+        if not (traced := recording.processes()):
+            why = "; ".join(recording.warnings()) or "no member sent spans"
+            raise InvalidArgumentError(f"nothing was recorded ({why})")
         from psdist.tracing.summary import summarize
 
-        traced = recording.processes()
         count = _write(file, traced, recording.facts())
         summary = summarize([process for process in traced if process.details["role"] == "worker"])
     _tell(recording, summary, count, given)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import io
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
 
+import pytest
 from trace_format import check_trace
 
+from psdist.cli.diagnosis import trace
 from psdist.cli.diagnosis.trace import Recording, _write
+from psdist.errors import InvalidArgumentError
 from psdist.tracing.messages import spans_to_proto
 from psdist.tracing.spans import Span, SpanKind
 from psdist.v1 import scheduler_pb2 as pb
@@ -44,3 +50,20 @@ def test_every_gap_is_reported() -> None:
     file = io.StringIO()
     assert _write(file, recording.processes(), recording.facts()) == 2
     assert {event["ts"] for event in check_trace(file.getvalue())} == {0, 1}, "the worker's clock is 1 us ahead"
+
+
+def test_an_end_before_any_clock_was_compared_keeps_the_earlier_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "trace.json").write_text("earlier")
+
+    def record(target: Any, given: Namespace, recording: Recording) -> None:
+        recording.on_answer(member("worker-0", pb.ROLE_WORKER))
+        recording.on_answer(spans("worker-0", 1))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trace, "find_target", lambda given, environ: None)
+    monkeypatch.setattr(trace, "_record", record)
+    with pytest.raises(InvalidArgumentError, match=r"\(ended by Ctrl-C; worker-0 is left out: its clock was"):
+        trace.run(Namespace(steps=5, out=str(tmp_path / "trace.json"), format="text"), {})
+    assert (tmp_path / "trace.json").read_text() == "earlier"
