@@ -189,6 +189,11 @@ def fail(program: str, message: str, code: int = exit_codes.USAGE) -> NoReturn:
     raise SystemExit(code)
 
 
+def _is_set(value: object) -> bool:
+    """Return True for the value of a flag that was given. 0 is one: the number of a free port, or of a descriptor."""
+    return value is not None and value is not False and value != ""
+
+
 @dataclass(frozen=True, slots=True)
 class CommandLine:
     """A program's flags.
@@ -246,7 +251,7 @@ class CommandLine:
             needs = [name for name in flag.needs if name in by_name]
             if origin is None or origin.source in flag.environment or not value or not needs:
                 continue
-            if all(by_name[name].value in (None, False, "") for name in needs):
+            if not any(_is_set(by_name[name].value) for name in needs):
                 given = origin.source if flag.convert is None else f"{origin.source} {origin.text}"
                 remedy = f"add {needs[0]}, or leave it out"
                 raise ConfigurationError(f"{given} has no effect without {' or '.join(needs)}: {remedy}")

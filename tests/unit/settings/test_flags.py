@@ -296,6 +296,16 @@ def test_services_get_no_flags_without_effect(tmp_path: Path) -> None:
     assert endpoint is not None and (endpoint.host, endpoint.descriptor) == ("::1", 9)
 
 
+def test_a_free_port_makes_the_flag_for_its_host_effective(tmp_path: Path) -> None:
+    free = local("--dashboard-port", "0", "--dashboard-host", "::1", "--metrics-port", "0", "--metrics-host", "::1")
+    assert (free.dashboard_port, free.dashboard_host) == (free.metrics_port, free.metrics_host) == (0, "::1")
+    alone = scheduler_settings(("--dashboard-port", "0", "--dashboard-host", "::1"), {}).dashboard
+    assert alone is not None and (alone.port, alone.host) == (0, "::1")
+    plan = services(ServicesSettings(servers=1), tmp_path, metrics_port=9000, metrics_host="::1")
+    metrics = server_settings(flags_in(plan.server(0, {})), {}).metrics
+    assert metrics is not None and (metrics.port, metrics.host) == (0, "::1")
+
+
 def flags_in(spec: ProcessSpec) -> tuple[str, ...]:
     return spec.argv[spec.argv.index("-m") + 2 :]
 
