@@ -114,7 +114,7 @@ class ServerSession:
         rejects this incarnation, and an error of RUN_ENDING if the run cannot continue."""
         backoff, reason = Backoff.for_session(self._connection.rng, self.registration.heartbeat_seconds), ""
         while True:
-            self.in_session = False
+            self.in_session, peer = False, self._connection.address  # Later it may be another scheduler's.
             server.snapshot_writer.session_ended()
             try:
                 await self._session(server)
@@ -131,7 +131,7 @@ class ServerSession:
                 return
             if self.in_session:  # Logged once, not for each further attempt.
                 backoff.reset()
-                logger.warning("session broken; reconnecting", peer=self._connection.address, reason=reason)
+                logger.warning("session broken; reconnecting", peer=peer, reason=reason)
             await asyncio.sleep(backoff.next_seconds())
 
     async def _session(self, server: ParameterServer) -> None:

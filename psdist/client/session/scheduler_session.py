@@ -158,6 +158,7 @@ class WorkerSession:
         """Hold the session open until it is cancelled or the scheduler ends the membership."""
         backoff = Backoff.for_session(self.calls.rng, self.membership.registration.heartbeat_seconds)
         while True:
+            peer = self.calls.peer  # After an error the next one may be another scheduler.
             error = await self._session_once(backoff)
             if self._leaving:  # The scheduler ends the session of a worker that left.
                 return
@@ -178,9 +179,9 @@ class WorkerSession:
             if not self._broken:
                 logger.warning(
                     "the session with %s broke (%s); reconnecting while training continues",
-                    self.calls.peer,
+                    peer,
                     error,
-                    extra={"peer": self.calls.peer},
+                    extra={"peer": peer},
                 )
             self._broken = True
             await asyncio.sleep(backoff.next_seconds())
