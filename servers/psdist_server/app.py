@@ -73,7 +73,7 @@ def main(settings: ServerSettings) -> int:
         print(f"psdist-server: {error}", file=sys.stderr)
         if isinstance(error, RUN_ENDING):
             return exit_codes.status_of_ended_run(error)
-        recurs = isinstance(error, _RECURRING)
+        recurs = isinstance(error, _RECURRING) and "port" not in error.details  # A taken port may be free later.
         return exit_codes.CONFIGURATION if recurs else exit_codes.UNAVAILABLE
 
 

@@ -12,6 +12,7 @@ from psdist.errors import InvalidArgumentError
 from tests.integration.project.test_examples import ROOT, run
 
 _ALL = """
+import os
 import runpy
 import sys
 
@@ -54,7 +55,9 @@ def check_subsets():
 
 
 runpy.run_path(sys.argv[2])  # the page's program, which has a group of its own
-dist.init_process_group("psdist")
+# A rank may be here while rank 0 still serves torch's store of that group at MASTER_PORT, and would join that one.
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+dist.init_process_group("psdist", store=dist.FileStore(sys.argv[2] + ".store", size), rank=rank, world_size=size)
 for example in (torch_fsdp, torch_pipeline, torch_tensor_parallel):
     sys.argv = [example.__name__, "--steps", "10", "--compare"]
     example.main()

@@ -18,6 +18,7 @@ import uvloop
 from silent_port import ports_by_stage
 
 from psdist.link import dialing, fd_passing
+from psdist.security.credentials import Credentials
 from psdist.types import Replica, Slicing
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import frames
@@ -83,6 +84,7 @@ def stream_to(peer: Peer, *carriers: str) -> Iterator[StreamToReplica]:
         hello=lambda _: pb.ReplicateRequest(),
         host=lambda _: "127.0.0.1",
         carriers=carriers,
+        credentials=Credentials(),
     )
     owner = SimpleNamespace(
         name="p", network=network, machines={}, ship_waiting=lambda: None, memory=memory, lose=lambda _: None

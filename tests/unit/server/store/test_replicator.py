@@ -13,6 +13,7 @@ from replica import FakeReplica
 
 from psdist import BSP, optim
 from psdist.errors import LimitExceededError, PsdistError, StaleEpochError, StaleTermError
+from psdist.security.credentials import Credentials
 from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import status
@@ -32,6 +33,7 @@ class Network:
     rng = Random(1)
     lease_seconds = 60.0
     carriers = ()
+    credentials = Credentials()
 
     def __init__(self) -> None:
         self.reports = 0

@@ -11,6 +11,7 @@ from typing import cast
 import pytest
 from replica import FakeReplica
 
+from psdist.security.credentials import Credentials
 from psdist.types import Replica, Shard, Slicing
 from psdist.v1 import server_pb2 as pb
 from psdist_server.core.replication import PrimaryReplication, ReplicaState
@@ -48,6 +49,7 @@ class Setup:
             hello=lambda _: pb.ReplicateRequest(),
             host=lambda _: "",
             carriers=(),
+            credentials=Credentials(),
         )
         owner = SimpleNamespace(
             name="p",
