@@ -27,7 +27,7 @@ _REFUSED: Final = {
     62: "the peer's certificate is not valid for {host}: issue it with --host {host} ('psdist certs issue')",
     64: "the peer's certificate is not valid for {host}: issue it with --host {host} ('psdist certs issue')",
 }
-#: OpenSSL's names for what is not TLS.
+#: OpenSSL's reasons if the peer does not speak TLS.
 _FOREIGN: Final = frozenset(
     (
         "WRONG_VERSION_NUMBER",

@@ -39,7 +39,7 @@ _BOUNDS: Final = {
 
 @dataclass
 class Known:
-    """What exists in a run. values: by name of a field, values that mean something in it."""
+    """Members and values of a run. values: by the name of a field, those that the run knows."""
 
     members: Sequence[tuple[str, int]] = ()
     values: Mapping[str, Sequence[Any]] = field(default_factory=dict)

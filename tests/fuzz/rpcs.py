@@ -68,7 +68,7 @@ class Case:
 
 @dataclass
 class Report:
-    """What became of the calls of one method. skipped: those that would harm the training."""
+    """Outcomes of the calls of one method. skipped: those that would harm the training."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     skipped: Counter[str] = field(default_factory=Counter)
@@ -155,7 +155,7 @@ async def call(run: FuzzedRun, case: Case) -> str:
     except grpc.aio.AioRpcError as error:
         return verdict(error, waits, count)
     except asyncio.CancelledError:
-        if asyncio.current_task().cancelling():  # type: ignore[union-attr]
+        if asyncio.current_task().cancelling():  # type: ignore[union-attr]  # in a task
             raise
         return "ended by gRPC"
     return "answered" if count else "ended"
@@ -210,7 +210,7 @@ def _shown(case: Case) -> str:
     kind = message_factory.GetMessageClass(case.method.input_type)
     try:
         return "\n---\n".join(str(kind.FromString(one))[:2000] for one in case.messages)
-    except Exception:
+    except Exception:  # Mutated bytes may be no message: shown as they are.
         return "\n---\n".join(one.hex()[:2000] for one in case.messages)
 
 
@@ -229,7 +229,7 @@ class Fuzzer:
             try:
                 report = await fuzz_method(run, role, method, range(first, first + calls), self.seed, self.wild)
                 await run.refresh()
-            except BaseExceptionGroup as group:
+            except BaseExceptionGroup as group:  # The first failure is the cause of the others.
                 raise group.exceptions[0] from None
         except (FuzzFailure, grpc.aio.AioRpcError, errors.PsdistError) as error:
             await self._look(method, first, calls, error)

@@ -197,7 +197,7 @@ class FuzzedRun:
         return (self.directory / f"{name}.log").read_text("utf-8", "replace")
 
     def trouble(self) -> list[str]:
-        """Return what is wrong since the last call: processes that have ended, and tracebacks in the logs."""
+        """Return the failures since the last call: processes that have ended, and tracebacks in the logs."""
         found = [f"{name} ended with status {p.poll()}" for name, p in self._processes.items() if p.poll() is not None]
         for name in self._processes:
             text = self.log(name)

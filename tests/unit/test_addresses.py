@@ -133,7 +133,7 @@ async def test_a_name_that_never_resolves_is_named_with_the_reason_and_the_remed
 
 
 async def test_of_several_names_one_that_resolves_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of a lost machine may be gone, as in Compose."""
+    """In Compose a killed container loses its name."""
     monkeypatch.setattr(addresses, "route_source", lambda peer: {"10.0.0.1": "10.0.0.3"}.get(peer, ""))
     resolver(monkeypatch, unresolved(), "10.0.0.1")
     assert await addresses.reachable_host("0.0.0.0", "gone:7000,box:7000", _LONG, pytest.fail) == "10.0.0.3"

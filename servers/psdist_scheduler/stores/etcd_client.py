@@ -151,7 +151,7 @@ class EtcdClient:
                     f"etcd does not carry out {method.rpartition('/')[2]} (last asked: {failed}): {code.name}: "
                     f"{reason}{_remedy(reason)}"
                 )
-            time.sleep(_PAUSE_SECONDS)
+            time.sleep(_PAUSE_SECONDS)  # In the thread of the store or of the lease.
 
 
 def _remedy(reason: str | None) -> str:

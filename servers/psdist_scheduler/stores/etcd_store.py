@@ -253,7 +253,7 @@ class EtcdStore(Store):
                 self._leadership.check(str(error))
                 if time.monotonic() >= until:
                     raise
-            time.sleep(_PAUSE_SECONDS)
+            time.sleep(_PAUSE_SECONDS)  # In the store's thread.
 
     def _log_key(self, number: int) -> bytes:
         return self._prefix + b"log/%012d/" % number

@@ -101,7 +101,7 @@ def _open_etcd(
             logger.info("the run at %s has ended", place)
             raise SystemExit(exit_codes.OK)
         store = EtcdStore(client, place, claim, run_id, new_run_id)
-    except BaseException:
+    except BaseException:  # Also at a signal: the next scheduler need not wait for the end of the lease.
         claim.resign()
         client.close()
         raise

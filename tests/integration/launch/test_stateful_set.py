@@ -23,7 +23,7 @@ from psdist.cli.generate import k8s
 from psdist.cli.health import probe
 from psdist.launcher.process import free_port
 
-pytest.importorskip("yaml")
+pytest.importorskip("yaml", reason="PyYAML reads the generated files")
 from tests.support.kustomize import render
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
