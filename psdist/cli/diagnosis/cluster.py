@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import time
@@ -38,13 +39,14 @@ _SLOW_PING_SECONDS: Final = 0.02
 
 
 async def check_cluster(address: str, credentials: Credentials, timeout_seconds: float) -> AsyncIterator[Finding]:
-    """Yield the findings about the scheduler at ``address`` and its servers."""
-    host, port = addresses.parse_address(address)
-    for check in (check_name(host, timeout_seconds), check_connection("scheduler", host, port, timeout_seconds)):
-        finding = await check
-        yield finding
-        if finding.level == "fail":
-            return
+    """Yield the findings about the scheduler at ``address`` (of several, the leading one) and its servers."""
+    places = addresses.split_addresses(address)
+    ways = await asyncio.gather(*(_way(place, len(places) > 1, timeout_seconds) for place in places))
+    reached = any(way[-1].level != "fail" for way in ways)
+    for finding in (one for way in ways for one in way):
+        yield _as_standby(finding) if reached and finding.level == "fail" else finding
+    if not reached:
+        return
     before, answer = time.time(), await _status(address, credentials, timeout_seconds)
     if isinstance(answer, Finding):
         yield answer
@@ -58,6 +60,23 @@ async def check_cluster(address: str, credentials: Credentials, timeout_seconds:
     for server in servers:
         async for finding in check_server(server.member_id, server.address, credentials, timeout_seconds):
             yield finding
+
+
+async def _way(place: str, is_one_of_several: bool, timeout_seconds: float) -> list[Finding]:
+    """Return the findings about the name and the port of one scheduler, up to the first that fails."""
+    host, port = addresses.parse_address(place)
+    name = await check_name(host, timeout_seconds)
+    if name.level == "fail":
+        return [name]
+    what = f"scheduler {place}" if is_one_of_several else "scheduler"
+    return [name, await check_connection(what, host, port, timeout_seconds)]
+
+
+def _as_standby(finding: Finding) -> Finding:
+    """Soften the failure of one scheduler if another one was reached: a standby listens only once it leads."""
+    if os.strerror(errno.ECONNREFUSED) in finding.text:
+        return ok(finding.check, f"{finding.text}, as is right for a standby: it listens once it leads")
+    return warn(finding.check, finding.text, finding.remedy)
 
 
 async def check_name(host: str, timeout_seconds: float) -> Finding:

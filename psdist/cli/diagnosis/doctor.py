@@ -15,7 +15,7 @@ from psdist.cli.diagnosis.finding import STATUSES, Finding, warn, worst
 from psdist.cli.diagnosis.time_limit import Check, TimeLimit
 from psdist.cli.terminal.printable import printable
 from psdist.security.credentials import Credentials
-from psdist.settings.config import address_text, device_text, given_credentials, storage_text
+from psdist.settings.config import device_text, given_credentials, scheduler_text, storage_text
 from psdist.settings.flags import CommandLine, Flag, integer, seconds
 from psdist.settings.programs import CREDENTIAL_FLAGS, FORMAT_FLAG
 
@@ -33,8 +33,8 @@ def command_line() -> CommandLine:
         "Checks versions, cores, memory, limits, directories and names of this machine, and with --connect the way to "
         "a scheduler and its servers.",
         (
-            Flag("--connect", "also check the way to this scheduler and its servers", address_text, "", "HOST:PORT",
-                 twin=False),
+            Flag("--connect", "also check the way to this scheduler (of several, HOST:PORT,HOST:PORT) and its servers",
+                 scheduler_text, "", "HOST:PORT", twin=False),
             Flag("--storage-path", "also check this storage of snapshots", storage_text, None, "PATH", twin=False),
             Flag("--ports", "also check that these ports are free: 29600,29601", _ports, (), "PORTS", twin=False,
                  shown_default="none"),

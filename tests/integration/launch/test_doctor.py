@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from psdist.addresses import free_port
 from psdist.cli.diagnosis.cluster import check_cluster
 from psdist.cli.diagnosis.finding import Finding
 from psdist.launcher.embedded import EmbeddedCluster
@@ -26,6 +27,12 @@ async def test_the_way_to_a_cluster_is_checked() -> None:
             found = await findings(cluster.address, cluster.token)
         assert {found[name].level for name in ("version", "clock", "port of scheduler", "port of server-0")} == {"ok"}
         assert all("MB/s" in found[name].text for name in LINKS)
+        standby = f"127.0.0.1:{free_port('127.0.0.1')}"  # It listens only once it leads.
+        found = await findings(f"{standby},{cluster.address}", cluster.token)
+        assert found[f"port of scheduler {standby}"].level == "ok" and found["token"].level == "ok"
+        assert "standby" in found[f"port of scheduler {standby}"].text
+        found = await findings(f"{standby},{standby}", cluster.token)
+        assert found[f"port of scheduler {standby}"].level == "fail" and "token" not in found
         found = await findings(cluster.address, "wrong")
         assert found["token"].level == "fail" and "PSDIST_TOKEN" in found["token"].remedy
     finally:
