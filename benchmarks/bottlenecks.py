@@ -131,6 +131,7 @@ def running(made: Made) -> Iterator[Mapping[str, str]]:
         hosts = stack.enter_context(ShapedHosts(2, made.megabits * 1e6)) if made.megabits else None
         environment = os.environ | {
             "PSDIST_TOKEN": secrets.token_urlsafe(16),
+            "PSDIST_INSECURE": "1",
             "PSDIST_TRANSPORT": made.transport,
             "PSDIST_SCHEDULER_FILE": str(directory / "scheduler"),
             "OMP_NUM_THREADS": "1",

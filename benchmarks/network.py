@@ -122,7 +122,11 @@ def psdist(settings: Settings, hosts: ShapedHosts, name: str) -> Contender:
         (*_PSDIST_WORKER, *found, *nodes, "--node-rank", str(host), "-m", "benchmarks.worker", text)
         for host in range(hosts.hosts)
     ]
-    environment = {"PSDIST_TRANSPORT": variant.transport, "PSDIST_TOKEN": secrets.token_urlsafe(32)}
+    environment = {
+        "PSDIST_TRANSPORT": variant.transport,
+        "PSDIST_TOKEN": secrets.token_urlsafe(32),
+        "PSDIST_INSECURE": "1",
+    }
     return Contender(name, (scheduler, *on_hosts(hosts, servers), *on_hosts(hosts, workers)), hosts.hosts, environment)
 
 

@@ -107,6 +107,10 @@ class InsecureBindError(InvalidArgumentError, code="insecure_bind"):
     """A process was to listen beyond loopback without TLS and without ``--insecure``."""
 
 
+class InsecureConnectError(ConfigurationError, code="insecure_connect"):
+    """The token was to be sent to another machine without TLS and without ``--insecure``."""
+
+
 class TlsHandshakeError(ConfigurationError, code="tls_handshake"):
     """TLS with a peer fails: one side refuses the other's certificate, or uses plaintext."""
 

@@ -74,6 +74,8 @@ REMEDIES: Final = {
     "permission_denied": "Use a token of the role that the message names: see [roles.md](roles.md).",
     "insecure_bind": "Set `--tls-ca`, `--tls-cert` and `--tls-key`, or bind to loopback, or pass `--insecure` and a "
     "token on a private network.",
+    "insecure_connect": "Set `--tls-ca`, `--tls-cert` and `--tls-key`, or, on a private network, pass `--insecure` or "
+    "set `PSDIST_INSECURE=1`.",
     "tls_handshake": "Follow the message, which names the side and the file; compare both sides by `psdist certs "
     "show`. See [secure.md](secure.md).",
     "protocol_mismatch": "Install the same release of psdist on both sides.",

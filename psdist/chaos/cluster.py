@@ -195,7 +195,7 @@ class ChaosCluster:
                 log_level="info",
             ),
             directory=self.directory,
-            link=SchedulerAddress(file=self.directory / "scheduler", run_id="chaos"),
+            link=SchedulerAddress(file=self.directory / "scheduler", insecure=self.network is not None, run_id="chaos"),
             lifeline=self._lifeline,
             workers=self.settings.workers,
             start_timeout_seconds=_START_SECONDS,
@@ -205,7 +205,8 @@ class ChaosCluster:
         foreign = ("PSDIST_", "DMLC_", "PET_", "RANK", "WORLD_SIZE")
         # The tests mark their processes with a variable that is not a setting.
         kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign) or "TEST" in name}
-        return kept | {"PSDIST_TOKEN": self._token, "OMP_NUM_THREADS": "1"}
+        insecure = {} if self.network is None else {"PSDIST_INSECURE": "1"}
+        return kept | insecure | {"PSDIST_TOKEN": self._token, "OMP_NUM_THREADS": "1"}
 
     def _add_scheduler(self) -> None:
         host, port = parse_address(self.address)

@@ -7,6 +7,7 @@ cluster on this machine. Several workers: ``psdist run --nproc-per-node 4 --no-p
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from argparse import Namespace
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 from psdist.cli.commands import show
 from psdist.cli.step_bench import BenchSettings, StepBench
 from psdist.launcher.output import stamped
-from psdist.settings.config import TransportName, find_scheduler, given_credentials
+from psdist.settings.config import INSECURE_VARIABLE, TransportName, find_scheduler, given_credentials
 from psdist.settings.declarations import flags_of, read
 from psdist.settings.exit_codes import OK
 from psdist.settings.flags import CommandLine, Flag, integer, one_of, seconds
@@ -69,6 +70,8 @@ def _client(given: Namespace, environ: Mapping[str, str], stack: ExitStack) -> C
     times = {"connect_timeout": given.timeout, "request_timeout": given.timeout}
     if given.scheduler or find_scheduler(environ) or environ.get("PSDIST_SCHEDULER_FILE"):
         shown = given_credentials(given, environ)
+        if shown.insecure:
+            os.environ[INSECURE_VARIABLE] = "1"  # ``Client`` reads it.
         return Client(
             given.scheduler or None, shown.token or None, tls=shown.tls or False,
             run_id=given.run_id or None, transport=given.transport, **times,

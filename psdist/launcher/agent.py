@@ -36,8 +36,9 @@ from psdist.launcher.rendezvous import Place, RankRequest
 from psdist.launcher.run_record import DIRECTORY_PREFIX
 from psdist.launcher.runner import ProcessPlan, Runner
 from psdist.launcher.shutdown import RunPolicy
+from psdist.security.credentials import Credentials
 from psdist.settings import exit_codes, preflight, signals
-from psdist.settings.config import await_address, make_tls, parse_address
+from psdist.settings.config import await_address, find_token, make_tls, parse_address
 from psdist.settings.declarations import torchrun_setting
 from psdist.settings.flags import integer, text
 from psdist.settings.other_launchers import LauncherTask, first_node
@@ -145,11 +146,7 @@ def run_agent(settings: AgentSettings, environ: Mapping[str, str] | None = None)
     settings.check()
     preflight.require_for_launcher(settings.processes)
     signals.exit_on(settings.signals)
-    tls = make_tls(settings.tls_ca, settings.tls_cert, settings.tls_key)
-    address = settings.scheduler
-    if not address and settings.scheduler_file is not None:
-        address = await_address(settings.scheduler_file, settings.start_timeout_seconds)
-    link = SchedulerAddress(address=address, token_file=settings.token_file, tls=tls, run_id=settings.run_id)
+    link = _link(settings, environ)
     place = _place(settings, link, environ)
     link = replace(link, run_id=settings.run_id or place.run_id)
     first, node, name = place.first_rank, f"node-{place.node_rank}", link.run_id or _unknown_run()
@@ -160,7 +157,7 @@ def run_agent(settings: AgentSettings, environ: Mapping[str, str] | None = None)
             script=settings,
             link=link,
             connected_directory=directory,
-            master=parse_address(_master(place, address, environ)),
+            master=parse_address(_master(place, link.address, environ)),
             first_rank=place.first_rank,
             world_size=place.world_size,
             node_rank=place.node_rank,
@@ -175,6 +172,19 @@ def run_agent(settings: AgentSettings, environ: Mapping[str, str] | None = None)
     if reason := why_given_up(finish, has_connected):
         _tell_scheduler(reason, settings, link, environ)
     return finish.status
+
+
+def _link(settings: AgentSettings, environ: Mapping[str, str]) -> SchedulerAddress:
+    """Return the scheduler, once its address is known. Raises ConfigurationError."""
+    tls = make_tls(settings.tls_ca, settings.tls_cert, settings.tls_key)
+    address = settings.scheduler
+    if not address and settings.scheduler_file is not None:
+        address = await_address(settings.scheduler_file, settings.start_timeout_seconds)
+    token = find_token(environ, token_file=settings.token_file)
+    Credentials(token, tls, settings.insecure).require_private_route(address)
+    return SchedulerAddress(
+        address=address, token_file=settings.token_file, tls=tls, insecure=settings.insecure, run_id=settings.run_id
+    )
 
 
 def why_given_up(finish: Finish, has_connected: bool) -> str:

@@ -84,14 +84,16 @@ class EmbeddedCluster:
         self._directory = preflight.make_private_directory(DIRECTORY_PREFIX)
         self._lifeline = Lifeline()
         self.processes: list[subprocess.Popen[bytes]] = []  # the scheduler, then the servers
+        host = addresses.loopback() if host is None else host
+        insecure = not addresses.is_loopback(host)  # Whoever chose the host has allowed it.
         plan = ServicesPlan(
             settings=settings,
             directory=self._directory,
-            link=SchedulerAddress(file=self._directory / "scheduler", tls=tls, run_id=self.run_id),
+            link=SchedulerAddress(file=self._directory / "scheduler", tls=tls, insecure=insecure, run_id=self.run_id),
             lifeline=self._lifeline.end_of_children,
             workers=workers,
             drain_timeout_seconds=0.0,  # all servers end together
-            host=addresses.loopback() if host is None else host,
+            host=host,
             # The given port is the script's.
             metrics_port=0 if (os.environ if environ is None else environ).get("PSDIST_METRICS_PORT") else None,
         )

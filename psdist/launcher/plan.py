@@ -26,7 +26,7 @@ from psdist.launcher.process import ProcessSpec
 from psdist.launcher.shutdown import STOP_TIMEOUT_SECONDS
 from psdist.security.tls import TlsFiles
 from psdist.settings import group_marks, script_errors
-from psdist.settings.config import START_TIMEOUT_SECONDS, TLS_VARIABLES, devices_text
+from psdist.settings.config import INSECURE_VARIABLE, START_TIMEOUT_SECONDS, TLS_VARIABLES, devices_text
 from psdist.settings.declarations import arguments, setting, torchrun_setting
 from psdist.settings.flags import integer, one_of, seconds, text
 from psdist.settings.programs import (
@@ -49,7 +49,7 @@ _WORKERS: Final = "workers"
 _OWNED: Final = (
     *TLS_VARIABLES,
     "PSDIST_CONFIG",
-    *("PSDIST_SCHEDULER", "PSDIST_SCHEDULER_FILE", "PSDIST_ADDRESS_FILE", "PSDIST_ADVERTISE", "PSDIST_INSECURE"),
+    *("PSDIST_SCHEDULER", "PSDIST_SCHEDULER_FILE", "PSDIST_ADDRESS_FILE", "PSDIST_ADVERTISE", INSECURE_VARIABLE),
     *("PSDIST_WORKER_ID", "PSDIST_SERVER_ID", "PSDIST_CONNECTED_FILE", "PSDIST_LIFELINE_FD", "PSDIST_STORAGE_PATH"),
     *("PSDIST_STORAGE_OPTIONAL", "PSDIST_SAVE_INTERVAL", "PSDIST_KEEP_LAST", "PSDIST_KEEP_EVERY"),
     *(
@@ -195,12 +195,14 @@ class SchedulerAddress:
     file: the file in which the scheduler writes its address.
     token_file: None if the token is already in the environment of the processes.
     tls: TLS identity of the processes; None for plaintext.
+    insecure: True permits plaintext beyond this machine.
     """
 
     address: str = ""
     file: Path | None = None
     token_file: Path | None = None
     tls: TlsFiles | None = None
+    insecure: bool = False
     run_id: str = ""
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
@@ -216,6 +218,8 @@ class SchedulerAddress:
         if self.tls is not None:
             files = (self.tls.ca, self.tls.cert, self.tls.key)
             values |= {name: os.path.abspath(file) for name, file in zip(TLS_VARIABLES, files, strict=True)}
+        if self.insecure:
+            values[INSECURE_VARIABLE] = "1"
         if self.run_id:
             values["PSDIST_RUN_ID"] = self.run_id
         return values

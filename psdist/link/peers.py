@@ -78,10 +78,13 @@ class PeerListener(Listener[pb.PeerFrame]):
         host = addresses.route_source(peer) or addresses.loopback()
         if spans_hosts and addresses.is_loopback(host):
             host = addresses.own_address()
-        is_protected = self.credentials.token or self.credentials.tls is not None
-        if not is_protected and not addresses.is_loopback(host):
-            self.log_unavailable(host, "beyond loopback the run needs a token or TLS")
-            return
+        if not addresses.is_loopback(host) and self.credentials.tls is None:
+            if not self.credentials.token:
+                self.log_unavailable(host, "beyond loopback the run needs a token or TLS")
+                return
+            if not self.credentials.insecure:
+                self.log_unavailable(host, "beyond loopback a token needs TLS, or --insecure (PSDIST_INSECURE=1)")
+                return
         await self.open(host)
         self.address = addresses.format_address(host, self.port) if self.port else ""
 

@@ -31,10 +31,10 @@ from psdist.client.process import loop
 from psdist.client.process.blocking import on_loop
 from psdist.errors import ConfigurationError, PsdistError, WorkerLostError
 from psdist.link import process_state
+from psdist.settings.config import INSECURE_VARIABLE
 from psdist.settings.flags import is_switched_on
 
 _ATTEMPT: Final = "TORCHELASTIC_RESTART_COUNT"
-_INSECURE: Final = "PSDIST_INSECURE"
 #: Longest wait of rank 0 for the others to end.
 _END_SECONDS: Final = 60.0
 _POLL_SECONDS: Final = 0.1
@@ -63,7 +63,7 @@ def join(store: Any, rank: int, size: int) -> Context:
         raise ConfigurationError(
             f"rank {rank} is on {_host()} and rank 0 on {found['host']}, whose scheduler listens on loopback: start "
             "the script once per node with 'psdist-worker', which has torchrun's flags. If the network is private, "
-            f"{_INSECURE}=1 on the node of rank 0 lets torchrun start it, too, without encryption"
+            f"{INSECURE_VARIABLE}=1 on all nodes lets torchrun start it, too, without encryption"
         )
     context = init(scheduler=found["scheduler"], token=found["token"], run_id=found["run_id"], tls=False)
     if found["scope"] == process_state.own_scope() != "":
@@ -85,7 +85,7 @@ def _start(store: Any, key: str, size: int) -> Context:
 def _address(size: int) -> str | None:
     """Return the address on which the scheduler is to listen; None for loopback."""
     spans_machines = int(os.environ.get("LOCAL_WORLD_SIZE", size)) < size
-    return addresses.own_address() if spans_machines and is_switched_on(os.environ, _INSECURE) else None
+    return addresses.own_address() if spans_machines and is_switched_on(os.environ, INSECURE_VARIABLE) else None
 
 
 def _watch(context: Context, pid: int) -> None:

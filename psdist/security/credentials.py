@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from psdist import addresses
-from psdist.errors import InsecureBindError
+from psdist.errors import InsecureBindError, InsecureConnectError
 from psdist.security.tls import TlsFiles
 
 
@@ -15,7 +15,7 @@ class Credentials:
 
     token: the run's; empty without one.
     tls: identity for mutual TLS; None for plaintext.
-    insecure: True permits plaintext beyond loopback.
+    insecure: True permits plaintext beyond loopback, in both directions.
     """
 
     token: str = field(default="", repr=False)
@@ -37,3 +37,19 @@ class Credentials:
                 "docs/secure.md), or bind 127.0.0.1, or pass --insecure on a private network",
                 host=host,
             )
+
+    def require_private_route(self, places: str) -> None:
+        """Raise InsecureConnectError if the token would be sent to another machine without encryption, unless
+        ``insecure`` permits it.
+
+        places: HOST:PORT to dial, several divided by commas; empty if it is not known yet.
+        """
+        if not places or not self.token or self.tls is not None or self.insecure:
+            return
+        for place in addresses.split_addresses(places):
+            if not addresses.is_loopback(addresses.parse_address(place)[0]):
+                raise InsecureConnectError(
+                    f"the token would be sent to {place} without encryption: set --tls-ca, --tls-cert and --tls-key "
+                    "(see docs/secure.md), or pass --insecure (PSDIST_INSECURE=1) on a private network",
+                    address=place,
+                )

@@ -34,6 +34,7 @@ from psdist.addresses import parse_address as parse_address
 from psdist.errors import ConfigurationError, InvalidArgumentError, SchedulerUnreachableError
 from psdist.security.credentials import Credentials
 from psdist.security.tls import TlsFiles
+from psdist.settings.flags import is_switched_on
 from psdist.settings.other_launchers import find_task
 from psdist.settings.preflight import require_working_directory
 from psdist.wire.limits import ADDRESS_FILE_BYTES_MAX, RUN_ID, TOKEN_CHARACTERS_MAX
@@ -288,6 +289,8 @@ def _read_token(path: Path, source: str) -> str:
 
 #: Variables that name the files of a TLS identity.
 TLS_VARIABLES: Final = ("PSDIST_TLS_CA", "PSDIST_TLS_CERT", "PSDIST_TLS_KEY")
+#: Switch that permits plaintext beyond this machine.
+INSECURE_VARIABLE: Final = "PSDIST_INSECURE"
 
 
 def make_tls(ca: Path | str | None, cert: Path | str | None, key: Path | str | None) -> TlsFiles | None:
@@ -320,13 +323,13 @@ def find_credentials(
         found = tls or None
         if found is not None:
             found.identity()
-    return Credentials(find_token(environ, token), found)
+    return Credentials(find_token(environ, token), found, is_switched_on(environ, INSECURE_VARIABLE))
 
 
 def given_credentials(given: Namespace, environ: Mapping[str, str]) -> Credentials:
     """Return the credentials that parsed flags name. Raises ConfigurationError."""
     token = find_token(environ, token_file=given.token_file)
-    return Credentials(token, make_tls(given.tls_ca, given.tls_cert, given.tls_key), getattr(given, "insecure", False))
+    return Credentials(token, make_tls(given.tls_ca, given.tls_cert, given.tls_key), given.insecure)
 
 
 # --- the scheduler's address ------------------------------------------------------------------------------------------

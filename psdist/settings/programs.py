@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, get_args
 
 from psdist.addresses import loopback
-from psdist.errors import ConfigurationError, InsecureBindError, InvalidArgumentError
+from psdist.errors import ConfigurationError, InsecureBindError, InsecureConnectError, InvalidArgumentError
 from psdist.rights.tokens import require_root
 from psdist.security.credentials import Credentials
 from psdist.settings import exit_codes, preflight
@@ -202,7 +202,8 @@ class DashboardSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class TlsSettings:
-    """TLS identity of every program that connects to others: all three files or none."""
+    """TLS identity of every program that connects to others: all three files or none. Without them ``insecure`` permits
+    plaintext beyond this machine."""
 
     tls_ca: Path | None = setting(
         "the CA's certificate, in PEM; with --tls-cert and --tls-key all connections use mutual TLS", Path, None,
@@ -214,6 +215,9 @@ class TlsSettings:
     )  # fmt: skip
     tls_key: Path | None = setting(
         "private key of --tls-cert, in PEM, not encrypted", Path, None, "FILE", group=_NETWORK_TITLE
+    )
+    insecure: bool = setting(
+        "allow traffic with other machines without encryption (private networks)", group=_NETWORK_TITLE
     )
 
 
@@ -228,9 +232,6 @@ class ProgramSettings(MonitoringSettings, TlsSettings):
     run_id: str = run_id_setting("name of the run; refused if the scheduler serves another")
     advertise: str = setting(
         "address at which others reach this process", address_text, "", "HOST:PORT", group=_NETWORK_TITLE
-    )
-    insecure: bool = setting(
-        "allow a --host beyond this machine without encryption (private networks)", group=_NETWORK_TITLE
     )
     token_file: Path | None = token_file_setting()
     log_format: str = log_format_setting("auto")
@@ -444,6 +445,10 @@ def server_settings(argv: Sequence[str], environ: Mapping[str, str] | None = Non
         if not scheduler:
             fail(line.program, "no scheduler: pass --scheduler HOST:PORT or set PSDIST_SCHEDULER")
     credentials = _program_credentials(line.program, given, environ)
+    try:
+        credentials.require_private_route(scheduler)
+    except InsecureConnectError as error:
+        fail(line.program, str(error))
     return read(ServerSettings, given, scheduler=scheduler, host=_host(given), credentials=credentials)
 
 

@@ -55,7 +55,10 @@ def open_channel(
 
     credentials: with TLS, each new call uses the files as they are then. The token is metadata of each call.
     silence_seconds: ping a peer after this much silence, and disconnect if it stays silent for as long again.
+
+    Raises InsecureConnectError if the token would be sent to another machine without encryption.
     """
+    credentials.require_private_route(address)
     options = [
         *_shared_options(message_bytes, limits.CLIENT_WINDOW_BYTES, silence_seconds),
         ("grpc.enable_retries", 0),

@@ -53,9 +53,12 @@ class MemberConnection:
 
     source: origin of the address, for messages.
     rng: randomness for pauses between attempts.
+
+    Raises InsecureConnectError.
     """
 
     def __init__(self, places: str, source: str, credentials: Credentials, rng: Random) -> None:
+        credentials.require_private_route(places)
         self._places = addresses.split_addresses(places)
         self._place = 0
         self._tried = -_PLACE_SECONDS

@@ -102,7 +102,12 @@ class Rounds:
         self.changed = threading.Condition()
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith("PSDIST_")}
         address = self.path / "address"
-        self.environment |= {"PSDIST_TOKEN": "secret", "XDG_RUNTIME_DIR": str(self.path), "OMP_NUM_THREADS": "1"}
+        self.environment |= {
+            "PSDIST_TOKEN": "secret",
+            "PSDIST_INSECURE": "1",
+            "XDG_RUNTIME_DIR": str(self.path),
+            "OMP_NUM_THREADS": "1",
+        }
         self._processes: list[subprocess.Popen[Any]] = []
         stack.callback(self._end)
         self._processes.append(

@@ -74,7 +74,12 @@ class Hosts:
         self.path, self._network = path, network
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._environment = {name: value for name, value in os.environ.items() if not name.startswith("PSDIST_")}
-        self._environment |= {"PSDIST_TOKEN": "secret", "XDG_RUNTIME_DIR": str(path), "TMPDIR": str(path)}
+        self._environment |= {
+            "PSDIST_TOKEN": "secret",
+            "PSDIST_INSECURE": "1",
+            "XDG_RUNTIME_DIR": str(path),
+            "TMPDIR": str(path),
+        }
         #: Names that every host's resolver reads.
         self._names = path / "names"
         self._names.write_text("127.0.0.1 localhost\n")

@@ -79,7 +79,7 @@ class Run:
         self.environment = os.environ | {"PSDIST_SCHEDULER": f"{THERE}:7777", "PSDIST_WORLD_SIZE": str(WORKERS)}
         for name in ("PSDIST_FAILURE_TIMEOUT", "PSDIST_WORKER_TIMEOUT"):  # The tests rely on the defaults.
             self.environment.pop(name, None)
-        self.environment["PSDIST_TOKEN"] = secrets.token_hex(16)
+        self.environment |= {"PSDIST_TOKEN": secrets.token_hex(16), "PSDIST_INSECURE": "1"}
         scheduler = ["ip", "netns", "exec", NAMESPACE, sys.executable, "-m", "psdist_scheduler"]
         scheduler += ["--host", THERE, "--port", "7777", "--insecure", "--replicas", str(copies)]
         scheduler += ["--min-workers", str(WORKERS), "--min-servers", str(SERVERS)]

@@ -76,7 +76,9 @@ class Machines:
         path.mkdir()
         (path / "names").write_text("127.0.0.1 localhost\n" + "".join(f"{self.address(n)} {n}\n" for n in NODES))
         (path / "train.py").write_text(SCRIPT)
-        if tls:
+        if not tls:
+            self._environment["PSDIST_INSECURE"] = "1"
+        else:
             self.make_certificates("certs")
             self.install(["certs"], "certs")
 

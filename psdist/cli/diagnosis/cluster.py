@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from psdist import addresses
 from psdist.cli.diagnosis.finding import Finding, fail, ok, warn
-from psdist.errors import PermissionDeniedError, PsdistError, UnauthenticatedError
+from psdist.errors import InsecureConnectError, PermissionDeniedError, PsdistError, UnauthenticatedError
 from psdist.rights.tokens import Audience
 from psdist.security.credentials import Credentials
 from psdist.security.handshake import explain
@@ -119,6 +119,8 @@ async def _status(address: str, credentials: Credentials, timeout_seconds: float
     try:
         async with scheduler_at(address, credentials) as call:
             return await call("GetStatus", scheduler_pb2.GetStatusRequest(), timeout_seconds)
+    except InsecureConnectError as refused:
+        return fail("token", f"not sent: {refused.message}", "use TLS; or --insecure, on a private network")
     except grpc.aio.AioRpcError as failure:
         error: PsdistError = status.from_call(failure, f"the scheduler at {address}")
         if isinstance(error, PermissionDeniedError):
@@ -172,6 +174,9 @@ async def check_server(
     try:
         async with asyncio.timeout(timeout_seconds):
             latency, speed = await _measure(address, credentials)
+    except InsecureConnectError as refused:
+        yield fail(check, f"not measured: {refused.message}", "use TLS; or --insecure, on a private network")
+        return
     except (TimeoutError, grpc.aio.AioRpcError) as error:
         reason = f"within {timeout_seconds:g} s" if isinstance(error, TimeoutError) else error.code().name
         yield fail(

@@ -81,6 +81,27 @@ def test_a_server_waits_for_the_name_of_its_scheduler_and_then_says_which(monkey
     assert "Traceback" not in text
 
 
+_CLIENT = "import psdist; psdist.init(scheduler='192.0.2.1:7')"
+
+
+def test_no_program_sends_its_token_to_another_machine_in_plaintext(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PSDIST_TOKEN", "secret")
+    there = ("--scheduler", "192.0.2.1:7")
+    (tmp_path / "train.py").write_text("print('started')")
+    refused = [
+        call(*there, program="server"),
+        call(*there, str(tmp_path / "train.py"), program="worker"),
+        *(call(*words, *there) for words in (["status"], ["events"], ["snapshot", "save"], ["bench"], ["explain"])),
+    ]
+    script = subprocess.run([sys.executable, "-c", _CLIENT], capture_output=True, text=True, check=False)
+    refused.append((script.returncode, script.stdout, script.stderr))
+    for status, shown, text in refused:
+        assert status != 0 and "started" not in shown
+        assert "the token would be sent to 192.0.2.1:7" in text and "--insecure (PSDIST_INSECURE=1)" in text, text
+
+
 #: As on a machine that is so busy that the import takes minutes.
 _SLOW_IMPORT = """
 import sys, threading
@@ -175,7 +196,7 @@ def test_status_tells_several_runs_apart(tmp_path: Path, monkeypatch: pytest.Mon
 
     def find(scheduler: str, run_id: str, environ: dict[str, str]) -> commands.SchedulerChoice:
         files = {"token_file": None, "tls_ca": None, "tls_cert": None, "tls_key": None}
-        return commands.find_target(Namespace(scheduler=scheduler, run_id=run_id, **files), environ)
+        return commands.find_target(Namespace(scheduler=scheduler, run_id=run_id, insecure=False, **files), environ)
 
     with pytest.raises(InvalidArgumentError, match="a, b, starting"):
         find("", "", environ)

@@ -54,7 +54,18 @@ class Host:
         return docker("run", "--rm", *self._flags("worker", ipc), "psdist", "python", "-c", _TRAIN, transport)
 
     def _flags(self, role: str, ipc: str) -> list[str]:
-        return ["--network", self.name, "--network-alias", role, "--env", "PSDIST_TOKEN=secret", "--ipc", ipc]
+        return [
+            "--network",
+            self.name,
+            "--network-alias",
+            role,
+            "--env",
+            "PSDIST_TOKEN=secret",
+            "--env",
+            "PSDIST_INSECURE=1",
+            "--ipc",
+            ipc,
+        ]
 
     def close(self) -> None:
         """Remove the containers and the network."""

@@ -45,7 +45,12 @@ def hosts() -> Iterator[ShapedHosts]:
 
 
 def start(stack: ExitStack, log: Path, *command: str) -> subprocess.Popen[bytes]:
-    environ = os.environ | {"PSDIST_TOKEN": TOKEN, "PSDIST_TRANSPORT": "tcp", "OMP_NUM_THREADS": "1"}
+    environ = os.environ | {
+        "PSDIST_TOKEN": TOKEN,
+        "PSDIST_INSECURE": "1",
+        "PSDIST_TRANSPORT": "tcp",
+        "OMP_NUM_THREADS": "1",
+    }
     with log.open("ab") as output:
         process = subprocess.Popen(
             command, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True

@@ -175,9 +175,10 @@ async def test_an_address_that_refuses_is_named() -> None:
 
 async def test_no_port_is_open_beyond_loopback_without_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psdist.addresses.own_address", lambda: "192.0.2.7")
-    listener = PeerListener(Credentials())
-    await listener.open_towards("127.0.0.1:1", spans_hosts=True)
-    assert listener.address == "" and listener.port == 0
+    for credentials in (Credentials(), Credentials("secret")):  # A token in plaintext needs ``insecure``.
+        listener = PeerListener(credentials)
+        await listener.open_towards("127.0.0.1:1", spans_hosts=True)
+        assert listener.address == "" and listener.port == 0
 
 
 def test_a_link_means_one_incarnation_of_one_worker_of_one_run() -> None:

@@ -488,7 +488,7 @@ def test_servers_take_devices_in_turn() -> None:
 def test_order_of_tokens(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("from-a\n")
     (tmp_path / "b").write_text("from-b\n")
-    environ = {"PSDIST_TOKEN": "direct", "PSDIST_TOKEN_FILE": str(tmp_path / "a"), "PSDIST_SCHEDULER": "h:1"}
+    environ = {"PSDIST_TOKEN": "direct", "PSDIST_TOKEN_FILE": str(tmp_path / "a"), "PSDIST_SCHEDULER": "[::1]:1"}
     assert client_settings(environ, token="given").credentials.token == "given"
     assert client_settings(environ).credentials.token == "direct"
     assert server_settings(["--token-file", str(tmp_path / "b")], environ).credentials.token == "from-b"
@@ -557,7 +557,7 @@ def test_a_token_is_created_once_and_for_this_user_alone(tmp_path: Path, capsys:
     token = scheduler_settings(["--create-token"], environ).credentials.token
     assert len(token) == 43 and file.read_text() == f"{token}\n" and file.stat().st_mode & 0o777 == 0o600
     assert scheduler_settings(["--create-token"], environ).credentials.token == token
-    assert server_settings(["--scheduler", "h:1"], environ).credentials.token == token
+    assert server_settings(["--scheduler", "[::1]:1"], environ).credentials.token == token
     assert [path.name for path in tmp_path.iterdir()] == ["token"]
     other = tmp_path / "other"
     created = scheduler_settings(["--create-token", "--token-file", str(other)], environ)

@@ -15,7 +15,7 @@ import grpc.aio
 import pytest
 from cryptography.hazmat.primitives import serialization
 
-from psdist.errors import ConfigurationError, InsecureBindError
+from psdist.errors import ConfigurationError, InsecureBindError, InsecureConnectError
 from psdist.security.authority import KeyPair
 from psdist.security.credentials import Credentials
 from psdist.security.tls import TlsFiles
@@ -277,3 +277,15 @@ def test_beyond_loopback_tls_needs_no_permission(tmp_path: Path) -> None:
     Credentials(tls=write_tls(tmp_path, CA)).require_private("10.0.0.1", "")
     Credentials(insecure=True).require_private("10.0.0.1", "")
     Credentials().require_private("127.0.0.1", "")
+
+
+def test_no_token_goes_to_another_machine_in_plaintext(tmp_path: Path) -> None:
+    for place in ("10.0.0.1:1", "head:29600", "127.0.0.1:1,10.0.0.1:1", "[2001:db8::1]:1"):
+        with pytest.raises(InsecureConnectError, match=r"the token would be sent to .*--tls-ca.*--insecure"):
+            Credentials("token").require_private_route(place)
+        with pytest.raises(InsecureConnectError):
+            channels.open_channel(place.rpartition(",")[2], Credentials("token"))
+        Credentials("token", insecure=True).require_private_route(place)
+        Credentials("token", tls=write_tls(tmp_path, CA)).require_private_route(place)
+        Credentials().require_private_route(place)
+    Credentials("token").require_private_route("127.0.0.1:1,[::1]:1,localhost:1")

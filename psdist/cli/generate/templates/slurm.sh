@@ -37,10 +37,10 @@ worker_nodes=$(join "${nodes[@]:@SERVICE_NODES@}")
 
 # The token keeps other users of the cluster out of the run. Nothing is encrypted: the network must be private.
 PSDIST_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
-export PSDIST_TOKEN
+export PSDIST_TOKEN PSDIST_INSECURE=1
 state=$SLURM_SUBMIT_DIR/.psdist/$SLURM_JOB_ID
 mkdir -p "$state" && chmod 700 "$state" && (umask 077; echo "$PSDIST_TOKEN" > "$state/token") || exit 1
-echo "psdist status --scheduler $PSDIST_SCHEDULER --token-file $state/token"
+echo "psdist status --scheduler $PSDIST_SCHEDULER --insecure --token-file $state/token"
 
 # --- scheduler and servers ----------------------------------------------------------------------------------------------
 
