@@ -344,6 +344,11 @@ def init(
         return _current
 
 
+def is_open() -> bool:
+    """True if a context of ``init`` is open."""
+    return _current is not None
+
+
 def is_placed() -> bool:
     """True if ``init`` without arguments joins a run: it did before, or the environment names a scheduler."""
     return _current is not None or any(os.environ.get(name) for name in _CONFIGURED)

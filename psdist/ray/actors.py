@@ -1,0 +1,239 @@
+"""Actors of a run: a scheduler or server as a child process, and a worker that calls the training function.
+
+Everything that an actor needs is an argument of its constructor, so an actor that Ray restarts, perhaps on another
+node, starts its process again: under its old server id, or with the scheduler's old port and store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Final
+
+import ray
+from ray.util.metrics import Gauge
+
+import psdist
+from psdist.client import context
+from psdist.launcher.metrics.receiver import MetricsReceiver
+from psdist.launcher.plan import program
+from psdist.launcher.process import Lifeline
+from psdist.metrics.interval import WorkerInterval, summarize
+from psdist.ray.settings import RaySettings
+from psdist.settings.exit_codes import Role, statuses
+from psdist.wire.limits import OUTPUT_LINE_BYTES_MAX
+
+#: Lines of a process that are quoted if it ends by an error.
+_LAST_LINES: Final = 20
+#: Longest wait for a process to end after SIGTERM.
+_STOP_SECONDS: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The end of a scheduler or server for good. status: its exit status. lines: its last lines."""
+
+    status: int
+    lines: tuple[str, ...]
+
+
+class _Service:
+    """A scheduler or server as a child process.
+
+    The actor ends with a process that should be restarted, because Ray then restarts the actor. It keeps a process that
+    ended for good, for ``outcome``.
+    """
+
+    def __init__(self, role: Role, command: Callable[[int], tuple[str, ...]], environment: Mapping[str, str]) -> None:
+        self._role = role
+        self._environment = {**os.environ, **environment, "PSDIST_LOG_FORMAT": "console"}
+        self._lines: deque[str] = deque(maxlen=_LAST_LINES)
+        self._is_stopping = False
+        self._ended = threading.Event()
+        self._lifeline = Lifeline()
+        self._process = subprocess.Popen(
+            command(self._lifeline.end_of_children),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=self._environment,
+            pass_fds=(self._lifeline.end_of_children,),
+            start_new_session=True,  # A signal for the actor's group is none for the process.
+        )
+        self._lifeline.started()
+        threading.Thread(target=self._follow, daemon=True).start()
+
+    def node(self) -> str:
+        """Return the id of the actor's node, once its process is started."""
+        return str(ray.get_runtime_context().get_node_id())
+
+    def pid(self) -> int:
+        """Return the id of the child process."""
+        return self._process.pid
+
+    def outcome(self) -> Ended:
+        """Wait for the end of the process, and return it. It does not return if Ray restarts the actor."""
+        self._ended.wait()
+        return Ended(self._process.returncode, tuple(self._lines))
+
+    def stop(self) -> Ended:
+        """End the process in order."""
+        self._is_stopping = True
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+        if not self._ended.wait(_STOP_SECONDS):
+            self._process.kill()
+        return self.outcome()
+
+    def _follow(self) -> None:
+        """Pass the lines of the process on to Ray's log, until it ends."""
+        assert self._process.stdout is not None
+        for line in _lines(self._process.stdout):
+            self._lines.append(line)
+            print(line, flush=True)
+        status = self._process.wait()
+        if not self._is_stopping and (status < 0 or status in statuses(self._role, "restart")):
+            print(f"the {self._role} ended with exit status {status}: Ray restarts it", flush=True)
+            os._exit(1)
+        self._ended.set()
+
+
+def _lines(stream: IO[bytes]) -> Iterator[str]:
+    while line := stream.readline(OUTPUT_LINE_BYTES_MAX):
+        yield line.decode("utf-8", "replace").rstrip()
+
+
+class SchedulerActor(_Service):
+    """The scheduler. Its store is in a directory that a restarted actor on the same node finds again."""
+
+    def __init__(self, settings: RaySettings, host: str, port: int, token: str) -> None:
+        self._directory = Path(tempfile.gettempdir(), f"psdist-ray-{settings.run_id}-{os.getuid()}")
+        self._directory.mkdir(mode=0o700, exist_ok=True)
+        self._address = f"{host}:{port}" if ":" not in host else f"[{host}]:{port}"
+        super().__init__(
+            "scheduler",
+            lambda lifeline: settings.scheduler(host, port, self._directory / "scheduler.sqlite", lifeline),
+            settings.environment("scheduler", token),
+        )
+
+    def save(self) -> str:
+        """Save the last snapshot. Returns the reason if that failed, otherwise an empty text."""
+        variables = self._environment | {"PSDIST_SCHEDULER": self._address}
+        saved = subprocess.run(
+            program("psdist.launcher.final_snapshot"), env=variables, capture_output=True, text=True, check=False
+        )
+        print(saved.stdout, saved.stderr, sep="", end="", flush=True)
+        return "" if saved.returncode == 0 else (saved.stdout + saved.stderr).strip().rpartition("\n")[2]
+
+    def stop(self) -> Ended:
+        """End the scheduler in order, and delete its directory."""
+        ended = super().stop()
+        shutil.rmtree(self._directory, ignore_errors=True)
+        return ended
+
+
+class ServerActor(_Service):
+    """A server. scheduler: the address of the scheduler."""
+
+    def __init__(self, settings: RaySettings, number: int, scheduler: str, token: str) -> None:
+        host = ray.util.get_node_ip_address()
+        super().__init__(
+            "server",
+            lambda lifeline: settings.server(number, host, scheduler, lifeline),
+            settings.environment("server", token),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlace:
+    """A worker's place in the run.
+
+    local_rank, local_world_size: its number among the workers of its node at the start, and how many these are.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """End of a worker. value: what its function returned. metrics: its last reported values, by name."""
+
+    value: Any
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class WorkerActor:
+    """A worker. A restarted actor calls the function again, which joins the run under the same rank."""
+
+    def node(self) -> str:
+        """Return the id of the actor's node."""
+        return str(ray.get_runtime_context().get_node_id())
+
+    def pid(self) -> int:
+        """Return the id of the worker's process."""
+        return os.getpid()
+
+    def run(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], place: WorkerPlace, variables: Mapping[str, str]
+    ) -> Returned:
+        """Call the function as a worker of the run, which it joins by ``psdist.init()``."""
+        os.environ.update(variables)
+        os.environ.update(
+            {
+                "RANK": str(place.rank),
+                "WORLD_SIZE": str(place.world_size),
+                "LOCAL_RANK": str(place.local_rank),
+                "LOCAL_WORLD_SIZE": str(place.local_world_size),
+            }
+        )
+        with _Reports(place.rank) as reports:
+            os.environ.update(reports.environment)
+            try:
+                value = function(*arguments)
+            finally:
+                if context.is_open():
+                    psdist.init().close()
+        return Returned(value, reports.last)
+
+
+class _Reports:
+    """The values that a worker reports, shown as gauges in Ray's metrics. last: the newest ones by name."""
+
+    def __init__(self, rank: int) -> None:
+        self.last: dict[str, float] = {}
+        self._tags = {"rank": str(rank)}
+        self._gauge = Gauge("psdist_report", "value that a script reported", tag_keys=("name", "rank"))
+        self._receiver = MetricsReceiver(self._show, lambda error: print(error.message, flush=True))
+        self.environment = self._receiver.environment
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+
+    def __enter__(self) -> _Reports:
+        self._loop.call_soon(self._receiver.start)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._receiver.close()
+        self._loop.close()
+
+    def _show(self, interval: WorkerInterval) -> None:
+        self.last.update(summarize([interval]))
+        for name, value in self.last.items():
+            with contextlib.suppress(ValueError):  # Ray refuses some values, and training continues.
+                self._gauge.set(value, {**self._tags, "name": name})

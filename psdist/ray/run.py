@@ -1,0 +1,249 @@
+"""``psdist.ray.run``: the driver's part of a run on a Ray cluster."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from psdist.addresses import free_port
+from psdist.errors import ConfigurationError, LaunchFailedError
+from psdist.ray.settings import RaySettings
+from psdist.rights.tokens import require_root
+
+try:
+    import ray
+    from ray.exceptions import RayActorError, RayTaskError
+    from ray.util.placement_group import PlacementGroup, remove_placement_group
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+    from psdist.ray import placement
+    from psdist.ray.actors import Ended, Returned, SchedulerActor, ServerActor, WorkerActor, WorkerPlace
+except ImportError as error:
+    raise ConfigurationError(f"psdist.ray needs Ray ({error}): pip install 'psdist[ray]'") from None
+
+#: Ray restarts scheduler and servers without limit, as psdist ends a run that cannot be saved by an exit status.
+_FOR_EVER: Final = -1
+#: Calls of a service at a time: one waits for its end, others ask and stop it.
+_CALLS: Final = 4
+#: Longest wait for servers, and for the scheduler, to end in order once everything is saved.
+_STOP_SECONDS: Final = 5.0
+_ONE_CPU: Final = {"CPU": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """A run that succeeded.
+
+    run_id: name of the run.
+    metrics: values that rank 0 reported last, by name (``Context.report``).
+    returned: return values of the function by rank.
+    storage_path: where the snapshots are; None if none were taken. A later run of the same ``run_id`` resumes from it.
+    """
+
+    run_id: str
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    returned: Mapping[int, Any] = field(default_factory=dict)
+    storage_path: str | None = None
+
+
+def run(
+    train_fn: Callable[..., Any],
+    config: Any = None,
+    *,
+    num_workers: int = 1,
+    num_servers: int = 1,
+    replicas: int = 1,
+    resources_per_worker: Mapping[str, float] = _ONE_CPU,
+    resources_per_server: Mapping[str, float] = _ONE_CPU,
+    storage_path: str | os.PathLike[str] | None = None,
+    save_interval: str | None = None,
+    run_id: str | None = None,
+    max_restarts: int = 3,
+    placement_timeout: float = 60.0,
+    certs: str | os.PathLike[str] | None = None,
+    insecure: bool = False,
+) -> RunResult:
+    """Train on a Ray cluster: start a scheduler, servers and workers as actors, and return when all have ended.
+
+        def train(config):
+            with psdist.init() as context:
+                ...
+
+        result = psdist.ray.run(train, {"lr": 0.1}, num_workers=8, num_servers=4, replicas=2)
+
+    train_fn: called by each worker, with ``config`` if that is not None. It joins the run by ``psdist.init()``.
+    num_workers, num_servers: how many of each.
+    replicas: copies of each shard; with 2 nothing is lost when a server or its node dies.
+    resources_per_worker, resources_per_server: what Ray reserves for each, such as ``{"CPU": 4, "GPU": 1}``.
+    storage_path: absolute path that all nodes share, or URL, for snapshots; None takes none.
+    save_interval: time between snapshots, such as "5m" or "100" (steps); None is 10 minutes.
+    run_id: name of the run; None makes one. A run with the name of an earlier one resumes from its newest snapshot.
+    max_restarts: restarts of each worker whose process or node dies. An exception of ``train_fn`` ends the run.
+    placement_timeout: longest wait in seconds for room in the cluster.
+    certs: folder of ``psdist certs`` with the certificates ``scheduler``, ``server`` and ``worker``, which all nodes
+        have; all connections then use mutual TLS.
+    insecure: True allows plaintext between nodes, for private networks.
+
+    Without ``ray.init()`` Ray finds or starts the cluster. The scheduler is on the node of this program, so it shares
+    that node's fate, and no other's.
+
+    Raises ConfigurationError for wrong arguments, before anything is started; WaitTimeoutError if the cluster has no
+    room; LaunchFailedError with the traceback of the worker that failed first, or the last lines of a scheduler or
+    server.
+    """
+    if not callable(train_fn):
+        raise ConfigurationError(f"train_fn={train_fn!r:.80} is not a function: pass one")
+    settings = RaySettings(
+        run_id=run_id or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}",
+        num_workers=num_workers, num_servers=num_servers, replicas=replicas,
+        resources_per_worker=resources_per_worker, resources_per_server=resources_per_server,
+        storage_path=None if storage_path is None else os.fspath(storage_path), save_interval=save_interval,
+        max_restarts=max_restarts, placement_timeout=placement_timeout,
+        certs=None if certs is None else Path(certs).absolute(), insecure=insecure,
+    )  # fmt: skip
+    if not ray.is_initialized():
+        ray.init()
+    settings.check_network({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]})
+    run = _Run(settings)
+    with run.actors():
+        return run.train(train_fn, () if config is None else (config,))
+
+
+class _Run:
+    """The actors of one run."""
+
+    def __init__(self, settings: RaySettings) -> None:
+        self._settings = settings
+        self._token = os.environ.get("PSDIST_TOKEN") or secrets.token_urlsafe(32)
+        require_root(self._token)
+        self._groups: list[PlacementGroup] = []
+        self._services: dict[str, Any] = {}
+        self._workers: list[Any] = []
+
+    @contextmanager
+    def actors(self) -> Iterator[None]:
+        """Start all actors. At the end, kill the remaining ones and free their room."""
+        try:
+            self._start()
+            yield
+        finally:
+            for actor in (*self._workers, *self._services.values()):
+                ray.kill(actor)
+            for group in self._groups:
+                remove_placement_group(group)
+
+    def train(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> RunResult:
+        """Call the function in all workers, and wait for the end of the run."""
+        nodes = ray.get([worker.node.remote() for worker in self._workers])
+        variables = self._settings.environment("worker", self._token) | {"PSDIST_SCHEDULER": self._scheduler}
+        calls = {
+            worker.run.remote(function, arguments, place, variables): place.rank
+            for worker, place in zip(self._workers, _places(nodes), strict=True)
+        }
+        returned = self._wait(calls)
+        self._finish()
+        return RunResult(
+            self._settings.run_id,
+            returned[0].metrics,
+            {rank: returned[rank].value for rank in sorted(returned)},
+            self._settings.storage_path,
+        )
+
+    def _start(self) -> None:
+        settings, here = self._settings, ray.get_runtime_context().get_node_id()
+        host = ray.util.get_node_ip_address()
+        port = free_port(host)
+        self._scheduler = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        service = {"max_restarts": _FOR_EVER, "max_task_retries": _FOR_EVER, "max_concurrency": _CALLS, "num_cpus": 0}
+        self._services["scheduler"] = ray.remote(SchedulerActor).options(
+            **service, scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False)
+        ).remote(settings, host, port, self._token)  # fmt: skip
+        # Servers on different nodes: psdist keeps the copies of a shard on different hosts.
+        servers = self._reserve("servers", settings.resources_per_server, settings.num_servers, "SPREAD")
+        workers = self._reserve("workers", settings.resources_per_worker, settings.num_workers, "PACK")
+        for number in range(settings.num_servers):
+            self._services[f"server-{number}"] = ray.remote(ServerActor).options(
+                **service | _resources(settings.resources_per_server), scheduling_strategy=_bundle(servers, number)
+            ).remote(settings, number, self._scheduler, self._token)  # fmt: skip
+        self._workers = [
+            ray.remote(WorkerActor).options(
+                **_resources(settings.resources_per_worker), max_restarts=settings.max_restarts,
+                max_task_retries=settings.max_restarts, scheduling_strategy=_bundle(workers, rank),
+            ).remote()
+            for rank in range(settings.num_workers)
+        ]  # fmt: skip
+
+    def _reserve(self, name: str, bundle: Mapping[str, float], count: int, strategy: str) -> PlacementGroup:
+        group = placement.reserve(name, bundle, count, strategy, self._settings.placement_timeout)
+        self._groups.append(group)
+        return group
+
+    def _wait(self, calls: Mapping[Any, int]) -> dict[int, Returned]:
+        """Return the ends of the workers, by rank. Raises LaunchFailedError as soon as anything fails for good."""
+        returned: dict[int, Returned] = {}
+        ends = {service.outcome.remote(): name for name, service in self._services.items()}
+        while len(returned) < len(calls):
+            waited = [*(call for call, rank in calls.items() if rank not in returned), *ends]
+            (ready, *_), _ = ray.wait(waited)
+            if ready in ends:
+                raise _ended(ends[ready], ready)
+            returned[calls[ready]] = _returned(calls[ready], ready)
+        return returned
+
+    def _finish(self) -> None:
+        """Save the last snapshot, and end servers and scheduler in order."""
+        scheduler = self._services["scheduler"]
+        problem = ray.get(scheduler.save.remote())
+        if problem:
+            raise LaunchFailedError(f"the workers succeeded, but the last snapshot failed: {problem}", status=1)
+        servers = [service.stop.remote() for service in self._services.values() if service is not scheduler]
+        # Nothing is lost if they are killed now. One that waits for room after its node died cannot answer at all.
+        ray.wait(servers, num_returns=len(servers), timeout=_STOP_SECONDS)
+        ray.wait([scheduler.stop.remote()], timeout=_STOP_SECONDS)
+
+
+def _bundle(group: PlacementGroup, number: int) -> PlacementGroupSchedulingStrategy:
+    return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
+
+
+def _resources(wanted: Mapping[str, float]) -> dict[str, Any]:
+    """Return resources as options of an actor."""
+    others = {name: amount for name, amount in wanted.items() if name not in ("CPU", "GPU")}
+    return {"num_cpus": wanted.get("CPU", 0), "num_gpus": wanted.get("GPU", 0), "resources": others}
+
+
+def _places(nodes: list[str]) -> list[WorkerPlace]:
+    """Return the place of each worker. nodes: the id of each worker's node, by rank."""
+    sizes, seen, places = Counter(nodes), Counter[str](), []
+    for rank, node in enumerate(nodes):
+        places.append(WorkerPlace(rank, len(nodes), seen[node], sizes[node]))
+        seen[node] += 1
+    return places
+
+
+def _returned(rank: int, call: Any) -> Returned:
+    try:
+        returned: Returned = ray.get(call)
+    except RayTaskError as error:
+        raise LaunchFailedError(f"worker {rank} failed:\n{error}", rank=rank, traceback=str(error)) from error.cause
+    except RayActorError as error:
+        raise LaunchFailedError(
+            f"worker {rank} died, and its restarts (max_restarts=) are used up: {error}", rank=rank
+        ) from None
+    return returned
+
+
+def _ended(name: str, outcome: Any) -> LaunchFailedError:
+    try:
+        ended: Ended = ray.get(outcome)
+    except RayActorError as error:
+        return LaunchFailedError(f"the actor of the {name} died for good: {error}")
+    last = "\n".join(ended.lines)
+    return LaunchFailedError(f"the {name} ended with exit status {ended.status}:\n{last}", status=ended.status)
