@@ -43,6 +43,10 @@ _TORCHRUN_ONLY: Final = {
 }
 
 
+#: Flags that name a scheduler, or prove something to it.
+_NAMING_A_RUN: Final = ("scheduler", "scheduler_file", "token_file", "tls_ca", "tls_cert", "tls_key")
+
+
 def command_line() -> CommandLine:
     """Return the command line of ``psdist-worker``."""
     return CommandLine(
@@ -56,7 +60,8 @@ def command_line() -> CommandLine:
                      variables=torchrun("rdzv-endpoint")),
                 Flag("--master-addr", "as --scheduler, without the port", text, "", "HOST",
                      variables=torchrun("master-addr")),
-                Flag("--master-port", "its port", integer(1, 65535), None, "PORT", variables=torchrun("master-port")),
+                Flag("--master-port", "its port", integer(1, 65535), None, "PORT",
+                     variables=torchrun("master-port"), needs=("--master-addr", "--standalone")),
                 Flag("--rdzv-id", "as --run-id", check_run_id, "", "NAME", variables=torchrun("rdzv-id")),
                 # PET_RDZV_BACKEND is not read: launchers of torch scripts set it to torch's own backend.
                 Flag("--rdzv-backend", "psdist's scheduler, whichever of torch's you name: psdist, c10d or static",
@@ -146,10 +151,23 @@ def _contradiction(given: Namespace, name: str, value: str, variable: str, task:
     )
 
 
+def _check_standalone(given: Namespace) -> None:
+    """Raise ConfigurationError for flags that --standalone would ignore. torchrun ignores those of its rendezvous."""
+    ignored = [name for name in _NAMING_A_RUN if name in given.explicit]
+    if "nnodes" in given.explicit and given.nnodes[0] > 1:
+        ignored.append("nnodes")
+    if ignored:
+        flag = "--" + ignored[0].replace("_", "-")
+        raise ConfigurationError(
+            f"{flag} has no effect with --standalone, which starts a run on this machine alone: leave one of them out"
+        )
+
+
 def run(given: Namespace, environ: Mapping[str, str]) -> int:
-    """Run the workers of this node. With --standalone, run everything here and ignore flags that name a scheduler."""
+    """Run the workers of this node. With --standalone, run everything here and ignore torchrun's rendezvous."""
     hint_misplaced(command_line(), given)
     if given.standalone:
+        _check_standalone(given)
         run_id = given.run_id or given.rdzv_id
         settings = read(LocalSettings, given, command=tuple(given.command), run_id=run_id, storage_path="")
         return run_local(settings, environ)

@@ -68,7 +68,7 @@ class LocalSettings(DashboardSettings, ServicesSettings, ScriptSettings):
     Raises ConfigurationError for values that exclude each other.
     """
 
-    storage_path: str | None = storage_path_setting(f"./{STORAGE_DIRECTORY}/RUN_ID")
+    storage_path: str | None = storage_path_setting(f"./{STORAGE_DIRECTORY}/RUN_ID", has_default=True)
     dashboard: bool = setting("serve the dashboard on a free port and print its link", group=MONITORING_TITLE)
     lifeline_fd: int | None = setting(
         "inherited pipe; the run ends when it does, as after SIGTERM", integer(0), None, "N", twin=False

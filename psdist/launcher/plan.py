@@ -352,6 +352,7 @@ class ServicesPlan:
     def scheduler(self, base: Mapping[str, str], port: int = 0) -> ProcessSpec:
         """Return the scheduler's process. It writes its address to the link's file; a restarted one keeps its
         ``port``."""
+        stores = bool(self.settings.storage_path)
         flags = arguments(
             SchedulerSettings,
             self.settings,
@@ -368,7 +369,9 @@ class ServicesPlan:
             metrics_port=self.metrics_port,
             dashboard_fd=self.dashboard,
             dashboard_host=self.dashboard_host or None if self.dashboard is not None else None,
-            storage_optional=self.storage_optional,
+            storage_optional=self.storage_optional and stores,
+            # Variables may have set them for another run.
+            **({} if stores else dict.fromkeys(("keep_last", "keep_every", "no_save_at_end", "fresh"))),
         )
         argv = (*program("psdist_scheduler"), *flags)
         descriptors = () if self.dashboard is None else (self.dashboard,)

@@ -40,7 +40,8 @@ class Flag:
     write: inverse of ``convert``, for the command line of another process.
     file_yields_to: variables of other settings with the same purpose: if one is set, a configuration file does not set
         this flag.
-    needs: flags without which this one has no effect; one of those that the program has must be set.
+    needs: flags without which this one has no effect; one of those that the program has must be set, or ``acts_unset``.
+    acts_unset: True if the program does, without this flag, that for which others need it.
     repeats: True if the flag may be given several times; its texts are then joined by commas.
     """
 
@@ -57,6 +58,7 @@ class Flag:
     write: Callable[[Any], str] = str
     file_yields_to: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
+    acts_unset: bool = False
     repeats: bool = False
 
     @property
@@ -189,9 +191,9 @@ def fail(program: str, message: str, code: int = exit_codes.USAGE) -> NoReturn:
     raise SystemExit(code)
 
 
-def _is_set(value: object) -> bool:
-    """Return True for the value of a flag that was given. 0 is one: the number of a free port, or of a descriptor."""
-    return value is not None and value is not False and value != ""
+def _acts(flag: Flag, value: object) -> bool:
+    """Return True for a value with an effect. 0 is one: the number of a free port, or of a descriptor."""
+    return flag.acts_unset if value is None else value is not False and value != ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,14 +246,18 @@ class CommandLine:
         return {flag.dest: _resolve(flag, given.get(flag.dest), environ, filed.get(flag.dest)) for flag in self.flags}
 
     def _check_needs(self, found: Mapping[str, _Resolved]) -> None:
-        """Raise ConfigurationError for a flag that would be ignored. A variable may be meant for another program."""
-        by_name = {flag.name: found[flag.dest] for flag in self.flags}
+        """Raise ConfigurationError for a flag that would be ignored.
+
+        A variable may be meant for another program, and the default changes nothing.
+        """
+        acting = {flag.name for flag in self.flags if _acts(flag, found[flag.dest].value)}
+        names = {flag.name for flag in self.flags}
         for flag in self.flags:
             value, origin = found[flag.dest]
-            needs = [name for name in flag.needs if name in by_name]
-            if origin is None or origin.source in flag.environment or not value or not needs:
+            needs = [name for name in flag.needs if name in names]
+            if origin is None or origin.source in flag.environment or value == flag.default or not needs:
                 continue
-            if not any(_is_set(by_name[name].value) for name in needs):
+            if acting.isdisjoint(needs):
                 given = origin.source if flag.convert is None else f"{origin.source} {origin.text}"
                 remedy = f"add {needs[0]}, or leave it out"
                 raise ConfigurationError(f"{given} has no effect without {' or '.join(needs)}: {remedy}")

@@ -52,6 +52,7 @@ _NETWORK_TITLE: Final = "network and security"
 _HOST: Final = "127.0.0.1"
 _SNAPSHOTS_TITLE: Final = "snapshots"
 MONITORING_TITLE: Final = "monitoring"
+_STORAGE: Final = ("--storage-path",)
 
 # --- settings that several programs declare with their own help or default --------------------------------------------
 
@@ -75,10 +76,11 @@ def log_format_setting(default: str, note: str = "") -> Any:
     )  # fmt: skip
 
 
-def storage_path_setting(default_text: str) -> Any:
+def storage_path_setting(default_text: str, *, has_default: bool = False) -> Any:
     """Declare the storage of snapshots: an absolute path or a URL; empty for none.
 
     default_text: the meaning of None, for the help.
+    has_default: True if None is a storage, too.
     """
     return setting(
         f"directory or URL (s3://, gs://, az://) for snapshots, or none (default: {default_text}). A run of the same "
@@ -87,6 +89,7 @@ def storage_path_setting(default_text: str) -> Any:
         None,
         "PATH",
         group=_SNAPSHOTS_TITLE,
+        acts_unset=has_default,
     )
 
 
@@ -149,12 +152,18 @@ class RunSettings:
         "time between snapshots: 100 (steps), 30s, 5m, 2h; 0 takes one at the end only (default: 10m if there is a "
         "storage)", parse_interval, None, "EVERY", group=_SNAPSHOTS_TITLE, write=_write_interval,
     )  # fmt: skip
-    keep_last: int = setting("number of newest snapshots to keep", integer(1, KEEP_MAX), 3, "N", group=_SNAPSHOTS_TITLE)
+    keep_last: int = setting(
+        "number of newest snapshots to keep", integer(1, KEEP_MAX), 3, "N",
+        group=_SNAPSHOTS_TITLE, needs=_STORAGE,
+    )  # fmt: skip
     keep_every: int = setting(
-        "also keep the first snapshot of every STEPS steps", integer(0, STEPS_MAX), 0, "STEPS", group=_SNAPSHOTS_TITLE
+        "also keep the first snapshot of every STEPS steps", integer(0, STEPS_MAX), 0, "STEPS",
+        group=_SNAPSHOTS_TITLE, needs=_STORAGE,
+    )  # fmt: skip
+    no_save_at_end: bool = setting("take no snapshot when the run ends", group=_SNAPSHOTS_TITLE, needs=_STORAGE)
+    fresh: bool = setting(
+        "start a new run; refused if the storage has snapshots", group=_SNAPSHOTS_TITLE, needs=_STORAGE
     )
-    no_save_at_end: bool = setting("take no snapshot when the run ends", group=_SNAPSHOTS_TITLE)
-    fresh: bool = setting("start a new run; refused if the storage has snapshots", group=_SNAPSHOTS_TITLE)
 
     @property
     def has_storage(self) -> bool:
@@ -284,7 +293,7 @@ class SchedulerSettings(RunSettings, DashboardSettings, ProgramSettings):
     storage_optional: bool = setting(
         "if the storage cannot be written, warn and take no snapshots",
         group=_SNAPSHOTS_TITLE,
-        needs=("--storage-path",),
+        needs=_STORAGE,
     )
     create_token: bool = setting(
         "if the token's file does not exist, write a new random token to it", group=_NETWORK_TITLE

@@ -44,6 +44,10 @@ def test_the_flags_of_the_scheduler() -> None:
         (["--metrics-host", "::1"], "--metrics-host ::1 has no effect without --metrics-port: add --metrics-port"),
         (["--storage-optional"], "--storage-optional has no effect without --storage-path"),
         (["--storage-path", "none", "--storage-optional"], "--storage-optional has no effect without --storage-path"),
+        (["--keep-last", "5"], "--keep-last 5 has no effect without --storage-path: add --storage-path, or leave it"),
+        (["--keep-every", "100"], "--keep-every 100 has no effect without --storage-path"),
+        (["--no-save-at-end"], "--no-save-at-end has no effect without --storage-path"),
+        (["--fresh"], "--fresh has no effect without --storage-path"),
     ],
 )
 def test_flags_without_effect_are_refused(argv: list[str], refusal: str, capsys: pytest.CaptureFixture[str]) -> None:
