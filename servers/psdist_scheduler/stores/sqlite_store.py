@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import astuple, fields, replace
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,7 @@ class SqliteStore(Store):
         run_id: run of a new file. If empty, it is read from the file, or for a new file is ``new_run_id()``.
         """
         self._path = path
+        _refuse_unread(path)
         # Written from one worker thread at a time, never two.
         self._db = _connect(path)
         try:
@@ -192,24 +193,17 @@ class SqliteStore(Store):
         self._db.execute("PRAGMA synchronous = FULL")
         # The first write transaction takes the lock, which the mode above then keeps.
         self._db.execute("BEGIN EXCLUSIVE")
-        (version,) = self._db.execute("PRAGMA user_version").fetchone()
-        if version == 0:
+        if _check_format(self._path, self._db) == 0:
             for statement in _SCHEMA.split(";"):
                 self._db.execute(statement)
             self._db.execute("INSERT INTO run VALUES (1, ?, 0, 0, '', x'', 0, 1, 0, 0, '')", (run_id or new_run_id(),))
             self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-        if version in (0, SCHEMA_VERSION):
-            # Releases without this table ignore it.
-            self._db.execute(_EVENTS)
+        # Releases without this table ignore it.
+        self._db.execute(_EVENTS)
         self._db.execute("COMMIT")
         (state,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
         if state != "ok":
             raise sqlite3.DatabaseError(f"it is damaged: {' '.join(state.split())}")
-        if version not in (0, SCHEMA_VERSION):
-            raise ConfigurationError(
-                f"--store {self._path} has format {version}, this release of psdist reads {SCHEMA_VERSION}: use the "
-                "release that wrote it, or another file"
-            )
         (kept,) = self._db.execute("SELECT run_id FROM run").fetchone()
         if run_id and kept != run_id:
             raise ConfigurationError(
@@ -235,6 +229,27 @@ class SqliteStore(Store):
                 "INSERT INTO parameters (entry, uploader, committed, name, layout) VALUES (?, ?, ?, ?, ?)",
                 (*row, name, layout),
             )
+
+
+def _refuse_unread(path: Path) -> None:
+    """Refuse a file of another format and leave it as it is: opened for writing, SQLite would change it.
+
+    A file that cannot be read here is missing, in use or damaged, and opening it for writing fails with the cause.
+    """
+    uri = f"{path.absolute().as_uri()}?mode=ro"
+    with suppress(sqlite3.Error), closing(sqlite3.connect(uri, timeout=0, uri=True)) as db:
+        _check_format(path, db)
+
+
+def _check_format(path: Path, db: sqlite3.Connection) -> int:
+    """Return the version of the file's format, 0 for a new file."""
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    if version not in (0, SCHEMA_VERSION):
+        raise ConfigurationError(
+            f"--store {path} has format {version}, this release of psdist reads {SCHEMA_VERSION}: use the release "
+            "that wrote it, or another file"
+        )
+    return int(version)
 
 
 def _connect(path: Path) -> sqlite3.Connection:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
@@ -196,13 +197,32 @@ def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
             SqliteStore(path, "run")
 
 
-def test_another_format_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("journal", ["DELETE", "WAL"])
+def test_another_format_is_refused_and_left_as_it_is(tmp_path: Path, journal: str) -> None:
+    SqliteStore(tmp_path / "s", "run").close()
+    db = sqlite3.connect(tmp_path / "s")
+    db.execute(f"PRAGMA journal_mode = {journal}")
+    db.execute("PRAGMA user_version = 99")
+    db.close()
+    before = (tmp_path / "s").read_bytes()
+    with pytest.raises(ConfigurationError, match="format 99"):
+        SqliteStore(tmp_path / "s", "run")
+    assert (tmp_path / "s").read_bytes() == before
+
+
+def test_the_log_of_a_crashed_newer_release_is_left_as_it_is(tmp_path: Path) -> None:
     SqliteStore(tmp_path / "s", "run").close()
     db = sqlite3.connect(tmp_path / "s")
     db.execute("PRAGMA user_version = 99")
+    crashed = tmp_path / "crashed"
+    names = ("", "-wal")
+    for name in names:
+        shutil.copy(f"{tmp_path / 's'}{name}", f"{crashed}{name}")
     db.close()
+    before = [Path(f"{crashed}{name}").read_bytes() for name in names]
     with pytest.raises(ConfigurationError, match="format 99"):
-        SqliteStore(tmp_path / "s", "run")
+        SqliteStore(crashed, "run")
+    assert [Path(f"{crashed}{name}").read_bytes() for name in names] == before
 
 
 def test_without_a_path_nothing_is_kept() -> None:
