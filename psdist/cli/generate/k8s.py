@@ -65,8 +65,8 @@ def image_text(value: str) -> str:
 
 def quantity_text(value: str) -> str:
     """Return a quantity of Kubernetes. Raises ConfigurationError."""
-    if not _QUANTITY.fullmatch(value):
-        raise ConfigurationError(f"{value!r:.40} is not a quantity: write a number such as 2, 500m or 8Gi")
+    if not _QUANTITY.fullmatch(value) or float(value.rstrip("mKMGTPi")) == 0:
+        raise ConfigurationError(f"{value!r:.40} is not a quantity: write a number above 0, such as 2, 500m or 8Gi")
     return value
 
 

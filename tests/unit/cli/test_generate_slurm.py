@@ -22,7 +22,7 @@ _RECORD = """#!/bin/bash
 """
 _SCONTROL = """case $* in
 "show hostnames n[1-3]") printf 'n1\\nn2\\nn3\\n';;
-"show node "*) echo "   NodeAddr=10.0.0.${3#n} NodeHostName=$3";;
+"show node "*) echo "   NodeAddr=${NETWORK:-10.0.0.}${3#n} NodeHostName=$3";;
 "show job "*) echo " StartTime=x EndTime=$ENDS Deadline=N/A PreemptTime=$PREEMPTED";;
 esac
 """
@@ -95,6 +95,14 @@ def test_the_programs_understand_their_commands(tmp_path: Path) -> None:
     assert not job.requeues and not list((tmp_path / ".psdist").iterdir()), "the token is left behind"
     # Numbers of jobs begin again in another cluster, so a store that is left behind would be another run's.
     assert scheduler.store.startswith(str(tmp_path / "scratch")) and not list((tmp_path / "scratch").iterdir())
+
+
+def test_nodes_may_have_ipv6_addresses(tmp_path: Path) -> None:
+    job = Job(tmp_path, "--nodes", "2", NETWORK="fd00::")
+    assert job.done.returncode == 0, job.done.stderr
+    assert "psdist status --scheduler [fd00::1]:20014" in job.done.stdout
+    for program in ("psdist-scheduler", "psdist-server"):
+        assert parse(job.command(program)[1], {}).host == "::"
 
 
 def test_services_may_have_nodes_of_their_own(tmp_path: Path) -> None:

@@ -28,7 +28,10 @@ address_of() { scontrol show node "$1" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p';
 join() { local IFS=,; echo "$*"; }
 
 port=@PORT@ # differs between jobs that share a node
-PSDIST_SCHEDULER=$(address_of "${nodes[0]}"):$port
+host=$(address_of "${nodes[0]}")
+everywhere=0.0.0.0
+[[ $host != *:* ]] || { host="[$host]" everywhere=::; } # IPv6
+PSDIST_SCHEDULER=$host:$port
 MASTER_ADDR=$(address_of "${nodes[@SERVICE_NODES@]}") # for scripts that use torch.distributed, too
 MASTER_PORT=$((port + 1))
 export PSDIST_SCHEDULER MASTER_ADDR MASTER_PORT
@@ -60,7 +63,7 @@ service=(srun --overlap --overcommit --mem=0 --cpu-bind=none --kill-on-bad-exit=
 
 "${service[@]}" --job-name=scheduler --nodes=1 --ntasks=1 --nodelist="${nodes[0]}" \
   bash -c "$keep" scheduler '@SCHEDULER_RESTARTS@' \
-  psdist-scheduler --host 0.0.0.0 --port "$port" --insecure \
+  psdist-scheduler --host "$everywhere" --port "$port" --insecure \
   --min-workers @WORKERS@ --min-servers @SERVERS@ --replicas @REPLICAS@ --start-timeout @START_TIMEOUT@ \
   --storage-path "$storage" --save-interval @SAVE_INTERVAL@ \
   --store "$scratch/scheduler.sqlite" &
@@ -68,7 +71,7 @@ scheduler=$!
 
 "${service[@]}" --job-name=servers --nodes=@SERVER_NODES@ --ntasks=@SERVERS@ --nodelist="$server_nodes" \
   bash -c "$keep" servers '@SERVER_RESTARTS@' \
-  psdist-server --host 0.0.0.0 --insecure --start-timeout @START_TIMEOUT@ &
+  psdist-server --host "$everywhere" --insecure --start-timeout @START_TIMEOUT@ &
 
 # --- workers ------------------------------------------------------------------------------------------------------------
 
