@@ -30,3 +30,11 @@ def test_a_first_name_is_imported_without_garbage_collections() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "True", "False"]
+
+
+def test_the_classes_of_groups_are_public() -> None:
+    from psdist import collectives
+    from psdist.collectives.sync_group import WorkerGroup
+
+    assert collectives.WorkerGroup is WorkerGroup
+    assert all(getattr(collectives, name) for name in collectives.__all__)
