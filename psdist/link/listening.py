@@ -5,7 +5,9 @@ frame must arrive within ``limits.NONCE_SECONDS``.
 
 Invariants: Nothing is read from an unidentified connection but its first header, into a small buffer, and the TLS
 handshake before it. The number of unidentified connections is bounded: one more closes the oldest, so that silent
-strangers keep nobody out. Half of a handshake, or a slow one, counts like silence.
+strangers keep nobody out. Half of a handshake, or a slow one, counts like silence. After too many failed connections
+their address is refused before the handshake, which is the expensive part, until time has passed. Identified
+connections are not touched.
 
 ``accepting`` is the port of a server, ``peers`` that of a worker.
 """
@@ -25,7 +27,7 @@ from psdist.errors import ConfigurationError, InvalidArgumentError, PsdistError
 from psdist.link.frame_connection import FrameConnection, MessageReceiver
 from psdist.link.tls_layer import TlsLayer
 from psdist.wire import limits
-from psdist.wire.backoff import LogPacer
+from psdist.wire.backoff import FailureLimit, LogPacer
 
 if TYPE_CHECKING:
     from psdist.security.tls import TlsFiles
@@ -50,6 +52,9 @@ class Listener(ABC, Generic[M]):
         self._unidentified: dict[_Unidentified[M], None] = {}
         self._server: asyncio.Server | None = None
         self._log = LogPacer(limits.STRANGERS_LOG_SECONDS)
+        self._failures = FailureLimit(
+            limits.UNIDENTIFIED_PER_SECOND, limits.UNIDENTIFIED_BURST, limits.UNIDENTIFIED_ADDRESSES_MAX
+        )
 
     @abstractmethod
     def identify(self, opening: M) -> Callable[[FrameConnection], None]:
@@ -64,7 +69,8 @@ class Listener(ABC, Generic[M]):
 
     @abstractmethod
     def log_strangers(self, count: int, reason: str) -> None:
-        """Log that ``count`` connections were closed before they were identified. reason: that of the last one."""
+        """Log that ``count`` connections were closed before they were identified. reason: that of the last one, after
+        its address."""
 
     async def open(self, host: str, port: int = 0) -> None:
         """Listen on ``port`` of ``host``; 0 picks a free port.
@@ -109,7 +115,16 @@ class Listener(ABC, Generic[M]):
         """Hand a connection over. Raises the error of ``identify``."""
         take_over = self.identify(opening)
         self.forget(unidentified)
+        self._failures.succeed(unidentified.host)
         take_over(unidentified.connection)
+
+    def is_refused(self, host: str) -> bool:
+        """True if too many connections of this address ended unidentified."""
+        return self._failures.is_exceeded(host, asyncio.get_running_loop().time())
+
+    def note_failure(self, host: str) -> None:
+        """Count a connection of this address that ended unidentified."""
+        self._failures.fail(host, asyncio.get_running_loop().time())
 
     def note_stranger(self, reason: str) -> None:
         """Log that a connection was closed."""
@@ -130,16 +145,35 @@ def _listening_socket(address: str, port: int) -> socket.socket:
     return socket.create_server((address, port), family=family)
 
 
+class _StrangerConnection(FrameConnection):
+    """Connection that tells its receiver the peer's address, before a TLS handshake."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        if isinstance(receiver := self._reader.receiver, _Unidentified):
+            receiver.connected(transport)
+
+
 class _Unidentified(MessageReceiver[M]):
     """Connection whose first frame has not arrived."""
 
+    #: Address of the dialing process, once it is connected.
+    host = peer = ""
+
     def __init__(self, listener: Listener[M]) -> None:
         self.message_type = listener.message_type
-        self.connection = FrameConnection(self, listener.opening_bytes, ends_stalls=True)
+        self.connection = _StrangerConnection(self, listener.opening_bytes, ends_stalls=True)
         self._listener = listener
         self._timer = asyncio.get_running_loop().call_later(
             limits.NONCE_SECONDS, self.cut_off, f"its first frame did not arrive within {limits.NONCE_SECONDS:g} s"
         )
+
+    def connected(self, transport: asyncio.BaseTransport) -> None:
+        """Learn the peer's address. Ends the connection if its address has failed too often."""
+        address = transport.get_extra_info("peername") or ("", 0)  # None if the connection has ended already.
+        self.host, self.peer = address[0], addresses.format_address(*address[:2])
+        if self._listener.is_refused(self.host):
+            self.cut_off(f"over {limits.UNIDENTIFIED_BURST} connections of this address ended unidentified")
 
     def payload_buffer(self, message: M, size: int) -> memoryview:
         if size:
@@ -155,10 +189,13 @@ class _Unidentified(MessageReceiver[M]):
     def connection_ended(self, error: PsdistError | None) -> None:
         self._timer.cancel()
         self._listener.forget(self)
+        if self.host:
+            self._listener.note_failure(self.host)
         if error is not None:
-            self._listener.note_stranger(error.message)
+            self._listener.note_stranger(f"{self.peer}: {error.message}")
 
     def cut_off(self, reason: str) -> None:
-        """Close the connection."""
+        """Close the connection. It has cost little, so it does not count against its address."""
+        self.host = ""
         self.connection.abort()
         self.connection_ended(InvalidArgumentError(reason))

@@ -31,7 +31,6 @@ import ssl
 from collections.abc import Iterable
 from typing import Any, Final, cast
 
-from psdist import addresses
 from psdist.errors import ClosedError, TcpUnavailableError
 from psdist.link import tls_reasons
 from psdist.wire import limits
@@ -183,12 +182,7 @@ class TlsLayer(asyncio.BufferedProtocol, asyncio.Transport):
             self._transport.write(_ALERT)
         self._transport.close()
         asyncio.get_running_loop().call_later(limits.ALERT_SECONDS, self._transport.abort)
-        self._lose(TcpUnavailableError(self._peer() + tls_reasons.explain(error, self._host)))
-
-    def _peer(self) -> str:
-        """Return the address of a peer that nothing else names yet, for an error."""
-        address = self.get_extra_info("peername") if self._host is None else None
-        return f"{addresses.format_address(*address[:2])}: " if address else ""
+        self._lose(TcpUnavailableError(tls_reasons.explain(error, self._host)))
 
     def _lose(self, error: Exception | None) -> None:
         if not self._is_closed:

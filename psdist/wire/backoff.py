@@ -71,6 +71,37 @@ class Pacer:
         return wait
 
 
+class FailureLimit:
+    """Addresses with too many failures: a burst, which decays at a fixed rate. One success forgives all of them.
+
+    per_second, burst: of each address.
+    addresses_max: number of addresses that are remembered; one more forgets the one that failed first.
+    """
+
+    def __init__(self, per_second: float, burst: int, addresses_max: int) -> None:
+        self._per_second, self._burst, self._addresses_max = per_second, burst, addresses_max
+        #: Failures of each address that have not decayed, and the time of that count.
+        self._failed: dict[str, tuple[float, float]] = {}
+
+    def is_exceeded(self, address: str, now: float) -> bool:
+        """True if connections of this address are to be refused now."""
+        return self._count(address, now) >= self._burst
+
+    def fail(self, address: str, now: float) -> None:
+        """Count a failure."""
+        self._failed[address] = self._count(address, now) + 1, now
+        if len(self._failed) > self._addresses_max:
+            del self._failed[next(iter(self._failed))]
+
+    def succeed(self, address: str) -> None:
+        """Forgive an address, which has a member."""
+        self._failed.pop(address, None)
+
+    def _count(self, address: str, now: float) -> float:
+        count, since = self._failed.get(address, (0.0, now))
+        return max(0.0, count - self._per_second * (now - since))
+
+
 @dataclass(slots=True)
 class LogPacer:
     """Rate limit for log lines that strangers can trigger: counts events and releases one line per ``seconds``."""

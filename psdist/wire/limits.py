@@ -78,6 +78,11 @@ NONCES_MAX: Final = MEMBERS_MAX
 NONCE_SECONDS: Final = 5.0
 #: TCP connections to one server that have not shown a nonce yet. One more closes the oldest.
 UNIDENTIFIED_MAX: Final = 256
+#: TCP connections of one address that end unidentified: per second over a longer time, and in a burst. Further ones are
+#: closed before a TLS handshake, until the address has made fewer or identified one. Addresses that are counted.
+UNIDENTIFIED_PER_SECOND: Final = 20
+UNIDENTIFIED_BURST: Final = 256
+UNIDENTIFIED_ADDRESSES_MAX: Final = 1024
 #: Time for a peer to read why its TLS handshake was refused. Its connection no longer counts as one of those.
 ALERT_SECONDS: Final = 1.0
 #: Header of a connection's first frame, sent before any authentication.

@@ -390,7 +390,6 @@ async def test_another_ca_is_named_at_both_ends(files: TlsFiles, authority: KeyP
     other = write_tls(tmp_path / "other", make_ca())
     accepting, dialing = await refused(files.server_context(), other.client_context())
     assert "the peer does not trust the CA of this process's certificate" in text_of(accepting)
-    assert text_of(accepting).startswith("127.0.0.1:"), "the peer is named"
     assert "of a CA that this process does not trust: give all processes of the run the same CA" in text_of(dialing)
     trusting = write_tls(tmp_path / "trusting", make_ca(), trusted=authority.cert)
     accepting, dialing = await refused(files.server_context(), contexts(trusting)[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +27,7 @@ from psdist.security.roles import Role
 from psdist.security.tls import TlsFiles
 from psdist.v1 import server_pb2, worker_pb2
 from psdist.v1.common_pb2 import WorkerEntry
+from psdist.wire.backoff import FailureLimit, LogPacer
 from tests.support.certificates import make_ca, write_tls
 
 HOST = "127.0.0.1"
@@ -130,15 +132,9 @@ async def test_tls_that_fails_makes_tcp_unavailable_immediately_so_that_grpc_is_
                 await dialed(port, tls)
         await until(lambda port=port: not port._unidentified)
     plain.close()
-    assert logs == [
-        {
-            "connections": 1,
-            "event": "closed unidentified connections",
-            "log_level": "info",
-            "reason_of_the_last": "the peer uses TLS, and this process does not: give all processes of the run "
-            "--tls-ca, --tls-cert and --tls-key",
-        }
-    ]
+    reason_of_the_last = logs[0].pop("reason_of_the_last")
+    assert re.match(rf"{HOST}:\d+: the peer uses TLS, and this process does not: give all", reason_of_the_last)
+    assert logs == [{"connections": 1, "event": "closed unidentified connections", "log_level": "info"}]
 
 
 async def test_the_log_names_the_peer_and_the_reason_once(listener: TcpListener, tmp_path: Path) -> None:
@@ -171,6 +167,22 @@ async def test_handshakes_that_do_not_finish_are_bounded_in_number_and_time(
     await asyncio.wait_for(_ended(late), 60)
     for _, one in [*opened, (late, writer)]:
         one.close()
+
+
+async def test_an_address_whose_handshakes_fail_is_refused_before_the_next_one(
+    listener: TcpListener, files: TlsFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listener._failures = FailureLimit(0.0, 2, 8)
+    await dialed(listener, files)
+    for text in ("of a CA", "of a CA", "closed the connection during the TLS handshake"):
+        with structlog.testing.capture_logs() as logs, pytest.raises(TcpUnavailableError, match=text):
+            listener._log = LogPacer(60.0)
+            await dialed(listener, write_tls(tmp_path, make_ca()))
+        await until(lambda: not listener._unidentified)
+    (line,) = logs
+    assert re.match(rf"{HOST}:\d+: over .* of this address ended unidentified", line["reason_of_the_last"])
+    listener._failures.succeed(HOST)
+    await dialed(listener, files)
 
 
 async def _ended(reader: asyncio.StreamReader) -> None:
