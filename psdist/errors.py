@@ -116,7 +116,7 @@ class TlsHandshakeError(ConfigurationError, code="tls_handshake"):
 
 
 class ProtocolMismatchError(PsdistError, code="protocol_mismatch", status="FAILED_PRECONDITION"):
-    """The two sides use different protocol versions."""
+    """The two sides have no protocol version in common."""
 
 
 class WrongRunError(PsdistError, code="wrong_run", status="FAILED_PRECONDITION"):

@@ -78,7 +78,7 @@ REMEDIES: Final = {
     "set `PSDIST_INSECURE=1`.",
     "tls_handshake": "Follow the message, which names the side and the file; compare both sides by `psdist certs "
     "show`. See [secure.md](secure.md).",
-    "protocol_mismatch": "Install the same release of psdist on both sides.",
+    "protocol_mismatch": "Upgrade psdist of the side that the message names.",
     "wrong_run": "Correct the `--run-id` or the address.",
     "duplicate_member": "Choose another id, or wait until the lease of the earlier member ends.",
     "fenced": "Call again: `Client` registers as a new incarnation. `DistributedDataParallel` cannot continue.",

@@ -50,7 +50,7 @@ SPAN_KIND_APPLY: SpanKind
 SPAN_KIND_REPLICATE: SpanKind
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("protocol_version", "psdist_version", "run_id", "role", "member_id", "rank", "world_size", "address", "host", "pid")
+    __slots__ = ("protocol_version", "psdist_version", "run_id", "role", "member_id", "rank", "world_size", "address", "host", "pid", "oldest_protocol")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     PSDIST_VERSION_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -61,6 +61,7 @@ class RegisterRequest(_message.Message):
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     psdist_version: str
     run_id: str
@@ -71,10 +72,11 @@ class RegisterRequest(_message.Message):
     address: str
     host: str
     pid: int
-    def __init__(self, protocol_version: _Optional[int] = ..., psdist_version: _Optional[str] = ..., run_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., member_id: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
+    oldest_protocol: int
+    def __init__(self, protocol_version: _Optional[int] = ..., psdist_version: _Optional[str] = ..., run_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., member_id: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., oldest_protocol: _Optional[int] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
-    __slots__ = ("run_id", "member_id", "incarnation", "rank", "world_size", "lease_seconds", "map", "psdist_version", "storage", "heartbeat_seconds", "silence_seconds", "takes_changes", "peer_key")
+    __slots__ = ("run_id", "member_id", "incarnation", "rank", "world_size", "lease_seconds", "map", "psdist_version", "storage", "heartbeat_seconds", "silence_seconds", "takes_changes", "peer_key", "protocol_version")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +90,7 @@ class RegisterResponse(_message.Message):
     SILENCE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TAKES_CHANGES_FIELD_NUMBER: _ClassVar[int]
     PEER_KEY_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     member_id: str
     incarnation: int
@@ -101,7 +104,8 @@ class RegisterResponse(_message.Message):
     silence_seconds: float
     takes_changes: bool
     peer_key: bytes
-    def __init__(self, run_id: _Optional[str] = ..., member_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., map: _Optional[_Union[_common_pb2.ClusterMap, _Mapping]] = ..., psdist_version: _Optional[str] = ..., storage: _Optional[str] = ..., heartbeat_seconds: _Optional[float] = ..., silence_seconds: _Optional[float] = ..., takes_changes: _Optional[bool] = ..., peer_key: _Optional[bytes] = ...) -> None: ...
+    protocol_version: int
+    def __init__(self, run_id: _Optional[str] = ..., member_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., map: _Optional[_Union[_common_pb2.ClusterMap, _Mapping]] = ..., psdist_version: _Optional[str] = ..., storage: _Optional[str] = ..., heartbeat_seconds: _Optional[float] = ..., silence_seconds: _Optional[float] = ..., takes_changes: _Optional[bool] = ..., peer_key: _Optional[bytes] = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class SnapshotCommand(_message.Message):
     __slots__ = ("attempt", "prepare", "mark", "cut", "end")

@@ -9,8 +9,11 @@ from __future__ import annotations
 import re
 from typing import Final
 
-#: Registration requires the same number. Raise it if an older peer could misread a message.
+#: Raise it if an older peer could misread a message.
 PROTOCOL_VERSION: Final = 6
+#: Oldest version that this release speaks: the one before PROTOCOL_VERSION, except for version 5, whose stores and
+#: messages it cannot read. The newest version that both sides speak counts.
+OLDEST_PROTOCOL: Final = 6
 
 #: Largest message on the data path: a slice of 4 MiB and its header, with room for float64 slices in the future.
 DATA_MESSAGE_BYTES: Final = 12 << 20

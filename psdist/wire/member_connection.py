@@ -162,7 +162,8 @@ class MemberConnection:
 
     async def _register_here(self, request: pb.RegisterRequest, timeout: float) -> pb.RegisterResponse:
         await self._await_name(timeout)
-        request.protocol_version, request.host, request.pid = limits.PROTOCOL_VERSION, socket.gethostname(), os.getpid()
+        request.protocol_version, request.oldest_protocol = limits.PROTOCOL_VERSION, limits.OLDEST_PROTOCOL
+        request.host, request.pid = socket.gethostname(), os.getpid()
         try:
             response: pb.RegisterResponse = await self.stub.Register(request, metadata=self.metadata, timeout=timeout)
         except grpc.aio.AioRpcError as failure:

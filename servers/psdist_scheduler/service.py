@@ -88,6 +88,7 @@ class Service:
             pb.RegisterResponse,
             value.member,
             run_id=settings.run_id,
+            protocol_version=value.protocol_version,
             world_size=value.world_size,
             lease_seconds=value.lease_seconds,
             heartbeat_seconds=value.heartbeat_seconds,

@@ -33,7 +33,10 @@ from psdist_scheduler.events.trace_events import TraceAnswer, TraceCommand, Trac
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """A server's or worker's request to take part. With an empty id or a rank of None the scheduler chooses."""
+    """A server's or worker's request to take part. With an empty id or a rank of None the scheduler chooses.
+
+    oldest_protocol: that the member speaks; 0 if it speaks protocol_version alone.
+    """
 
     call: int
     protocol_version: int
@@ -45,6 +48,7 @@ class Register:
     address: str = ""
     host: str = ""
     pid: int = 0
+    oldest_protocol: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,9 +311,13 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """The member is registered, durably."""
+    """The member is registered, durably.
+
+    protocol_version: the newest common one.
+    """
 
     member: Member
+    protocol_version: int
     world_size: int
     lease_seconds: float
     heartbeat_seconds: float

@@ -19,7 +19,7 @@ from psdist.errors import (
     ProtocolMismatchError,
 )
 from psdist.types import check_name
-from psdist.wire.limits import KNOWN_IDS_MAX, MEMBERS_MAX, PROTOCOL_VERSION, WORLD_MAX
+from psdist.wire.limits import KNOWN_IDS_MAX, MEMBERS_MAX, OLDEST_PROTOCOL, PROTOCOL_VERSION, WORLD_MAX
 from psdist_scheduler.events.cluster_events import Answer, Effect, LogEvent, Register, Registered
 from psdist_scheduler.events.cluster_state import ClusterSettings, Member
 from psdist_scheduler.members.membership import Membership
@@ -50,7 +50,7 @@ class MemberAdmission:
         where = f" at {member.address}" if member.address else f" on {member.host or 'an unknown host'}"
         workers = max(workers_min, len(self._members.workers))
         lease, heartbeat = self._settings.lease_of(member.role), self._settings.heartbeat_of(member.role, workers)
-        answer = Answer(event.call, Registered(member, world_size, lease, heartbeat))
+        answer = Answer(event.call, Registered(member, _common_protocol(event), world_size, lease, heartbeat))
         log = LogEvent(f"{member} registered{where}{incarnation}", kind="join", peer=member.member_id)
         return member, [log, answer]
 
@@ -81,13 +81,7 @@ class MemberAdmission:
         )
 
     def _check(self, event: Register) -> None:
-        if event.protocol_version != PROTOCOL_VERSION:
-            raise ProtocolMismatchError(
-                f"you speak protocol version {event.protocol_version}, this scheduler speaks {PROTOCOL_VERSION}: use "
-                "the same release of psdist everywhere",
-                given=event.protocol_version,
-                expected=PROTOCOL_VERSION,
-            )
+        _common_protocol(event)
         self._members.check_run(event.run_id)
         if event.role not in ("server", "worker"):
             raise InvalidArgumentError(f"role {event.role!r} is unknown: use server or worker")
@@ -177,6 +171,26 @@ class MemberAdmission:
             host=holder.host,
             pid=holder.pid,
         )
+
+
+def _common_protocol(event: Register) -> int:
+    """Return the newest version that both sides speak. Raises ProtocolMismatchError if there is none."""
+    newest = event.protocol_version
+    oldest = event.oldest_protocol or newest
+    common = min(newest, PROTOCOL_VERSION)
+    if common >= max(oldest, OLDEST_PROTOCOL):
+        return common
+    side = "this member" if newest < OLDEST_PROTOCOL else "the scheduler"
+    given, expected = _versions(oldest, newest), _versions(OLDEST_PROTOCOL, PROTOCOL_VERSION)
+    raise ProtocolMismatchError(
+        f"you speak protocol version {given}, this scheduler speaks {expected}: upgrade psdist of {side}",
+        given=given,
+        expected=expected,
+    )
+
+
+def _versions(oldest: int, newest: int) -> str:
+    return str(newest) if oldest == newest else f"{oldest} to {newest}"
 
 
 def _is_loopback(address: str) -> bool:

@@ -265,7 +265,8 @@ async def test_wrong_token_run_and_protocol(join: Join, monkeypatch: pytest.Monk
         await join(token="wrong")
     with pytest.raises(errors.WrongRunError, match="another-run"):
         await join(run_id="another-run")
-    monkeypatch.setattr(limits, "PROTOCOL_VERSION", 99)
+    for constant in ("PROTOCOL_VERSION", "OLDEST_PROTOCOL"):
+        monkeypatch.setattr(limits, constant, 99)
     with pytest.raises(errors.ProtocolMismatchError, match="99"):
         await join()
 

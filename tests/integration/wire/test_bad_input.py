@@ -43,7 +43,7 @@ _STEPS = 3
 _OLDER_SERVER = """
 import runpy
 from psdist.wire import limits
-limits.PROTOCOL_VERSION = 99
+limits.PROTOCOL_VERSION = limits.OLDEST_PROTOCOL = 99
 runpy.run_module("psdist_server", run_name="__main__", alter_sys=True)
 """
 _numbers = itertools.count()
@@ -279,8 +279,9 @@ async def test_a_second_client_with_the_same_worker_id(training: Training) -> No
 
 
 async def test_another_protocol_version(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "PROTOCOL_VERSION", 99)
-    with pytest.raises(errors.ProtocolMismatchError, match=r"99.*scheduler speaks 6.*same release"):
+    for name in ("PROTOCOL_VERSION", "OLDEST_PROTOCOL"):
+        monkeypatch.setattr(limits, name, 99)
+    with pytest.raises(errors.ProtocolMismatchError, match=r"99.*scheduler speaks 6: upgrade psdist of the scheduler"):
         await training.join()
     await training.goes_on()
 

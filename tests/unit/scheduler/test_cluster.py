@@ -57,7 +57,13 @@ def test_a_returning_worker_has_its_rank_and_a_new_incarnation() -> None:
 @pytest.mark.parametrize(
     ("fields", "error", "text"),
     [
-        ({"protocol_version": 7}, errors.ProtocolMismatchError, "7.*speaks"),
+        ({"protocol_version": 7}, errors.ProtocolMismatchError, "version 7,.*speaks 6: .* of the scheduler"),
+        ({"protocol_version": 5}, errors.ProtocolMismatchError, "version 5,.*speaks 6: .* of this member"),
+        (
+            {"protocol_version": 8, "oldest_protocol": 7},
+            errors.ProtocolMismatchError,
+            "version 7 to 8,.*speaks 6: .* of the scheduler",
+        ),
         ({"run_id": "other"}, errors.WrongRunError, "'run', not 'other'"),
         ({"member_id": "a b"}, errors.InvalidNameError, "'a b'"),
         ({"member_id": "worker-0"}, errors.DuplicateMemberError, "process 42 on box.*30 s"),

@@ -12,6 +12,7 @@ from psdist.wire.limits import PROTOCOL_VERSION
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.cluster_state import ClusterSettings
 from psdist_scheduler.events.worker_events import Caller
+from psdist_scheduler.members import admission
 
 
 def test_workers_that_register_together_share_an_epoch() -> None:
@@ -30,6 +31,23 @@ def test_workers_that_register_together_share_an_epoch() -> None:
     assert {call: type(error) for call, error in d.errors.items()} == dict.fromkeys(
         calls[2:4], errors.DuplicateMemberError
     )
+
+
+@pytest.mark.parametrize(
+    ("oldest", "newest", "common"),
+    [(6, 7, 7), (5, 6, 6), (7, 8, 7), (0, 6, 6), (0, 7, 7), (4, 5, None), (8, 9, None), (0, 5, None), (7, 6, None)],
+)
+def test_the_newest_common_protocol_version_counts(
+    oldest: int, newest: int, common: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "OLDEST_PROTOCOL", 6)
+    monkeypatch.setattr(admission, "PROTOCOL_VERSION", 7)
+    d = Driver()
+    d.on(ev.Register(call := d.number(), newest, "", "worker", oldest_protocol=oldest))
+    if common is None:
+        assert "speaks 6 to 7: upgrade psdist of" in str(d.errors[call]) and not d.map.workers
+    else:
+        assert d.told[call][-1].protocol_version == common
 
 
 def test_nothing_is_committed_where_all_are_refused() -> None:
