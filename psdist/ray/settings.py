@@ -89,6 +89,8 @@ class RaySettings:
         values = {"PSDIST_TOKEN": token, "PSDIST_RUN_ID": self.run_id}
         if (tls := self.tls(role)) is not None:
             values |= dict(zip(TLS_VARIABLES, map(str, (tls.ca, tls.cert, tls.key)), strict=True))
+        if self.insecure:
+            values["PSDIST_INSECURE"] = "1"
         return values
 
     def scheduler(self, host: str, port: int, store: Path, lifeline: int) -> tuple[str, ...]:

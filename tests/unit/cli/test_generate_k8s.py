@@ -330,7 +330,8 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     "argv",
     [
         ["--image", "train"], ["--image", "train:latest"], ["--image", "r:5000/train"], ["--name", "A"],
-        ["--name", "a" * 41], ["--server-memory", "much"], ["--server-memory", "0"], ["--snapshot-storage", "0.0Gi"], ["--grace", "5"], ["--run-id", "a b"],
+        ["--name", "a" * 41], ["--server-memory", "much"], ["--server-memory", "0"], ["--snapshot-storage", "0.0Gi"],
+        ["--grace", "5"], ["--run-id", "a b"],
     ],
 )  # fmt: skip
 def test_values_that_kubernetes_would_refuse_are_refused(argv: list[str]) -> None:

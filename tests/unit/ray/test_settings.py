@@ -74,4 +74,5 @@ def test_gives_each_role_its_certificate() -> None:
         "PSDIST_TLS_CERT": "/c/worker.pem",
         "PSDIST_TLS_KEY": "/c/worker-key.pem",
     }
+    assert settings(insecure=True).environment("worker", "t")["PSDIST_INSECURE"] == "1"
     assert "--insecure" not in given.server(0, "10.0.0.2", "10.0.0.1:5", 7)
