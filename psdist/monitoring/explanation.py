@@ -286,6 +286,8 @@ class _Division:
         self.push_bytes = median(worker.push_bytes for worker in workers)
         self.pull_bytes = median(worker.pull_bytes for worker in workers)
         self.transports = sorted({transport for worker in workers for transport in worker.transports})
+        #: Seconds in which the gradient is sent.
+        self.sending = median(worker.times.push for worker in workers)
         self.parts = self._parts()
 
     def _excess(self) -> float:
@@ -405,7 +407,8 @@ class _Division:
             if changed < 0.7 * (push + pull):
                 names = [name for name, now in (("compression", push), ("pull_compression", pull)) if now > 1.2 * size]
                 text = " and ".join(f"{name}={codec}" for name in names)
-                return Change(names[0], text, self._speedup(LINK, _remaining_link(push, pull, size)))
+                remaining = _remaining_link(self.parts[LINK], self.sending, push, pull, size)
+                return Change(names[0], text, self._speedup(LINK, remaining))
         return self._fewer_pushes()
 
     def _fewer_pushes(self) -> Change:
@@ -417,17 +420,26 @@ class _Division:
         return Change("batches_per_push", text, self.step / max(1e-9, per_batch), "batches")
 
 
-def _remaining_link(push: float, pull: float, size: float) -> float:
-    """Return the fraction of the link's time that remains with a codec. push, pull: bytes of an element now; size: with
-    the codec.
+def _remaining_link(link: float, sending: float, push: float, pull: float, size: float) -> float:
+    """Return the fraction of the link's time that remains with a codec.
 
-    Large payloads are sent and received at the same time. Small ones may not be: an answer's first packets wait behind
-    the gradient in the same queues, so that its connection is still slow when the gradient has been sent. The mean of
-    both is within a third of either.
+    link, sending: seconds of a step on the link now, and those in which a gradient is sent.
+    push, pull: bytes of an element now. size: with the codec.
+
+    A link is as fast in both directions, so the bytes tell the time of receiving from that of sending. The step shows
+    how much of it is hidden: answers arrive while the gradient is still sent, unless they wait behind it in the queues.
+    The same share is hidden with a codec, but no more than there is time of sending.
     """
-    now, smaller = (push, pull), (min(push, size), min(pull, size))
-    together = max(smaller) / max(now)
-    return min(1.0, (together + sum(smaller) / max(now)) / 2)
+    if link <= 0:
+        return 1.0
+    # Buffers take a small gradient immediately: then at least nothing is hidden.
+    sending = min(link, max(sending, link * push / (push + pull)))
+    receiving = min(link, sending * pull / push) if push else link
+    hidden = max(0.0, sending + receiving - link)
+    share = hidden / receiving if receiving else 0.0
+    sending *= min(1.0, size / push) if push else 0.0
+    receiving *= min(1.0, size / pull) if pull else 0.0
+    return min(1.0, (sending + receiving - min(share * receiving, sending)) / link)
 
 
 def _time(seconds: float) -> str:

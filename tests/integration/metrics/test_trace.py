@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from launched import Run
+from perfetto_page import MISSING, perfetto
 from trace_format import Event, check_trace
 
 #: The workers train until the file exists.
@@ -117,3 +118,20 @@ def check_early_end(path: Path) -> None:
     assert long.returncode == 0 and "ended by Ctrl-C" in rest
     assert check_trace((path / "long.json").read_text())
     assert {one.name for one in path.glob("*.json")} == {"trace.json", "long.json"}
+
+
+@pytest.mark.long  # Perfetto's page is not among the packages of the tests, and takes some seconds to start.
+@pytest.mark.skipif(bool(MISSING), reason=MISSING or "nothing is missing")
+def test_perfetto_imports_a_trace_without_a_fault(run: Run, tmp_path: Path) -> None:
+    done = trace("--steps", "5")
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "trace.json").read_text()
+    broken = text.replace('"dur"', '"during"', 1)
+    faults = "SELECT name FROM stats WHERE severity IN ('error', 'data_loss') AND value > 0"
+    with perfetto(text) as query:
+        assert query(faults) == []
+        assert query("SELECT COUNT(*) FROM slice") == [[str(len(check_trace(text)))]]
+        names = {name for (name,) in query("SELECT name FROM process WHERE name IS NOT NULL")}
+        assert names == {"worker-0 (rank 0)", "worker-1 (rank 1)", "server-0", "server-1"}
+    with perfetto(broken) as query:  # The importer does notice faults.
+        assert query(faults) != []

@@ -10,7 +10,7 @@ import pytest
 from psdist.cli.diagnosis import explain as command
 from psdist.cli.target import SchedulerChoice
 from psdist.errors import WaitTimeoutError
-from psdist.monitoring.explanation import Explanation, Pending, explain
+from psdist.monitoring.explanation import Explanation, Pending, _remaining_link, explain
 from psdist.security.credentials import Credentials
 
 
@@ -64,12 +64,11 @@ def test_a_slow_link_is_named_and_a_codec_would_shorten_its_part() -> None:
     assert (result.bottleneck, result.culprit) == ("link", "tcp")
     assert result.parts["link"] == pytest.approx(0.4)
     assert "compression=Int8() and pull_compression=Int8()" in result.change.text
-    # Sending and receiving overlap less when they are shorter: one and a half times as long as with all overlap.
-    assert result.change.speedup == pytest.approx(0.5 / (0.1 + 0.4 * 1.5 * (1 + 4 / 256) / 4))
+    assert result.change.speedup == pytest.approx(0.5 / (0.1 + 0.4 * (1 + 4 / 256) / 4))
     first, second, third = result.sentences
     assert first == "Steps of 'model' take 500 ms, bounded by the link (tcp): 80% of the step."
     assert "a worker sends 4 MB and receives 4 MB a step over tcp" in second
-    assert "2 times as many steps" in third
+    assert "2.5 times as many steps" in third
 
 
 def test_a_link_with_int8_gets_a_sparse_codec_and_one_with_that_gets_fewer_pushes() -> None:
@@ -79,6 +78,24 @@ def test_a_link_with_int8_gets_a_sparse_codec_and_one_with_that_gets_fewer_pushe
     large["parameters"][0]["elements"] = 100_000_000
     result = explained(large, samples(period(0.5, 0.1, moved=8e6)))
     assert (result.bottleneck, result.change.setting) == ("link", "batches_per_push")
+
+
+@pytest.mark.parametrize(
+    ("sending", "push", "pull", "remaining"),
+    [
+        (0.0, 1.0, 1.0, 0.25),
+        (0.7, 1.0, 1.0, 0.25),
+        (1.0, 1.0, 1.0, 0.25),
+        (0.0, 0.25, 1.0, 0.4),  # Buffers took the gradient: one direction after the other.
+        (0.8, 1.0, 0.25, 0.4),
+        (1.0, 1.0, 0.25, 0.25),  # All answers arrive while the gradient is sent.
+        (1.0, 0.25, 1.0, 1.0),  # Sending takes all the time, and is not shortened.
+    ],
+)
+def test_a_codec_shortens_sending_and_the_receiving_that_it_does_not_hide(
+    sending: float, push: float, pull: float, remaining: float
+) -> None:
+    assert _remaining_link(2.0, 2 * sending, push, pull, 0.25) == pytest.approx(remaining)
 
 
 def test_only_the_direction_without_a_codec_is_proposed() -> None:
