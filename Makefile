@@ -1,7 +1,7 @@
 # All tasks of the project. Needs make and Python 3.11 or later; everything else goes into .venv.
 #
 #   make demo     train real digits through two servers and two workers on this machine
-#   make test     all checks, and every test that does not only widen another: some minutes on two cores
+#   make test     all checks, and every test that does not only widen another: a quarter of an hour on two cores
 #   make check    lint and types (make lint), drift of the generated stubs, tidiness, the documents (no training)
 #   make docs     the documents as a site in .site, with warnings as errors and all links checked
 #   make verify   everything, in about an hour: test, long, sim, chaos, fuzz, bench. A failed part stops no other; the end is
