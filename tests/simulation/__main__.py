@@ -1,8 +1,8 @@
 """``python -m tests.simulation [KIND]``: run many seeds, or one with its trace.
 
 KIND: "snapshots"; "ordinary" for runs of ordinary life; "lost" for runs that lose the scheduler's store or their
-snapshots; "sets" for scripts that train several parameter sets; "writes" for scripts that write weights; or
-"groups" for groups of collectives whose members die and are added.
+snapshots; "sets" for scripts that train several parameter sets; "writes" for scripts that write weights; "groups" for
+groups of collectives whose members die and are added; or "standby" for runs with two schedulers.
 """
 
 from __future__ import annotations

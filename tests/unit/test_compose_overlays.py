@@ -1,0 +1,49 @@
+"""The overlays of docker-compose.yml: their commands are ones that the programs understand."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from psdist.settings.declarations import flags_of
+from psdist.settings.programs import SchedulerSettings, ServerSettings
+from tests.support.generated import parse
+
+ROOT = Path(__file__).resolve().parents[2]
+BASE = ROOT / "docker-compose.yml"
+OVERLAYS = sorted((ROOT / "deploy").glob("compose.*.yml"))
+_VARIABLE = re.compile(r"\$\{\w+(?::-(\w*[\w:.]*))?\}")
+
+
+def services(path: Path) -> dict[str, dict[str, Any]]:
+    loaded: dict[str, dict[str, Any]] = yaml.safe_load(path.read_text())["services"]
+    return loaded
+
+
+@pytest.mark.parametrize("path", [BASE, *OVERLAYS], ids=lambda path: path.stem)
+def test_the_programs_understand_their_commands(path: Path) -> None:
+    commands = [
+        words
+        for service in services(path).values()
+        if isinstance(command := service.get("command"), str)
+        and (words := shlex.split(_VARIABLE.sub(r"\1", command)))[0] in ("psdist-scheduler", "psdist-server")
+    ]
+    for words in commands:
+        given = parse(words, {})
+        assert given.host == "0.0.0.0"
+
+
+@pytest.mark.parametrize("path", OVERLAYS, ids=lambda path: path.stem)
+def test_variables_are_those_of_the_programs(path: Path) -> None:
+    known = {"PSDIST_" + flag.dest.upper() for kind in (SchedulerSettings, ServerSettings) for flag in flags_of(kind)}
+    given = {name for service in services(path).values() for name in service.get("environment") or {}}
+    assert {name for name in given if name.startswith("PSDIST_")} <= known | {"PSDIST_TOKEN", "PSDIST_TOKEN_FILE"}
+
+
+def test_there_is_an_overlay_for_each_promise_of_the_readme() -> None:
+    assert {path.name for path in OVERLAYS} == {f"compose.{name}.yml" for name in ("bucket", "etcd", "gpu", "tls")}
