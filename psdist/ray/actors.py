@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import tempfile
@@ -113,16 +112,21 @@ def _lines(stream: IO[bytes]) -> Iterator[str]:
         yield line.decode("utf-8", "replace").rstrip()
 
 
+def store_directory(run_id: str) -> Path:
+    """Return the directory of the scheduler's store, on the node of the program that started the run."""
+    return Path(tempfile.gettempdir(), f"psdist-ray-{run_id}-{os.getuid()}")
+
+
 class SchedulerActor(_Service):
     """The scheduler. Its store is in a directory that a restarted actor on the same node finds again."""
 
     def __init__(self, settings: RaySettings, host: str, port: int, token: str) -> None:
-        self._directory = Path(tempfile.gettempdir(), f"psdist-ray-{settings.run_id}-{os.getuid()}")
-        self._directory.mkdir(mode=0o700, exist_ok=True)
+        directory = store_directory(settings.run_id)
+        directory.mkdir(mode=0o700, exist_ok=True)
         self._address = f"{host}:{port}" if ":" not in host else f"[{host}]:{port}"
         super().__init__(
             "scheduler",
-            lambda lifeline: settings.scheduler(host, port, self._directory / "scheduler.sqlite", lifeline),
+            lambda lifeline: settings.scheduler(host, port, directory / "scheduler.sqlite", lifeline),
             settings.environment("scheduler", token),
         )
 
@@ -134,12 +138,6 @@ class SchedulerActor(_Service):
         )
         print(saved.stdout, saved.stderr, sep="", end="", flush=True)
         return "" if saved.returncode == 0 else (saved.stdout + saved.stderr).strip().rpartition("\n")[2]
-
-    def stop(self) -> Ended:
-        """End the scheduler in order, and delete its directory."""
-        ended = super().stop()
-        shutil.rmtree(self._directory, ignore_errors=True)
-        return ended
 
 
 class ServerActor(_Service):

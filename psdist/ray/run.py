@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +25,15 @@ try:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
     from psdist.ray import placement
-    from psdist.ray.actors import Ended, Returned, SchedulerActor, ServerActor, WorkerActor, WorkerPlace
+    from psdist.ray.actors import (
+        Ended,
+        Returned,
+        SchedulerActor,
+        ServerActor,
+        WorkerActor,
+        WorkerPlace,
+        store_directory,
+    )
 except ImportError as error:
     raise ConfigurationError(f"psdist.ray needs Ray ({error}): pip install 'psdist[ray]'") from None
 
@@ -138,6 +147,7 @@ class _Run:
                 ray.kill(actor)
             for group in self._groups:
                 remove_placement_group(group)
+            shutil.rmtree(store_directory(self._settings.run_id), ignore_errors=True)
 
     def train(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> RunResult:
         """Call the function in all workers, and wait for the end of the run."""

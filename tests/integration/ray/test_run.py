@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -200,4 +201,5 @@ def test_tells_how_a_run_failed(cluster: Any) -> None:
         )
     with pytest.raises(ConfigurationError, match="psdist-ray-none"):
         psdist.ray.run(fail, num_servers=1, insecure=True, certs=None, storage_path="psdist-ray-none")
+    assert not list(Path(tempfile.gettempdir()).glob("psdist-ray-*")), "a store is left behind"
     assert ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"]
