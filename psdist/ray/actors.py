@@ -11,8 +11,8 @@ import contextlib
 import os
 import signal
 import subprocess
-import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +23,7 @@ import ray
 from ray.util.metrics import Gauge
 
 import psdist
+from psdist.addresses import parse_address
 from psdist.client import context
 from psdist.launcher.metrics.receiver import MetricsReceiver
 from psdist.launcher.plan import program
@@ -34,6 +35,8 @@ from psdist.wire.limits import OUTPUT_LINE_BYTES_MAX
 
 #: Lines of a process that are quoted if it ends by an error.
 _LAST_LINES: Final = 20
+#: A process that exits by itself within this time of its first start has a cause that restarts do not mend.
+_FIRST_START_SECONDS: Final = 30.0
 #: Longest wait for a process to end after SIGTERM.
 _STOP_SECONDS: Final = 60.0
 
@@ -49,13 +52,14 @@ class Ended:
 class _Service:
     """A scheduler or server as a child process.
 
-    The actor ends with a process that should be restarted, because Ray then restarts the actor. It keeps a process that
-    ended for good, for ``outcome``.
+    The actor ends with a process that should be restarted, because Ray then restarts the actor. It stays alive after a
+    process that ended for good, for ``outcome``.
     """
 
     def __init__(self, role: Role, command: Callable[[int], tuple[str, ...]], environment: Mapping[str, str]) -> None:
         self._role = role
-        self._environment = {**os.environ, **environment, "PSDIST_LOG_FORMAT": "console"}
+        self._environment = {**environment, "PSDIST_LOG_FORMAT": "console"}
+        self._started = time.monotonic()
         self._lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._is_stopping = False
         self._ended = threading.Event()
@@ -71,14 +75,6 @@ class _Service:
         )
         self._lifeline.started()
         threading.Thread(target=self._follow, daemon=True).start()
-
-    def node(self) -> str:
-        """Return the id of the actor's node, once its process is started."""
-        return str(ray.get_runtime_context().get_node_id())
-
-    def pid(self) -> int:
-        """Return the id of the child process."""
-        return self._process.pid
 
     def outcome(self) -> Ended:
         """Wait for the end of the process, and return it. It does not return if Ray restarts the actor."""
@@ -101,10 +97,19 @@ class _Service:
             self._lines.append(line)
             print(line, flush=True)
         status = self._process.wait()
-        if not self._is_stopping and (status < 0 or status in statuses(self._role, "restart")):
+        if not self._is_stopping and self._should_restart(status):
             print(f"the {self._role} ended with exit status {status}: Ray restarts it", flush=True)
             os._exit(1)
         self._ended.set()
+
+    def _should_restart(self, status: int) -> bool:
+        """True unless the process ended for good. A storage or a port that fails the first start fails others, too."""
+        if status < 0:
+            return True
+        is_first = not ray.get_runtime_context().was_current_actor_reconstructed
+        if is_first and time.monotonic() - self._started < _FIRST_START_SECONDS:
+            return False
+        return status in statuses(self._role, "restart")
 
 
 def _lines(stream: IO[bytes]) -> Iterator[str]:
@@ -112,30 +117,27 @@ def _lines(stream: IO[bytes]) -> Iterator[str]:
         yield line.decode("utf-8", "replace").rstrip()
 
 
-def store_directory(run_id: str) -> Path:
-    """Return the directory of the scheduler's store, on the node of the program that started the run."""
-    return Path(tempfile.gettempdir(), f"psdist-ray-{run_id}-{os.getuid()}")
-
-
 class SchedulerActor(_Service):
-    """The scheduler. Its store is in a directory that a restarted actor on the same node finds again."""
+    """The scheduler. A restarted actor, on the same node, finds its store again.
 
-    def __init__(self, settings: RaySettings, host: str, port: int, token: str) -> None:
-        directory = store_directory(settings.run_id)
+    directory: of the store, with a name that nobody can guess, so nobody else has made it.
+    """
+
+    def __init__(self, settings: RaySettings, address: str, directory: Path, token: str) -> None:
         directory.mkdir(mode=0o700, exist_ok=True)
-        self._address = f"{host}:{port}" if ":" not in host else f"[{host}]:{port}"
+        host, port = parse_address(address)
         super().__init__(
             "scheduler",
             lambda lifeline: settings.scheduler(host, port, directory / "scheduler.sqlite", lifeline),
-            settings.environment("scheduler", token),
+            settings.environment("scheduler", token, address, os.environ),
         )
 
     def save(self) -> str:
-        """Save the last snapshot. Returns the reason if that failed, otherwise an empty text."""
-        variables = self._environment | {"PSDIST_SCHEDULER": self._address}
+        """Save a snapshot. Returns the reason if that failed, otherwise an empty text."""
         saved = subprocess.run(
-            program("psdist.launcher.final_snapshot"), env=variables, capture_output=True, text=True, check=False
-        )
+            program("psdist.launcher.final_snapshot"), env=self._environment, capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
         print(saved.stdout, saved.stderr, sep="", end="", flush=True)
         return "" if saved.returncode == 0 else (saved.stdout + saved.stderr).strip().rpartition("\n")[2]
 
@@ -148,7 +150,7 @@ class ServerActor(_Service):
         super().__init__(
             "server",
             lambda lifeline: settings.server(number, host, scheduler, lifeline),
-            settings.environment("server", token),
+            settings.environment("server", token, scheduler, os.environ),
         )
 
 
@@ -174,31 +176,33 @@ class Returned:
 
 
 class WorkerActor:
-    """A worker. A restarted actor calls the function again, which joins the run under the same rank."""
+    """A worker. A restarted actor calls the function again, which joins the run under the same rank.
+
+    scheduler: the address of the scheduler.
+    """
+
+    def __init__(self, settings: RaySettings, scheduler: str, token: str) -> None:
+        self._settings = settings
+        self._scheduler = scheduler
+        self._token = token
 
     def node(self) -> str:
         """Return the id of the actor's node."""
         return str(ray.get_runtime_context().get_node_id())
 
-    def pid(self) -> int:
-        """Return the id of the worker's process."""
-        return os.getpid()
-
-    def run(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...], place: WorkerPlace, variables: Mapping[str, str]
-    ) -> Returned:
+    def run(self, function: Callable[..., Any], arguments: tuple[Any, ...], place: WorkerPlace) -> Returned:
         """Call the function as a worker of the run, which it joins by ``psdist.init()``."""
-        os.environ.update(variables)
-        os.environ.update(
-            {
-                "RANK": str(place.rank),
-                "WORLD_SIZE": str(place.world_size),
-                "LOCAL_RANK": str(place.local_rank),
-                "LOCAL_WORLD_SIZE": str(place.local_world_size),
-            }
-        )
+        environment = self._settings.environment("worker", self._token, self._scheduler, os.environ)
+        environment |= {
+            "RANK": str(place.rank),
+            "WORLD_SIZE": str(place.world_size),
+            "LOCAL_RANK": str(place.local_rank),
+            "LOCAL_WORLD_SIZE": str(place.local_world_size),
+        }
         with _Reports(place.rank) as reports:
-            os.environ.update(reports.environment)
+            for name in os.environ.keys() - environment.keys():
+                del os.environ[name]
+            os.environ.update(environment | reports.environment)
             try:
                 value = function(*arguments)
             finally:

@@ -17,14 +17,16 @@ def reserve(name: str, bundle: Mapping[str, float], count: int, strategy: str, t
     name: "servers" or "workers", for the error.
     timeout: longest wait in seconds; a cluster that grows on demand needs some.
 
-    Raises WaitTimeoutError, which says what is free.
+    Raises WaitTimeoutError, which names the free resources.
     """
     wanted = {resource: amount for resource, amount in bundle.items() if amount}
     group = placement_group([wanted] * count, strategy)
     try:
         ray.get(group.ready(), timeout=timeout)
-    except GetTimeoutError:
+    except BaseException as error:  # Ctrl-C, too: nobody else knows the group yet.
         remove_placement_group(group)
+        if not isinstance(error, GetTimeoutError):
+            raise
         free = ray.available_resources()
         needs = ", ".join(f"{amount * count:g} {resource}" for resource, amount in wanted.items())
         has = ", ".join(f"{free.get(resource, 0.0):g} {resource}" for resource in wanted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,7 @@ from psdist.addresses import free_port
 from psdist.errors import ConfigurationError, LaunchFailedError
 from psdist.ray.settings import RaySettings
 from psdist.rights.tokens import require_root
+from psdist.settings.exit_codes import OK
 
 try:
     import ray
@@ -25,15 +27,7 @@ try:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
     from psdist.ray import placement
-    from psdist.ray.actors import (
-        Ended,
-        Returned,
-        SchedulerActor,
-        ServerActor,
-        WorkerActor,
-        WorkerPlace,
-        store_directory,
-    )
+    from psdist.ray.actors import Ended, Returned, SchedulerActor, ServerActor, WorkerActor, WorkerPlace
 except ImportError as error:
     raise ConfigurationError(f"psdist.ray needs Ray ({error}): pip install 'psdist[ray]'") from None
 
@@ -43,6 +37,7 @@ _FOR_EVER: Final = -1
 _CALLS: Final = 4
 #: Longest wait for servers, and for the scheduler, to end in order once everything is saved.
 _STOP_SECONDS: Final = 5.0
+_SCHEDULER: Final = "scheduler"
 _ONE_CPU: Final = {"CPU": 1.0}
 
 
@@ -53,7 +48,7 @@ class RunResult:
     run_id: name of the run.
     metrics: values that rank 0 reported last, by name (``Context.report``).
     returned: return values of the function by rank.
-    storage_path: where the snapshots are; None if none were taken. A later run of the same ``run_id`` resumes from it.
+    storage_path: location of the snapshots; None without them. A later run of the same ``run_id`` resumes from it.
     """
 
     run_id: str
@@ -105,7 +100,7 @@ def run(
 
     Raises ConfigurationError for wrong arguments, before anything is started; WaitTimeoutError if the cluster has no
     room; LaunchFailedError with the traceback of the worker that failed first, or the last lines of a scheduler or
-    server.
+    server. Ctrl-C saves a snapshot, if there is a storage, ends all actors, and raises KeyboardInterrupt.
     """
     if not callable(train_fn):
         raise ConfigurationError(f"train_fn={train_fn!r:.80} is not a function: pass one")
@@ -132,6 +127,7 @@ class _Run:
         self._settings = settings
         self._token = os.environ.get("PSDIST_TOKEN") or secrets.token_urlsafe(32)
         require_root(self._token)
+        self._directory = Path(tempfile.gettempdir(), f"psdist-ray-{secrets.token_hex(16)}")
         self._groups: list[PlacementGroup] = []
         self._services: dict[str, Any] = {}
         self._workers: list[Any] = []
@@ -147,17 +143,20 @@ class _Run:
                 ray.kill(actor)
             for group in self._groups:
                 remove_placement_group(group)
-            shutil.rmtree(store_directory(self._settings.run_id), ignore_errors=True)
+            shutil.rmtree(self._directory, ignore_errors=True)
 
     def train(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> RunResult:
         """Call the function in all workers, and wait for the end of the run."""
         nodes = ray.get([worker.node.remote() for worker in self._workers])
-        variables = self._settings.environment("worker", self._token) | {"PSDIST_SCHEDULER": self._scheduler}
         calls = {
-            worker.run.remote(function, arguments, place, variables): place.rank
+            worker.run.remote(function, arguments, place): place.rank
             for worker, place in zip(self._workers, _places(nodes), strict=True)
         }
-        returned = self._wait(calls)
+        try:
+            returned = self._wait(calls)
+        except KeyboardInterrupt:
+            self._save()  # While the workers still train, so that all have made its step.
+            raise
         self._finish()
         return RunResult(
             self._settings.run_id,
@@ -172,9 +171,9 @@ class _Run:
         port = free_port(host)
         self._scheduler = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         service = {"max_restarts": _FOR_EVER, "max_task_retries": _FOR_EVER, "max_concurrency": _CALLS, "num_cpus": 0}
-        self._services["scheduler"] = ray.remote(SchedulerActor).options(
+        self._services[_SCHEDULER] = ray.remote(SchedulerActor).options(
             **service, scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False)
-        ).remote(settings, host, port, self._token)  # fmt: skip
+        ).remote(settings, self._scheduler, self._directory, self._token)  # fmt: skip
         # Servers on different nodes: psdist keeps the copies of a shard on different hosts.
         servers = self._reserve("servers", settings.resources_per_server, settings.num_servers, "SPREAD")
         workers = self._reserve("workers", settings.resources_per_worker, settings.num_workers, "PACK")
@@ -186,7 +185,7 @@ class _Run:
             ray.remote(WorkerActor).options(
                 **_resources(settings.resources_per_worker), max_restarts=settings.max_restarts,
                 max_task_retries=settings.max_restarts, scheduling_strategy=_bundle(workers, rank),
-            ).remote()
+            ).remote(settings, self._scheduler, self._token)
             for rank in range(settings.num_workers)
         ]  # fmt: skip
 
@@ -203,20 +202,25 @@ class _Run:
             waited = [*(call for call, rank in calls.items() if rank not in returned), *ends]
             (ready, *_), _ = ray.wait(waited)
             if ready in ends:
-                raise _ended(ends[ready], ready)
+                _check_drained(ends.pop(ready), ready)
+                continue
             returned[calls[ready]] = _returned(calls[ready], ready)
         return returned
 
     def _finish(self) -> None:
         """Save the last snapshot, and end servers and scheduler in order."""
-        scheduler = self._services["scheduler"]
-        problem = ray.get(scheduler.save.remote())
-        if problem:
+        if problem := self._save():
             raise LaunchFailedError(f"the workers succeeded, but the last snapshot failed: {problem}", status=1)
+        scheduler = self._services[_SCHEDULER]
         servers = [service.stop.remote() for service in self._services.values() if service is not scheduler]
         # Nothing is lost if they are killed now. One that waits for room after its node died cannot answer at all.
         ray.wait(servers, num_returns=len(servers), timeout=_STOP_SECONDS)
         ray.wait([scheduler.stop.remote()], timeout=_STOP_SECONDS)
+
+    def _save(self) -> str:
+        """Save a snapshot, if there is a storage. Returns the reason if that failed, otherwise an empty text."""
+        problem: str = ray.get(self._services[_SCHEDULER].save.remote())
+        return problem
 
 
 def _bundle(group: PlacementGroup, number: int) -> PlacementGroupSchedulingStrategy:
@@ -250,10 +254,13 @@ def _returned(rank: int, call: Any) -> Returned:
     return returned
 
 
-def _ended(name: str, outcome: Any) -> LaunchFailedError:
+def _check_drained(name: str, outcome: Any) -> None:
+    """Raise LaunchFailedError for the end of a scheduler or server, unless it is a server that was drained."""
     try:
         ended: Ended = ray.get(outcome)
     except RayActorError as error:
-        return LaunchFailedError(f"the actor of the {name} died for good: {error}")
+        raise LaunchFailedError(f"the actor of the {name} died for good: {error}") from None
+    if ended.status == OK and name != _SCHEDULER:
+        return
     last = "\n".join(ended.lines)
-    return LaunchFailedError(f"the {name} ended with exit status {ended.status}:\n{last}", status=ended.status)
+    raise LaunchFailedError(f"the {name} ended with exit status {ended.status}:\n{last}", status=ended.status)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from psdist.addresses import is_loopback
 from psdist.errors import ConfigurationError
-from psdist.launcher.plan import program
+from psdist.launcher.plan import SchedulerAddress, program
 from psdist.security.tls import TlsFiles
-from psdist.settings.config import TLS_VARIABLES, check_run_id
+from psdist.settings.config import check_run_id
 from psdist.settings.declarations import arguments
 from psdist.settings.programs import SchedulerSettings, ServerSettings
 from psdist.snapshots.policy import parse_interval
@@ -84,14 +84,13 @@ class RaySettings:
             return None
         return TlsFiles(self.certs / "ca.pem", self.certs / f"{role}.pem", self.certs / f"{role}-key.pem")
 
-    def environment(self, role: str, token: str) -> dict[str, str]:
-        """Return the variables of a process of the run: its credentials, and the name of the run."""
-        values = {"PSDIST_TOKEN": token, "PSDIST_RUN_ID": self.run_id}
-        if (tls := self.tls(role)) is not None:
-            values |= dict(zip(TLS_VARIABLES, map(str, (tls.ca, tls.cert, tls.key)), strict=True))
-        if self.insecure:
-            values["PSDIST_INSECURE"] = "1"
-        return values
+    def environment(self, role: str, token: str, scheduler: str, base: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment of a process: ``base``, with this run in place of any other.
+
+        scheduler: its address.
+        """
+        link = SchedulerAddress(scheduler, tls=self.tls(role), insecure=self.insecure, run_id=self.run_id)
+        return link.environment(base) | {"PSDIST_TOKEN": token}
 
     def scheduler(self, host: str, port: int, store: Path, lifeline: int) -> tuple[str, ...]:
         """Return the scheduler's command line."""

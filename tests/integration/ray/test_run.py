@@ -18,9 +18,12 @@ import pytest
 import psdist
 from psdist.errors import ConfigurationError, LaunchFailedError, WaitTimeoutError
 
-ray = pytest.importorskip("ray")
-cluster_utils = pytest.importorskip("ray.cluster_utils")
+ray = pytest.importorskip("ray", reason="needs Ray: pip install 'psdist[ray]'")
+cluster_utils = pytest.importorskip("ray.cluster_utils")  # A part of Ray, so it is there.
+from ray.util.placement_group import remove_placement_group  # noqa: E402 - as above
+
 import psdist.ray  # noqa: E402 - after the check that Ray is installed
+from psdist.ray import placement  # noqa: E402 - as above
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
@@ -100,7 +103,7 @@ def start(gate: Any, **settings: Any) -> tuple[threading.Thread, dict[str, Any]]
     def run() -> None:
         try:
             found["result"] = psdist.ray.run(train, gate, num_workers=2, insecure=True, **settings)
-        except Exception as error:
+        except Exception as error:  # Any: the test looks at it.
             found["error"] = error
             ray.get(gate.open.remote("reached"))
 
@@ -171,8 +174,8 @@ def test_restarts_killed_processes(cluster: Any, gate: Any, tmp_path: Path) -> N
     ]  # fmt: skip
     servers = [process for process in programs if "server-1" in process.info["cmdline"]]
     schedulers = [process for process in programs if "--store" in process.info["cmdline"]]
-    for process in (*servers, *schedulers):
-        process.kill()
+    for process in (*servers, schedulers[0].parent()):
+        process.kill()  # The scheduler ends with its actor, and the next one takes its port.
     ray.get(gate.open.remote("killed"))
     thread.join()
     result = found["result"]
@@ -184,6 +187,31 @@ def test_restarts_killed_processes(cluster: Any, gate: Any, tmp_path: Path) -> N
         train, gate, num_workers=2, num_servers=2, insecure=True, storage_path=tmp_path, run_id="restarts"
     )
     assert again.returned[0]["first"] == _STEPS
+
+
+def test_saves_at_an_interrupt(cluster: Any, gate: Any, tmp_path: Path) -> None:
+    def interrupt() -> None:
+        ray.get(gate.wait.remote("reached"))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        psdist.ray.run(train, gate, num_workers=2, num_servers=1, insecure=True, storage_path=tmp_path)
+    thread.join()
+    assert any((tmp_path / "commits").iterdir())
+
+
+def test_a_drained_server_does_not_end_the_run(cluster: Any, gate: Any) -> None:
+    thread, found = start(gate, num_servers=2, replicas=1, resources_per_worker=_ON_HEAD, run_id="drained")
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if "drained" in words and "server-1" in words:
+            process.terminate()
+            process.wait()
+    ray.get(gate.open.remote("killed"))
+    thread.join()
+    assert found["result"].returned[0]["w"].size == _SIZE
 
 
 def fail() -> None:
@@ -199,7 +227,10 @@ def test_tells_how_a_run_failed(cluster: Any) -> None:
         psdist.ray.run(
             fail, num_servers=3, resources_per_server={"CPU": 1, "moon": 1}, placement_timeout=1, insecure=True
         )
+    with pytest.raises(LaunchFailedError, match=r"the scheduler ended with exit status \d+:\n(?s:.*)/proc/none"):
+        psdist.ray.run(fail, num_servers=1, insecure=True, storage_path="/proc/none")
     with pytest.raises(ConfigurationError, match="psdist-ray-none"):
         psdist.ray.run(fail, num_servers=1, insecure=True, certs=None, storage_path="psdist-ray-none")
     assert not list(Path(tempfile.gettempdir()).glob("psdist-ray-*")), "a store is left behind"
-    assert ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"]
+    # Ray frees room some time after an actor's end: this waits until all of it is free.
+    remove_placement_group(placement.reserve("workers", {"CPU": ray.cluster_resources()["CPU"]}, 1, "PACK", 60.0))

@@ -67,12 +67,15 @@ def test_passes_the_settings_on() -> None:
 
 def test_gives_each_role_its_certificate() -> None:
     given = settings(certs=Path("/c"))
-    assert given.environment("worker", "t") == {
+    base = {"HOME": "/h", "PSDIST_SCHEDULER_FILE": "/another/run", "PSDIST_TOKEN": "another"}
+    assert given.environment("worker", "t", "10.0.0.1:5", base) == {
+        "HOME": "/h",
+        "PSDIST_SCHEDULER": "10.0.0.1:5",
         "PSDIST_TOKEN": "t",
         "PSDIST_RUN_ID": "r",
         "PSDIST_TLS_CA": "/c/ca.pem",
         "PSDIST_TLS_CERT": "/c/worker.pem",
         "PSDIST_TLS_KEY": "/c/worker-key.pem",
     }
-    assert settings(insecure=True).environment("worker", "t")["PSDIST_INSECURE"] == "1"
+    assert settings(insecure=True).environment("worker", "t", "h:5", {})["PSDIST_INSECURE"] == "1"
     assert "--insecure" not in given.server(0, "10.0.0.2", "10.0.0.1:5", 7)
