@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -125,12 +126,20 @@ class SchedulerActor(_Service):
 
     def __init__(self, settings: RaySettings, address: str, directory: Path, token: str) -> None:
         directory.mkdir(mode=0o700, exist_ok=True)
+        self._directory = directory
         host, port = parse_address(address)
         super().__init__(
             "scheduler",
             lambda lifeline: settings.scheduler(host, port, directory / "scheduler.sqlite", lifeline),
             settings.environment("scheduler", token, address, os.environ),
         )
+
+    def delete_store(self) -> None:
+        """Kill the scheduler if it still runs, and delete its store."""
+        self._is_stopping = True  # Ray should not restart it.
+        self._process.kill()
+        self._ended.wait()
+        shutil.rmtree(self._directory, ignore_errors=True)
 
     def save(self) -> str:
         """Save a snapshot. Returns the reason if that failed, otherwise an empty text."""

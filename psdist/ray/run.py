@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import tempfile
 import time
 from collections import Counter
@@ -134,16 +133,17 @@ class _Run:
 
     @contextmanager
     def actors(self) -> Iterator[None]:
-        """Start all actors. At the end, kill the remaining ones and free their room."""
+        """Start all actors. At the end, kill the remaining ones, free their room, and delete the store."""
         try:
             self._start()
             yield
         finally:
+            if _SCHEDULER in self._services:
+                ray.wait([self._services[_SCHEDULER].delete_store.remote()], timeout=_STOP_SECONDS)
             for actor in (*self._workers, *self._services.values()):
                 ray.kill(actor)
             for group in self._groups:
                 remove_placement_group(group)
-            shutil.rmtree(self._directory, ignore_errors=True)
 
     def train(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> RunResult:
         """Call the function in all workers, and wait for the end of the run."""

@@ -19,7 +19,7 @@ import psdist
 from psdist.errors import ConfigurationError, LaunchFailedError, WaitTimeoutError
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'psdist[ray]'")
-cluster_utils = pytest.importorskip("ray.cluster_utils")  # A part of Ray, so it is there.
+cluster_utils = pytest.importorskip("ray.cluster_utils")  # A part of Ray.
 from ray.util.placement_group import remove_placement_group  # noqa: E402 - as above
 
 import psdist.ray  # noqa: E402 - after the check that Ray is installed
