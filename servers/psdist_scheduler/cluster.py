@@ -429,7 +429,9 @@ class Cluster:
         effects += machines.creation.joins.alignment.progress(now)
         effects += machines.scaling.progress(now) + machines.barriers.progress()
         if machines.rendezvous.world_size:
-            machines.rendezvous.update_presence(self.members.ranks, self.demand.ranks_in_service, now)
+            live = [worker.rank for worker in self.members.workers]
+            done = [worker.rank for worker in self.demand.workers_done]
+            machines.rendezvous.update_presence(self.members.ranks, live, done, now)
         effects += machines.rendezvous.progress(now, max(self.members.next_rank, self.demand.ranks_used))
         if changed or self.members.changed:
             effects += machines.datasets.lose(self.members.is_live)

@@ -35,6 +35,8 @@ class Rendezvous:
         self._vacant = vacant_seconds
         #: Time since which an agent's workers are gone, or since it has its place.
         self._empty_since: dict[str, float] = {}
+        #: True if workers of all nodes came, and all of them have completed their work.
+        self._is_done = False
         #: Agents that took over a node's place and whose workers have not come yet.
         self._starting: set[str] = set()
         self._waiting: dict[str, EnterRendezvous] = {}
@@ -56,10 +58,12 @@ class Rendezvous:
         self._last_arrival = now
         return []
 
-    def update_presence(self, came: Iterable[int], there: Iterable[int], now: float) -> None:
-        """Record the ranks that ever registered (``came``), and those that are live or done (``there``)."""
+    def update_presence(self, came: Iterable[int], live: Iterable[int], done: Iterable[int], now: float) -> None:
+        """Record the ranks that ever registered (``came``), those that are live, and those whose work is done."""
         owners = {rank: node.agent_id for node in self._nodes.values() for rank in range(node.first_rank, _end(node))}
-        empty = {owners.get(rank) for rank in came} - {owners.get(rank) for rank in there}
+        live, done = set(live), set(done)
+        self._is_done = owners.keys() <= done - live
+        empty = {owners.get(rank) for rank in came} - {owners.get(rank) for rank in live | done}
         self._empty_since = {agent: self._empty_since.get(agent, now) for agent in empty if agent is not None}
         self._starting &= self._empty_since.keys()
 
@@ -193,6 +197,8 @@ class Rendezvous:
                 f": the workers of node {node.node_rank} are gone, and it had {node.processes}: start this agent with "
                 f"--nproc-per-node {node.processes} to take its place"
             )
+        if self._is_done:
+            return ", and all of their workers have completed the run: train again under another --run-id"
         return ". Their number cannot be raised while the run lasts: start it with a larger --nnodes"
 
     def _give_ranks(self, event: EnterRendezvous, first_rank: int) -> None:

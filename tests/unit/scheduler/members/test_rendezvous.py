@@ -144,6 +144,16 @@ def test_a_node_whose_workers_have_not_come_or_are_done_keeps_its_place() -> Non
     assert "start it with a larger --nnodes" in str(d.errors[enter(d, "c", 1)])
 
 
+def test_an_agent_that_comes_after_the_last_worker_is_done_is_told_to_start_another_run() -> None:
+    d = Driver(join_grace_seconds=0.0)
+    enter(d, "a", 1), enter(d, "b", 1)
+    first, second = d.join(rank=0)[0], d.join(rank=1)[0]
+    d.on(ev.Leave(d.number(), caller(first), "closed"))
+    assert "larger --nnodes" in str(d.errors[enter(d, "c", 1)]), "one of them still works"
+    d.on(ev.Leave(d.number(), caller(second), "closed"))
+    assert "train again under another --run-id" in str(d.errors[enter(d, "c", 1)])
+
+
 def test_a_worker_that_is_started_again_keeps_the_place_of_its_node() -> None:
     d = Driver(join_grace_seconds=0.0)
     enter(d, "a", 1), enter(d, "b", 1)
