@@ -4,8 +4,8 @@ Connections follow the cluster map. Before each call, connections are opened to 
 parameter set. A server keeps its connection while its shards change. Connections to servers that are no longer
 primaries are closed.
 
-Invariants: No result depends on such a transport, unless the user requires it. A server that refused is not asked again
-in the same incarnation. A broken connection is reopened before the next call.
+Invariants: No result depends on such a transport, unless the user requires it. No call waits for a server that refused
+before (``refusals``). A broken connection is reopened before the next call.
 
 ``shm`` and ``tcp`` implement the negotiation: a new transport is one more subclass of ``NegotiatedTransport``.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, Final, Generic, TypeVar
@@ -23,6 +24,7 @@ from psdist.client.session.cluster_view import ClusterView
 from psdist.client.session.wait_tracker import WaitTracker
 from psdist.client.transport.grpc.streams import GrpcTransport
 from psdist.client.transport.negotiated.calls import CallConnection
+from psdist.client.transport.negotiated.refusals import Refusals
 from psdist.client.transport.requests import RequestIdentity
 from psdist.client.transport.transport import Transport
 from psdist.errors import PsdistError, StaleEpochError
@@ -48,6 +50,8 @@ class NegotiatedTransport(Transport, Generic[ConnectionT]):
     method: ClassVar[str]
     #: Error that says that no connection to a server is possible.
     unavailable: ClassVar[type[PsdistError]]
+    #: See ``Refusals``.
+    retry_seconds: ClassVar[float] = math.inf
     #: Reason for a missing connection whose negotiation became obsolete.
     obsolete: ClassVar[str] = "this worker rejoined while it connected"
 
@@ -72,8 +76,7 @@ class NegotiatedTransport(Transport, Generic[ConnectionT]):
         self.streams: dict[str, ConnectionT] = {}
         #: Reason for a missing connection, by server id.
         self._reasons: dict[str, str] = {}
-        #: Incarnations of servers that refused.
-        self._refused: set[tuple[str, int]] = set()
+        self._refusals = Refusals[ConnectionT](self.retry_seconds)
         self._preparing = asyncio.Lock()
 
     # --- transport ----------------------------------------------------------------------------------------------------
@@ -84,7 +87,9 @@ class NegotiatedTransport(Transport, Generic[ConnectionT]):
 
     def is_missing(self, route: Route) -> bool:
         """True if ``prepare`` should try to connect to the route's server, by the newest map."""
-        return self._stream_of(route) is None and (route.server_id, route.incarnation) not in self._refused
+        return self._stream_of(route) is None and self._refusals.may_agree(
+            route.server, lambda: self._negotiated(route)
+        )
 
     async def prepare(self, routes: Sequence[Route]) -> None:
         """Open missing or broken connections to the servers of ``routes``.
@@ -137,6 +142,7 @@ class NegotiatedTransport(Transport, Generic[ConnectionT]):
                 stream.close()
                 del self.streams[server_id]
                 self._reasons.pop(server_id, None)
+        self._refusals.keep(primaries)
 
     @abstractmethod
     async def _connect(self, call: Any, epoch: int, route: Route) -> ConnectionT:
@@ -151,7 +157,7 @@ class NegotiatedTransport(Transport, Generic[ConnectionT]):
         offered, stream = self._offered(), None
         try:
             with self._waits.open(f"for a connection to {route.peer} by {self.name}"):
-                stream = await self._negotiated(route)
+                stream = await (self._refusals.take(route.server) or self._negotiated(route))
         except self.unavailable as error:
             if self._offered() == offered:
                 self._refuse(route, error)
@@ -210,7 +216,7 @@ class NegotiatedTransport(Transport, Generic[ConnectionT]):
                 error.message,
                 extra={"peer": str(route.peer)},
             )
-        self._refused.add((route.server_id, route.incarnation))
+        self._refusals.add(route.server)
         self._reasons[route.server_id] = error.message
 
     # --- closing ------------------------------------------------------------------------------------------------------
@@ -220,10 +226,11 @@ class NegotiatedTransport(Transport, Generic[ConnectionT]):
         for stream in self.streams.values():
             stream.close()
         self._sender, self._entry = sender, entry
-        self._refused.clear()
+        self._refusals.keep(set())
 
     async def close(self) -> None:
         """Close the connections."""
+        self._refusals.keep(set())
         for stream in self.streams.values():
             stream.close()
         await asyncio.gather(*(stream.ended() for stream in self.streams.values()))

@@ -28,6 +28,8 @@ class TcpTransport(NegotiatedTransport[TcpStream]):
     name = "tcp"
     method = "Connect"
     unavailable = TcpUnavailableError
+    #: A minute of training over gRPC is little; a port that a firewall drops costs each attempt a few packets.
+    retry_seconds = 60.0
 
     async def exchange(self, request: Request, route: Route, wait: Wait, loss: ServerLoss) -> None:
         """Make one call on the connection to the route's server. See ``Transport.exchange``."""

@@ -1,0 +1,134 @@
+"""Servers that refused a connection are asked again, while calls use another transport."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from psdist.client.core.routing import Route
+from psdist.client.session.cluster_view import ClusterView
+from psdist.client.session.wait_tracker import WaitTracker
+from psdist.client.transport.grpc.streams import GrpcTransport
+from psdist.client.transport.requests import RequestIdentity
+from psdist.client.transport.tcp.connecting import TcpTransport
+from psdist.client.transport.tcp.stream import TcpStream
+from psdist.consistency import BSP
+from psdist.errors import PsdistError, TcpUnavailableError
+from psdist.optim import SGD
+from psdist.types import ClusterMap, ParametersEntry, ParametersSpec, Replica, ServerEntry, Shard
+
+ENTRY = ParametersEntry(
+    ParametersSpec("p", SGD(), BSP(), slice_elements=4096), 4096, (Shard(Replica("server-0", 1), 1),), ()
+)
+ROUTE = Route("server-0", 1, "127.0.0.1:1", 1, (0,))
+SENDER = RequestIdentity("run", "worker-0", 1, "p")
+REFUSAL = TcpUnavailableError("no connection to 127.0.0.1:1: Connection refused")
+
+
+class Stream:
+    """Connection that a server agreed to."""
+
+    incarnation = 1
+    broken = None
+
+    def __init__(self) -> None:
+        self.is_open = True
+
+    def close(self) -> None:
+        self.is_open = False
+
+    async def ended(self) -> None:
+        assert not self.is_open
+
+
+class Asking(TcpTransport):
+    """Transport whose server gives the next of ``answers`` once it ``may_answer``, and may be asked again immediately."""
+
+    retry_seconds = 0.0
+
+    def __init__(self, *answers: PsdistError | Stream) -> None:
+        view = ClusterView()
+        view.on_map(ClusterMap("run", 1, (ServerEntry("server-0", 1, ROUTE.address),), (), (ENTRY,)))
+        super().__init__(view, WaitTracker(), cast(GrpcTransport, self), SENDER, ENTRY, required=False)
+        self.answers = list(answers)
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+
+    def open_stream(self, address: str, method: str) -> Any:
+        """Open a stream, in place of gRPC."""
+        return self
+
+    def cancel(self) -> None:
+        """Cancel it."""
+
+    async def _connect(self, call: Any, epoch: int, route: Route) -> TcpStream:
+        await self.may_answer.wait()
+        answer = self.answers.pop(0)
+        if isinstance(answer, PsdistError):
+            raise answer
+        return cast(TcpStream, answer)
+
+    async def until_answered(self) -> None:
+        """Wait until the negotiation that is under way has ended."""
+        await asyncio.wait(self._refusals.under_way.values())
+
+
+async def test_calls_do_not_wait_for_a_server_that_refused_and_use_it_once_it_agrees() -> None:
+    stream = Stream()
+    transport = Asking(REFUSAL, REFUSAL, stream)
+    await transport.prepare([ROUTE])
+    assert REFUSAL.message in transport.why_closed("server-0")
+    transport.may_answer.clear()
+    for _ in range(2):
+        assert not transport.is_missing(ROUTE), "it is asked beside the calls"
+        async with asyncio.timeout(60):
+            await transport.prepare([ROUTE])
+    transport.may_answer.set()
+    await transport.until_answered()
+    assert not transport.is_missing(ROUTE), "it refused again"
+    assert REFUSAL.message in transport.why_closed("server-0")
+    assert not transport.is_missing(ROUTE)
+    await transport.until_answered()
+    assert transport.is_missing(ROUTE)
+    await transport.prepare([ROUTE])
+    assert transport.is_open(ROUTE)
+    assert not transport.why_closed("server-0")
+    await transport.close()
+
+
+async def test_a_server_is_not_asked_again_before_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Asking, "retry_seconds", 3600.0)
+    transport = Asking(REFUSAL)
+    await transport.prepare([ROUTE])
+    assert not transport.is_missing(ROUTE)
+    assert not transport._refusals.under_way
+    await transport.close()
+
+
+@pytest.mark.parametrize("has_answered", [False, True])
+@pytest.mark.parametrize("end", ["close", "rejoin", "loss of the shard"])
+async def test_nothing_is_left_of_a_negotiation_that_nobody_needs(end: str, has_answered: bool) -> None:
+    stream = Stream()
+    transport = Asking(REFUSAL, stream)
+    await transport.prepare([ROUTE])
+    transport.may_answer.clear()
+    assert not transport.is_missing(ROUTE)
+    (again,) = transport._refusals.under_way.values()
+    if has_answered:
+        transport.may_answer.set()
+        await transport.until_answered()
+    if end == "close":
+        await transport.close()
+    elif end == "rejoin":
+        transport.rejoin(SENDER, ENTRY)
+    else:
+        other = ParametersEntry(ENTRY.spec, 4096, (Shard(Replica("server-1", 1), 2),), ())
+        servers = (ServerEntry("server-1", 1, "127.0.0.1:2"),)
+        transport._view.on_map(ClusterMap("run", 2, servers, (), (other,)))
+        assert not transport.is_open(ROUTE)
+    await asyncio.wait([again])
+    assert not transport._refusals.under_way
+    assert not stream.is_open if has_answered else again.cancelled()
+    await transport.close()
