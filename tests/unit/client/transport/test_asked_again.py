@@ -44,7 +44,7 @@ class Stream:
 
 
 class Asking(TcpTransport):
-    """Transport whose server gives the next of ``answers`` once it ``may_answer``, and may be asked again immediately."""
+    """Transport whose server gives the next of ``answers`` once it ``may_answer``. It is asked again immediately."""
 
     retry_seconds = 0.0
 
