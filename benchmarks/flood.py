@@ -175,16 +175,23 @@ async def _target(cluster: ChaosCluster, port: str) -> tuple[tuple[str, str], in
     if port == "scheduler":
         host, number = parse_address(cluster.address)
         return (host, str(number)), cluster.processes["scheduler"].pid
-    status = None
-    while status is None:
-        status = await cluster.fetch()
-    server = next(one for one in status.members if one.role == scheduler_pb2.ROLE_SERVER and one.state == "live")
+    server = await _live_server(cluster)
     host, number = parse_address(server.address)
     process = cluster.processes[server.member_id].pid
     if port == "tcp":
         listening = {c.laddr.port for c in psutil.Process(process).net_connections("tcp") if c.status == "LISTEN"}
         number = next(iter(listening - {number}))
     return (host, str(number)), process
+
+
+async def _live_server(cluster: ChaosCluster) -> scheduler_pb2.MemberStatus:
+    """Wait for a server of the run, which has just been started, and return it."""
+    while True:
+        status = await cluster.fetch()
+        for one in () if status is None else status.members:
+            if one.role == scheduler_pb2.ROLE_SERVER and one.state == "live":
+                return one
+        await asyncio.sleep(_POLL_SECONDS)
 
 
 async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
