@@ -59,7 +59,9 @@ def _open_channel(address: str, tls: TlsFiles | None) -> grpc.Channel:
     options = [("grpc.enable_http_proxy", 0)]
     if tls is None:
         return grpc.insecure_channel(address, options=options)
-    return grpc.secure_channel(address, tls.channel_credentials(), options=options)
+    identity = tls.identity()
+    checked = [*options, *identity.channel_options(parse_address(address)[0])]
+    return grpc.secure_channel(address, identity.channel_credentials(), options=checked)
 
 
 def _parser() -> argparse.ArgumentParser:

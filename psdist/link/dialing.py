@@ -39,10 +39,11 @@ _REASON_SECONDS: Final = 2.0
 M = TypeVar("M", bound=Message)
 
 
-async def connect(connection: FrameConnection, host: str, port: int, tls: TlsFiles | None) -> None:
+async def connect(connection: FrameConnection, host: str, port: int, tls: TlsFiles | None, name: str = "") -> None:
     """Connect to a TCP port. Frames may be sent from then on.
 
-    tls: identity for mutual TLS, with a peer whose certificate is valid for ``host``; None for plaintext.
+    tls: identity for mutual TLS; None for plaintext.
+    name: with TLS, the name that the peer's certificate must have; empty for ``host``.
 
     Raises OSError. A failure of TLS ends the connection: see ``FrameReceiver.connection_ended``.
     """
@@ -50,7 +51,7 @@ async def connect(connection: FrameConnection, host: str, port: int, tls: TlsFil
     if tls is None:
         await loop.create_connection(lambda: connection, host, port)
         return
-    layer = TlsLayer(connection, tls.client_context(), host)
+    layer = TlsLayer(connection, tls.client_context(), name or host)
     await loop.create_connection(lambda: layer, host, port)
     await layer.secured()
 
@@ -91,7 +92,7 @@ class Link(MessageReceiver[M]):
             raise
 
     async def dial(self, host: str, port: int, nonce: bytes, *, tls: TlsFiles | None, dialers: str) -> None:
-        """Connect over TCP, and show the nonce. Closes the link on failure.
+        """Connect over TCP to a server, and show the nonce. Closes the link on failure.
 
         tls: see ``connect``.
         dialers: the connections that a firewall must allow, for the error: "workers connect to any port of servers".
@@ -105,7 +106,7 @@ class Link(MessageReceiver[M]):
             with ending_with(self.end):
                 try:
                     async with asyncio.timeout(CONNECT_SECONDS):
-                        await connect(self.connection, host, port, tls)
+                        await connect(self.connection, host, port, tls, tls.service_name(host) if tls else "")
                         self.connection.send(opening.SerializeToString())
                         await self._accepted
                 except TimeoutError:

@@ -47,7 +47,8 @@ class TlsLayer(asyncio.BufferedProtocol, asyncio.Transport):
 
     inner: receives the decrypted bytes. Its ``connection_made`` is called once TCP is connected. It must not send
         before ``secured``. A PsdistError that ended the connection is the argument of its ``connection_lost``.
-    host: the dialed host, for which the peer's certificate must be valid; None if this end accepts.
+    host: the dialed host, or the service name of it, for which the peer's certificate must be valid; None if this end
+        accepts.
     """
 
     def __init__(self, inner: asyncio.BufferedProtocol, context: ssl.SSLContext, host: str | None) -> None:

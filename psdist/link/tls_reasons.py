@@ -5,6 +5,8 @@ from __future__ import annotations
 import ssl
 from typing import Final
 
+from psdist.security.roles import is_service_name, service_host
+
 CLOSED: Final = (
     "the peer closed the connection during the TLS handshake: it may have no TLS files. Give all processes of the run "
     "--tls-ca, --tls-cert and --tls-key"
@@ -27,6 +29,11 @@ _REFUSED: Final = {
     62: "the peer's certificate is not valid for {host}: issue it with --host {host} ('psdist certs issue')",
     64: "the peer's certificate is not valid for {host}: issue it with --host {host} ('psdist certs issue')",
 }
+_NO_SERVICE: Final = (
+    "the peer's certificate is not one of a scheduler or server at {host}: issue it with --role server --host {host} "
+    "('psdist certs issue'), and give workers certificates of their own role"
+)
+_WRONG_NAME: Final = 62
 #: OpenSSL's reasons if the peer does not speak TLS.
 _FOREIGN: Final = frozenset(
     (
@@ -54,9 +61,11 @@ _FAILED: Final = {
 def explain(error: ssl.SSLError, host: str | None) -> str:
     """Return the reason for a failed handshake.
 
-    host: the dialed host; None if this end accepted.
+    host: the dialed host or the service name of it; None if this end accepted.
     """
     if isinstance(error, ssl.SSLCertVerificationError):
+        if error.verify_code == _WRONG_NAME and is_service_name(host or ""):
+            return _NO_SERVICE.format(host=service_host(host or ""))
         reason = _REFUSED.get(error.verify_code, f"the peer's certificate was refused: {error.verify_message}")
         return reason.format(host=host)
     if is_foreign(error):

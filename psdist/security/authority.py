@@ -1,8 +1,9 @@
 """A CA of its own for one deployment, and the certificates that it issues. No files here.
 
 A certificate states the role of its holder in a URI among its SANs, ``psdist://RUN/ROLE``; RUN is ``*`` for any run.
-Its other SANs are the hosts at which the holder may be dialed: none for an admin or a reader, who dial others alone. It
-serves both ends of a connection, because servers and workers dial each other.
+Its other SANs are the hosts at which the holder may be dialed: none for an admin or a reader, who dial others alone.
+Those of a scheduler or server have a service name for each host, too, without which nobody takes them for one. A
+certificate serves both ends of a connection, because servers and workers dial each other.
 
 Needs the package ``cryptography`` (the extra ``tls``), which nothing else in psdist needs.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,14 +24,15 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from psdist import addresses
 from psdist.errors import ConfigurationError
-from psdist.security.roles import CLIENT_ROLES, Role, role_uri
+from psdist.security.roles import CLIENT_ROLES, DOMAIN, SERVICE_ROLES, Role, is_role_name, role_uri, service_name
 
 #: Names and addresses of this machine, which every certificate has.
 LOOPBACK_HOSTS: Final = ("localhost", "127.0.0.1", "::1")
 #: Hosts whose clocks are behind accept a new certificate.
 _EARLIER: Final = datetime.timedelta(minutes=5)
 _DNS_NAME: Final = re.compile(r"(\*\.)?([a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?\.)*[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?")
-_DNS_CHARACTERS: Final = 253
+#: A DNS name has at most 253, and the service name is made from it.
+_DNS_CHARACTERS: Final = 253 - len(service_name(""))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +76,11 @@ def issue(
     issuer_key = serialization.load_pem_private_key(authority.key, None)
     assert isinstance(issuer_key, ec.EllipticCurvePrivateKey)
     key = ec.generate_private_key(ec.SECP256R1())
-    names = map(_general_name, dict.fromkeys(dialed))
-    role_name = x509.UniformResourceIdentifier(role_uri(run_id, role))
+    names = [
+        x509.UniformResourceIdentifier(role_uri(run_id, role)),
+        *map(_general_name, dict.fromkeys(dialed)),
+        *_role_names(role, dialed),
+    ]
     issuer_name = str(issuer.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
     builder = (
         _builder(f"psdist {role}", issuer_name, key.public_key(), days, now)
@@ -84,7 +89,7 @@ def issue(
         .add_extension(
             x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False
         )
-        .add_extension(x509.SubjectAlternativeName([role_name, *names]), critical=False)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()), critical=False)
     )
     return _signed(builder, key, issuer_key)
@@ -101,6 +106,13 @@ def _dialed_hosts(role: Role, hosts: Iterable[str]) -> tuple[str, ...]:
             "Leave out --host, or choose another --role"
         )
     return ()
+
+
+def _role_names(role: Role, hosts: Iterable[str]) -> Iterator[x509.DNSName]:
+    """Yield the DNS names that state a role."""
+    if role in SERVICE_ROLES:
+        yield from map(x509.DNSName, dict.fromkeys(map(service_name, hosts)))
+    yield x509.DNSName(DOMAIN)
 
 
 def _builder(
@@ -148,6 +160,8 @@ def _general_name(host: str) -> x509.GeneralName:
             raise ConfigurationError(f"--host {host} is no address that anybody dials: name this host's own address")
         return x509.IPAddress(ipaddress.ip_address(str(address)))
     name = host.lower().removesuffix(".")
+    if is_role_name(name):
+        raise ConfigurationError(f"--host {host:.300} is a name by which certificates state roles: use another domain")
     if len(name) > _DNS_CHARACTERS or not _DNS_NAME.fullmatch(name):
         raise ConfigurationError(f"--host {host!r:.300} is neither an address nor a DNS name: write one host, no port")
     return x509.DNSName(name)

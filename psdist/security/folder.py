@@ -22,7 +22,7 @@ from cryptography.x509.oid import NameOID
 
 from psdist.errors import ConfigurationError
 from psdist.security.authority import KeyPair
-from psdist.security.roles import parse_role_uri
+from psdist.security.roles import is_role_name, parse_role_uri
 
 CA_NAME: Final = "ca"
 _CERTIFICATE_MODE: Final = 0o644
@@ -135,7 +135,7 @@ def _describe_file(path: Path) -> Iterator[CertificateInfo]:
             role=role,
             run_id=run_id,
             hosts=(
-                *names.get_values_for_type(x509.DNSName),
+                *(name for name in names.get_values_for_type(x509.DNSName) if not is_role_name(name)),
                 *map(str, names.get_values_for_type(x509.IPAddress)),
             ),
             not_before=certificate.not_valid_before_utc,

@@ -15,6 +15,7 @@ from typing import Final
 from psdist import addresses
 from psdist.errors import TlsHandshakeError
 from psdist.security.credentials import Credentials
+from psdist.security.roles import service_name
 from psdist.security.tls import TlsFiles, utc
 
 #: Time for the connection and the handshake.
@@ -49,7 +50,7 @@ async def _explain_plaintext(address: str) -> TlsHandshakeError | None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
-        await _connect(address, context)
+        await _connect(address, context, addresses.parse_address(address)[0])
     except ssl.SSLError:
         return None
     return TlsHandshakeError(f"{address} demands TLS, and this process uses none: set {_FLAGS}", address=address)
@@ -57,21 +58,35 @@ async def _explain_plaintext(address: str) -> TlsHandshakeError | None:
 
 async def _explain_tls(address: str, files: TlsFiles) -> TlsHandshakeError | None:
     try:
-        if await _connect(address, files.grpc_context()):
+        name = files.service_name(host := addresses.parse_address(address)[0])
+        if await _connect(address, files.grpc_context(), name):
             return None
         reason = _of_refusal(files)
     except ssl.SSLCertVerificationError as error:
-        reason = _of_verification(error, address, files)
+        reason = _of_verification(error, host, files)
+        if error.verify_code == _WRONG_HOST and name != host and await _is_for(address, host, files):
+            reason = _no_service(host)
     except ssl.SSLError as error:
         reason = _of_failure(error)
     return TlsHandshakeError(f"TLS with {address} failed: {reason}", address=address)
 
 
-async def _connect(address: str, context: ssl.SSLContext) -> bool:
+async def _is_for(address: str, host: str, files: TlsFiles) -> bool:
+    """True if the peer's certificate is valid for its host."""
+    try:
+        await _connect(address, files.grpc_context(), host)
+    except ssl.SSLCertVerificationError:
+        return False
+    return True
+
+
+async def _connect(address: str, context: ssl.SSLContext, name: str) -> bool:
     """Connect, and wait for the first bytes of the peer. Returns False if it ends the connection instead. Raises
-    OSError, which ssl.SSLError is."""
+    OSError, which ssl.SSLError is.
+
+    name: that the peer's certificate must have."""
     host, port = addresses.parse_address(address)
-    reader, writer = await asyncio.open_connection(host, port, ssl=context, server_hostname=host)
+    reader, writer = await asyncio.open_connection(host, port, ssl=context, server_hostname=name)
     try:
         # With TLS 1.3 a client's handshake is over before the peer has checked its certificate.
         return await reader.read(1) != b""
@@ -81,9 +96,17 @@ async def _connect(address: str, context: ssl.SSLContext) -> bool:
         writer.transport.abort()
 
 
-def _of_verification(error: ssl.SSLCertVerificationError, address: str, files: TlsFiles) -> str:
+def _no_service(host: str) -> str:
+    """Return the reason that we refuse a certificate which is valid for its host."""
+    return (
+        f"its certificate is not one of a scheduler or server at {host}: either a worker listens there, or the "
+        f"certificate is of an earlier release and lacks the name {service_name(host)}. Renew it there (psdist certs "
+        f"issue --role ROLE --host {host} --overwrite)"
+    )
+
+
+def _of_verification(error: ssl.SSLCertVerificationError, host: str, files: TlsFiles) -> str:
     """Return the reason that we refuse the peer's certificate."""
-    host = addresses.parse_address(address)[0]
     if error.verify_code in (_WRONG_HOST, _WRONG_IP):
         return (
             f"its certificate is not for {host}: issue it with --host {host} (psdist certs issue), or dial it under a "

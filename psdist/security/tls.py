@@ -2,7 +2,9 @@
 them.
 
 Both sides of every connection show a certificate. The dialing side also compares the host that it dialed with the names
-and addresses (SANs) in the certificate of the other.
+and addresses (SANs) in the certificate of the other. If it dials a scheduler or server it looks for the host's service
+name (``roles.service_name``), which workers' certificates lack. An issuer other than psdist may write no service names.
+Its own certificate tells a process whether they exist: one without ``roles.DOMAIN`` leaves them out of account.
 
 The files are read again once they change, so that certificates are replaced without a restart. New connections use the
 new identity, and open connections stay open. An operator replaces three files one after the other; until they fit
@@ -22,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from psdist.errors import ConfigurationError
+from psdist.security.roles import DOMAIN, service_name
 
 if TYPE_CHECKING:
     import grpc
@@ -61,11 +64,24 @@ class TlsIdentity:
     server_context: ssl.SSLContext = field(repr=False)
     client_context: ssl.SSLContext = field(repr=False)
 
+    @property
+    def knows_services(self) -> bool:
+        """True if peers must show service names."""
+        return ("DNS", DOMAIN) in self.names
+
+    def service_name(self, host: str) -> str:
+        """Return the name that the certificate of a scheduler or server at ``host`` must have."""
+        return service_name(host) if self.knows_services else host
+
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Return credentials for a gRPC channel."""
         import grpc
 
         return grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
+
+    def channel_options(self, host: str) -> list[tuple[str, str]]:
+        """Return the options of a gRPC channel to a scheduler or server at ``host``."""
+        return [("grpc.ssl_target_name_override", self.service_name(host))] if self.knows_services else []
 
     def server_configuration(self) -> grpc.ServerCertificateConfiguration:
         """Return the configuration of a gRPC port."""
@@ -141,9 +157,13 @@ class TlsFiles:
         return self.identity().server_context
 
     def client_context(self) -> ssl.SSLContext:
-        """Return the context to dial with. ``server_hostname`` must be the dialed host. Ask again for each
-        connection."""
+        """Return the context to dial with. ``server_hostname`` must be the dialed host, or the service name of it. Ask
+        again for each connection."""
         return self.identity().client_context
+
+    def service_name(self, host: str) -> str:
+        """Return the name that the certificate of a scheduler or server at ``host`` must have."""
+        return self.identity().service_name(host)
 
     def grpc_context(self) -> ssl.SSLContext:
         """Return a context that dials a gRPC port, for diagnosis."""
@@ -168,10 +188,6 @@ class TlsFiles:
         return grpc.dynamic_ssl_server_credentials(
             last.server_configuration(), fetch, require_client_authentication=True
         )
-
-    def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Return credentials for a gRPC channel, of the files as they are now. Raises as ``identity``."""
-        return self.identity().channel_credentials()
 
     def _stamp(self) -> _Stamp:
         """Return a value that differs once a file has changed."""

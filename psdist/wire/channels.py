@@ -24,6 +24,7 @@ from psdist import addresses
 from psdist.errors import ConfigurationError
 from psdist.rights.tokens import Audience, Verifier
 from psdist.security.credentials import Credentials
+from psdist.security.tls import TlsIdentity
 from psdist.wire import limits
 from psdist.wire.auth import RightsInterceptor
 from psdist.wire.renewed_channel import RenewedChannel
@@ -51,7 +52,7 @@ def open_channel(
     message_bytes: int = limits.DATA_MESSAGE_BYTES,
     silence_seconds: float = limits.KEEPALIVE_SECONDS,
 ) -> grpc.aio.Channel:
-    """Return a channel to ``address`` (host:port). It connects on first use.
+    """Return a channel to a scheduler or server at ``address`` (host:port). It connects on first use.
 
     credentials: with TLS, each new call uses the files as they are then. The token is metadata of each call.
     silence_seconds: ping a peer after this much silence, and disconnect if it stays silent for as long again.
@@ -71,7 +72,13 @@ def open_channel(
     ]
     if (tls := credentials.tls) is None:
         return grpc.aio.insecure_channel(address, options=options)
-    return RenewedChannel(tls, lambda identity: grpc.aio.secure_channel(address, identity, options=options))
+    host = addresses.parse_address(address)[0]
+
+    def open_with(identity: TlsIdentity) -> grpc.aio.Channel:
+        checked = [*options, *identity.channel_options(host)]
+        return grpc.aio.secure_channel(address, identity.channel_credentials(), options=checked)
+
+    return RenewedChannel(tls, open_with)
 
 
 def make_server(

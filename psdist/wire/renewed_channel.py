@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Final, Self
 
-import grpc
 import grpc.aio
 
 from psdist.security.tls import TlsFiles, TlsIdentity
@@ -22,14 +21,14 @@ _UNLIMITED_SECONDS: Final = 1e9
 class RenewedChannel:
     """The part of ``grpc.aio.Channel`` that stubs need.
 
-    open_channel: makes a channel with the given credentials.
+    open_channel: makes a channel with the given identity.
     """
 
-    def __init__(self, files: TlsFiles, open_channel: Callable[[grpc.ChannelCredentials], grpc.aio.Channel]) -> None:
+    def __init__(self, files: TlsFiles, open_channel: Callable[[TlsIdentity], grpc.aio.Channel]) -> None:
         self._files = files
         self._open_channel = open_channel
         self._identity: TlsIdentity = files.identity()
-        self._channel = open_channel(self._identity.channel_credentials())
+        self._channel = open_channel(self._identity)
         #: Earlier channels with calls in progress, and the tasks that close them.
         self._retiring: dict[grpc.aio.Channel, asyncio.Task[None]] = {}
         self._is_closed = False
@@ -67,7 +66,7 @@ class RenewedChannel:
         identity = self._files.identity()
         if identity is not self._identity and not self._is_closed:
             earlier, self._identity = self._channel, identity
-            self._channel = self._open_channel(identity.channel_credentials())
+            self._channel = self._open_channel(identity)
             task = asyncio.create_task(earlier.close(_UNLIMITED_SECONDS), name="psdist earlier channel")
             self._retiring[earlier] = task
             task.add_done_callback(lambda _: self._retiring.pop(earlier, None))

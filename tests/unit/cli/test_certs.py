@@ -12,10 +12,19 @@ import pytest
 
 from psdist.cli.security.certs import CERTS
 from psdist.security import authority, folder
-from psdist.security.roles import ROLES, parse_role_uri, role_uri
+from psdist.security.roles import (
+    DOMAIN,
+    ROLES,
+    SERVICE_ROLES,
+    is_service_name,
+    parse_role_uri,
+    role_uri,
+    service_name,
+)
 from psdist.security.tls import TlsFiles
 from psdist.settings import exit_codes
 
+HOSTS = ("node-1", "10.0.0.1", "fd00::1")
 NOW = datetime.datetime.now(datetime.UTC)
 
 
@@ -39,14 +48,18 @@ def shown(capsys: pytest.CaptureFixture[str], path: Path) -> tuple[int, dict[str
 def test_init_makes_what_programs_need(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = tmp_path / "new" / "certs"
     assert (
-        certs("init", str(place), "--host", "node-1,10.0.0.1", "--host", "fd00::1", "--run-id", "r1") == exit_codes.OK
+        certs("init", str(place), "--host", ",".join(HOSTS[:2]), "--host", HOSTS[2], "--run-id", "r1") == exit_codes.OK
     )
     assert {path.stem for path in place.iterdir()} == {"ca", "ca-key", *ROLES, *(f"{role}-key" for role in ROLES)}
     for path in place.iterdir():
         assert stat.S_IMODE(path.stat().st_mode) == (0o600 if path.name.endswith("-key.pem") else 0o644), path
     for role in ROLES:
         names = TlsFiles(place / "ca.pem", place / f"{role}.pem", place / f"{role}-key.pem").identity().names
-        assert ("URI", f"psdist://r1/{role}") in names
+        assert ("URI", f"psdist://r1/{role}") in names and ("DNS", DOMAIN) in names
+        services = {name for kind, name in names if is_service_name(name)}
+        assert services == (
+            set(map(service_name, (*authority.LOOPBACK_HOSTS, *HOSTS))) if role in SERVICE_ROLES else set()
+        ), role
     status, found = shown(capsys, place)
     assert status == exit_codes.OK and found["ca.pem"]["role"] == "ca"
     worker = found["worker.pem"]
@@ -106,6 +119,7 @@ def test_a_role_alone_is_in_the_current_folder(tmp_path: Path, monkeypatch: pyte
         (("issue", "DIR/none", "--role", "worker"), "ca-key.pem cannot be read"),
         (("init", "DIR/new", "--host", "0.0.0.0"), "no address that anybody dials"),
         (("init", "DIR/new", "--host", "node:29600"), "no port"),
+        (("init", "DIR/new", "--host", "x.service.psdist.internal"), "a name by which certificates state roles"),
         (("init", "DIR/new", "--days", "0"), "at least 1"),
         (("init", "DIR/new", "--host", "10.0.0.1/24"), "has host bits set"),
         (("init", "DIR/new", "--host", "10.0.0.0/16"), "65536 addresses: name at most 256"),

@@ -43,6 +43,11 @@ def files(ca: KeyPair, tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
     return write_tls(tmp_path_factory.mktemp("tls"), ca)
 
 
+@pytest.fixture(scope="module")
+def server_files(ca: KeyPair, tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
+    return write_tls(tmp_path_factory.mktemp("server"), ca, "server")
+
+
 async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - nothing announces it
@@ -90,8 +95,8 @@ class Served(MessageReceiver[server_pb2.ShareRequest]):
 
 
 @pytest.fixture
-async def listener(files: TlsFiles) -> AsyncIterator[TcpListener]:
-    listener = TcpListener(files)
+async def listener(server_files: TlsFiles) -> AsyncIterator[TcpListener]:
+    listener = TcpListener(server_files)
     await listener.open(HOST)
     yield listener
     listener.close()
@@ -195,7 +200,8 @@ async def test_replaced_certificates_serve_new_connections_and_old_ones_go_on(ca
     """Over a change of the CA in three steps: both are trusted, new certificates, only the new one is trusted."""
     new = make_ca("new CA")
     both = ca.cert + new.cert
-    server, client = (write_tls(tmp_path / name, ca) for name in ("server", "client"))
+    places: tuple[tuple[Path, Role], ...] = ((tmp_path / "server", "server"), (tmp_path / "client", "worker"))
+    server, client = (write_tls(place, ca, role) for place, role in places)
     listener = TcpListener(server)
     await listener.open(HOST)
     await dialed(listener, client)
@@ -203,8 +209,8 @@ async def test_replaced_certificates_serve_new_connections_and_old_ones_go_on(ca
     with listener.promise(served) as promise:
         await first.dial(HOST, listener.port, promise.nonce, tls=client, dialers="tests connect")
     for issuer, trusted in ((ca, both), (new, both), (new, new.cert)):
-        for name, tls in (("server", server), ("client", client)):
-            write_tls(tmp_path / name, issuer, trusted=trusted)
+        for (place, role), tls in zip(places, (server, client), strict=True):
+            write_tls(place, issuer, role, trusted=trusted)
             if trusted is both:
                 await dialed(listener, tls)
                 await dialed(listener, client)
@@ -218,11 +224,22 @@ async def test_replaced_certificates_serve_new_connections_and_old_ones_go_on(ca
     listener.close()
 
 
-async def test_the_certificate_must_be_valid_for_the_dialed_host(files: TlsFiles) -> None:
-    listener = TcpListener(files)
+async def test_the_certificate_must_be_valid_for_the_dialed_host(server_files: TlsFiles) -> None:
+    listener = TcpListener(server_files)
     await listener.open("127.0.0.2")
-    with pytest.raises(TcpUnavailableError, match=r"not valid for 127\.0\.0\.2: issue it with --host 127\.0\.0\.2"):
-        await dialed(listener, files, "127.0.0.2")
+    said = r"not one of a scheduler or server at 127\.0\.0\.2: issue it with --role server --host 127\.0\.0\.2"
+    with pytest.raises(TcpUnavailableError, match=said):
+        await dialed(listener, server_files, "127.0.0.2")
+    listener.close()
+
+
+async def test_a_worker_that_listens_in_the_place_of_a_server_is_refused(files: TlsFiles) -> None:
+    """Its certificate is of the same CA and names the dialed host."""
+    listener = TcpListener(files)
+    await listener.open(HOST)
+    said = rf"not one of a scheduler or server at {HOST}.*give workers certificates of their own role"
+    with pytest.raises(TcpUnavailableError, match=said):
+        await dialed(listener, files)
     listener.close()
 
 

@@ -14,6 +14,7 @@ import grpc.aio
 import pytest
 
 from psdist.errors import TlsHandshakeError
+from psdist.security import authority
 from psdist.security.credentials import Credentials
 from psdist.security.handshake import explain
 from psdist.security.roles import Role
@@ -106,17 +107,38 @@ async def test_host_that_is_not_in_the_certificate(tmp_path: Path) -> None:
     assert "not for 127.0.0.2: issue it with --host 127.0.0.2" in message
 
 
-@pytest.mark.parametrize("role", ["admin", "reader"])
-async def test_certificate_of_a_client_does_not_serve(tmp_path: Path, role: Role) -> None:
-    """A client checks the host that it dials, and not the role: a reader must not pass for the scheduler."""
+@pytest.mark.parametrize(
+    ("role", "said"),
+    [
+        ("admin", "its certificate is not for 127.0.0.1"),
+        ("reader", "its certificate is not for 127.0.0.1"),
+        ("worker", "not one of a scheduler or server at 127.0.0.1: either a worker listens there"),
+    ],
+)
+async def test_certificate_of_a_caller_does_not_serve(tmp_path: Path, role: Role, said: str) -> None:
+    """A reader or worker must not pass for the scheduler, though a worker's certificate names the same host."""
     client = Credentials(tls=write_tls(tmp_path / "c", CA))
     async with serving(Credentials(tls=write_tls(tmp_path / "s", CA, role))) as address:
-        assert "its certificate is not for 127.0.0.1" in await cause(address, client)
+        assert said in await cause(address, client)
         channel = channels.open_channel(address, client)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await channel.unary_unary("/any/Call")(b"", timeout=50)
         await channel.close()
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
+async def test_certificates_without_service_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    """Those made by earlier releases trust each other, and are refused by whoever has a newer one."""
+    newer = Credentials(tls=write_tls(tmp_path / "new", CA))
+    monkeypatch.setattr(authority, "_role_names", lambda role, hosts: ())
+    old, old_server = (write_tls(tmp_path / role, CA, role) for role in ("worker", "server"))
+    async with serving(Credentials(tls=old_server)) as address:
+        place = address.replace("127.0.0.1", host)
+        assert await cause(place, Credentials(tls=old)) == ""
+        message = await cause(place, newer)
+    assert f"lacks the name {host}.service.psdist.internal. Renew it there" in message
+    assert f"--role ROLE --host {host} --overwrite" in message
 
 
 async def test_certificate_that_expired_while_it_was_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

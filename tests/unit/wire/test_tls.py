@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives import serialization
 from psdist.errors import ConfigurationError, InsecureBindError, InsecureConnectError
 from psdist.security.authority import KeyPair
 from psdist.security.credentials import Credentials
+from psdist.security.roles import Role
 from psdist.security.tls import TlsFiles
 from psdist.wire import channels
 from tests.support.certificates import NOW, make_ca, write_tls
@@ -247,9 +248,9 @@ async def test_grpc_server_refuses(tmp_path: Path, what: str) -> None:
 
 async def test_ca_is_replaced_while_calls_continue(tmp_path: Path) -> None:
     """Both sides trust old and new CA, then change certificates, then drop the old CA. A stream lasts through it."""
-    places: tuple[tuple[Path, str], ...] = ((tmp_path / "s", "server"), (tmp_path / "c", "worker"))
+    places: tuple[tuple[Path, Role], ...] = ((tmp_path / "s", "server"), (tmp_path / "c", "worker"))
     both = CA.cert + OTHER_CA.cert
-    server, client = (write_tls(place, CA) for place, _ in places)
+    server, client = (write_tls(place, CA, role) for place, role in places)
     async with serving(server) as address, channels.open_channel(address, Credentials(tls=client)) as channel:
         call = channel.unary_unary("/test/Identity")
         stream = channel.stream_stream("/test/BothWays")(timeout=60)
@@ -257,8 +258,8 @@ async def test_ca_is_replaced_while_calls_continue(tmp_path: Path) -> None:
         assert await stream.read() == b"before"
         stages: list[tuple[KeyPair, bytes]] = [(CA, both), (OTHER_CA, both), (OTHER_CA, OTHER_CA.cert)]
         for issuer, trusted in stages:
-            for place, _ in places:  # One side after the other, so that they differ for a while.
-                write_tls(place, issuer, trusted=trusted)
+            for place, role in places:  # One side after the other, so that they differ for a while.
+                write_tls(place, issuer, role, trusted=trusted)
                 assert b"psdist://" in await call(b"", timeout=60)
         await stream.write(b"after")
         assert await stream.read() == b"after"
