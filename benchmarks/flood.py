@@ -6,6 +6,9 @@ server's port for TCP connections). In a control turn the same stranger attacks 
 machine. The difference between quiet and control is therefore the load of the stranger's process and its victim on the
 shared cores. The difference between control and flood is the damage to the run itself.
 
+With ``--tls`` the runs use mutual TLS. The stranger has no certificate, so none of its bytes reach HTTP/2: floods of
+plaintext cost a failed handshake for each connection. "handshakes" and "half-open" are the floods of such a port.
+
 Reported are the acknowledged pushes per second of each kind of turn, their ratio to the quiet turns of the same rounds
 (median and lowest), the largest memory of the attacked process, and lost members. It asserts nothing; its exit status
 only says whether a member was lost.
@@ -42,6 +45,8 @@ _POLL_SECONDS: Final = 0.05
 #: Delay from the start of a flood to its measured turn, in which connections are opened.
 _SETTLE_SECONDS: Final = 2.0
 _TURNS: Final = ("quiet", "control", "flood")
+#: Kinds that hold many connections open.
+_HELD: Final = ("idle", "silent", "slow", "half-open")
 PORTS: Final = ("server", "scheduler", "tcp")
 
 
@@ -98,9 +103,12 @@ class FloodedRun:
         self.nice: int = arguments.nice
         self.directory = Path(tempfile.mkdtemp(prefix="psdist-flood-"))
         self._rng = random.Random(0)
-        settings = ChaosClusterSettings(2, 2, arguments.replicas, transport=arguments.transport)
+        certificates = self._certificates() if arguments.tls else None
+        settings = ChaosClusterSettings(
+            2, 2, arguments.replicas, transport=arguments.transport, certificates=certificates
+        )
         self.cluster = self._cluster("run", settings)
-        self.other = self._cluster("other", ChaosClusterSettings(1, 1, 1))
+        self.other = self._cluster("other", ChaosClusterSettings(1, 1, 1, certificates=certificates))
         self.workload = WorkloadSettings(
             directory=str(self.cluster.directory),
             scheduler=self.cluster.address,
@@ -111,6 +119,12 @@ class FloodedRun:
             transport=arguments.transport,
         )
         self._readers = [EventReader(self.workload.log(rank)) for rank in range(2)]
+
+    def _certificates(self) -> Path:
+        """Make the certificates of both runs."""
+        place = self.directory / "certs"
+        subprocess.run((sys.executable, "-m", "psdist", "certs", "init", str(place)), check=True, capture_output=True)
+        return place
 
     def _cluster(self, name: str, settings: ChaosClusterSettings) -> ChaosCluster:
         directory = self.directory / name
@@ -219,7 +233,7 @@ def _parse(text: str, connections: int) -> tuple[str, str, int]:
     kind, _, port = text.partition("@")
     if kind not in KINDS or (port or "server") not in PORTS:
         raise SystemExit(f"{text!r} is no flood: KIND[@PORT], of {', '.join(KINDS)} and {', '.join(PORTS)}")
-    return kind, port or "server", connections if kind in ("idle", "silent", "slow") else 20
+    return kind, port or "server", connections if kind in _HELD else 20
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -233,6 +247,7 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--pace", type=float, default=0.05, help="shortest time between pushes, in seconds")
     parser.add_argument("--slots", type=int, default=4096, help="elements of each of the 12 slices")
     parser.add_argument("--nice", type=int, default=19, help="of the stranger")
+    parser.add_argument("--tls", action="store_true", help="both runs use mutual TLS; the stranger has no certificate")
     parser.add_argument("--json", type=Path)
     return parser
 

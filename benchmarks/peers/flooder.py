@@ -7,10 +7,11 @@ a connection, and its own processor time.
 ``calls``: complete calls without a token, one at a time on each connection. ``ping``: PING frames, 64 at a time.
 ``settings``: SETTINGS frames, 64 at a time. ``headers``: calls with 48 KiB of headers, one at a time.
 ``continuation``: a call whose headers never end. ``reset``: calls that are reset as soon as they have started.
-``churn``: connections that say hello and hang up. ``idle``: connections that say hello and then only answer pings.
-``silent``: connections that say nothing. ``slow``: connections that say hello byte by byte, over a minute. A connection
-that the other side closes is reopened, after a pause if it was closed immediately; ``reset`` and ``continuation`` make
-no pause.
+``churn``: connections that say hello and hang up. ``handshakes``: TLS handshakes without a certificate, one on each
+connection. ``half-open``: connections that begin TLS and say no more. ``idle``: connections that say hello and then
+only answer pings. ``silent``: connections that say nothing. ``slow``: connections that say hello byte by byte, over a
+minute. A connection that the other side closes is reopened, after a pause if it was closed immediately; ``reset``,
+``continuation``, ``churn`` and ``handshakes`` make no pause.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import json
 import resource
 import selectors
 import socket
+import ssl
 import struct
 import sys
 import time
@@ -38,10 +40,13 @@ _OPENING_AT_ONCE: Final = 100
 #: Bytes that a slow connection sends in a second, roughly.
 _SLOW_SECONDS: Final = 1.0
 KINDS: Final = (
-    "calls", "ping", "settings", "headers", "continuation", "reset", "churn", "idle", "silent", "slow",
+    "calls", "ping", "settings", "headers", "continuation", "reset", "churn", "handshakes",
+    "half-open", "idle", "silent", "slow",
 )  # fmt: skip
 #: Kinds that send whenever the other side reads, without waiting for answers.
 _PUSHING: Final = ("reset", "continuation")
+#: Kinds that speak TLS, without a certificate.
+_TLS: Final = ("handshakes", "half-open")
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
@@ -81,6 +86,14 @@ _LARGE_HEADERS: Final = _CALL_HEADERS + _literal(b"x-large", bytes(48 << 10).rep
 _HELLO: Final = _PREFACE + frame(_SETTINGS, 0, 0)
 
 
+def _context() -> ssl.SSLContext:
+    """Return a context without a certificate, which accepts any."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    return context
+
+
 class _Connection:
     """One connection of the flood."""
 
@@ -93,6 +106,8 @@ class _Connection:
         self.answered = 0
         self._received = b""
         self._unsent = b""
+        self._from_peer, self._to_peer = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = flood.context.wrap_bio(self._from_peer, self._to_peer) if flood.context is not None else None
 
     def send(self, data: bytes) -> None:
         """Send as much as the other side accepts, and the rest later."""
@@ -104,7 +119,9 @@ class _Connection:
         self._unsent = self._unsent[sent:]
 
     def on_open(self) -> None:
-        if self.flood.kind not in ("silent", "slow"):
+        if self._tls is not None:
+            self._shake_hands()
+        elif self.flood.kind not in ("silent", "slow"):
             self.send(_HELLO)
             self.flood.next[self.flood.kind](self)
 
@@ -115,6 +132,11 @@ class _Connection:
         data = self.socket.recv(1 << 16)
         if not data:
             raise ConnectionResetError
+        if self._tls is not None:
+            if self.flood.kind == "handshakes":
+                self._from_peer.write(data)
+                self._shake_hands()
+            return
         self._received += data
         while len(self._received) >= 9:
             size = int.from_bytes(self._received[:3])
@@ -123,6 +145,16 @@ class _Connection:
             _, kind, flags, _ = struct.unpack("!IBBI", b"\0" + self._received[:9][:3] + self._received[3:9])
             payload, self._received = self._received[9 : 9 + size], self._received[9 + size :]
             self._on_frame(kind, flags, payload)
+
+    def _shake_hands(self) -> None:
+        """Send the next part of a handshake, and count it once it is complete on this side."""
+        assert self._tls is not None
+        try:
+            self._tls.do_handshake()
+            self.flood.answered += 1
+        except ssl.SSLWantReadError:
+            pass
+        self.send(self._to_peer.read())
 
     def _on_frame(self, kind: int, flags: int, payload: bytes) -> None:
         if kind == _SETTINGS and not flags & _ACK:
@@ -148,8 +180,10 @@ class Flood:
         self.next: dict[str, Callable[[_Connection], None]] = {
             "calls": self._call, "ping": self._ping, "settings": self._settings, "headers": self._headers,
             "continuation": self._continue, "reset": self._reset, "churn": self._hang_up,
+            "handshakes": lambda _: None, "half-open": lambda _: None,
             "idle": lambda _: None, "silent": lambda _: None, "slow": lambda _: None,
         }  # fmt: skip
+        self.context = _context() if kind in _TLS else None
         self._selector = selectors.DefaultSelector()
         self._opening: dict[_Connection, None] = {}
         self._open: set[_Connection] = set()
@@ -207,7 +241,7 @@ class Flood:
         self._open.discard(connection)
         self._selector.unregister(connection.socket)
         connection.socket.close()
-        if not connection.answered and self.kind not in ("churn", *_PUSHING):
+        if not connection.answered and self.kind not in ("churn", "handshakes", *_PUSHING):
             self._retry_at = time.monotonic() + _RETRY_SECONDS
 
     def _call(self, connection: _Connection) -> None:

@@ -29,7 +29,9 @@ from psdist.errors import InternalError, SchedulerUnreachableError
 from psdist.launcher.plan import SchedulerAddress, ServicesPlan, ServicesSettings
 from psdist.launcher.process import ReaperProcess, free_port
 from psdist.security.credentials import Credentials
-from psdist.settings.config import TransportName, parse_address, read_address
+from psdist.security.roles import Role
+from psdist.security.tls import TlsFiles
+from psdist.settings.config import TLS_VARIABLES, TransportName, parse_address, read_address
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
 from psdist.wire import auth, limits
 from psdist.wire.channels import open_channel
@@ -60,6 +62,7 @@ class ChaosClusterSettings:
     lease_seconds, worker_lease_seconds: the scheduler's ``--failure-timeout`` and ``--worker-timeout``.
     reach: how servers are reached.
     transport: of workers, and of updates between servers.
+    certificates: folder that ``psdist certs init`` made, for TLS; None for plaintext.
     """
 
     servers: int = 3
@@ -69,6 +72,13 @@ class ChaosClusterSettings:
     worker_lease_seconds: float = ServicesSettings.worker_timeout_seconds
     reach: Reach = Reach.DIRECT
     transport: TransportName = "auto"
+    certificates: Path | None = None
+
+    def tls(self, role: Role) -> TlsFiles | None:
+        """Return the identity of a role."""
+        if (place := self.certificates) is None:
+            return None
+        return TlsFiles(place / "ca.pem", place / f"{role}.pem", place / f"{role}-key.pem")
 
     @property
     def used_transport(self) -> TransportName:
@@ -147,7 +157,9 @@ class ChaosCluster:
             inside = () if self.network is None else (*self.network.inside(self.host_of_worker(rank)), *_OWN_MEMORY)
             script = (sys.executable, "-m", "psdist.chaos.workload", str(self.directory / _SETTINGS_FILE), str(rank))
             command = (*inside, *script)
-            self.processes[f"worker-{rank}"] = Process(f"worker-{rank}", command, self._environment())
+            self.processes[f"worker-{rank}"] = Process(
+                f"worker-{rank}", command, self._environment() | self._tls_variables()
+            )
         self.launch("scheduler")
         await self.scheduler_up()
         for name in self.processes:
@@ -208,10 +220,19 @@ class ChaosCluster:
         insecure = {} if self.network is None else {"PSDIST_INSECURE": "1"}
         return kept | insecure | {"PSDIST_TOKEN": self._token, "OMP_NUM_THREADS": "1"}
 
+    def _tls_variables(self) -> dict[str, str]:
+        """Return the variables of a worker, whose script takes no flags."""
+        return dict(zip(TLS_VARIABLES, self._tls_words("worker")[1::2], strict=False))
+
+    def _tls_words(self, role: Role) -> tuple[str, ...]:
+        if (tls := self.settings.tls(role)) is None:
+            return ()
+        return ("--tls-ca", str(tls.ca), "--tls-cert", str(tls.cert), "--tls-key", str(tls.key))
+
     def _add_scheduler(self) -> None:
         host, port = parse_address(self.address)
         spec = self._plan().scheduler(self._environment(), port)
-        command = (*spec.argv, "--host", host, *self._insecure())
+        command = (*spec.argv, "--host", host, *self._insecure(), *self._tls_words("scheduler"))
         self.processes["scheduler"] = Process("scheduler", command, dict(spec.environment))
 
     async def _add_server(self, number: int) -> None:
@@ -230,7 +251,7 @@ class ChaosCluster:
             )
             data, scheduler = await proxies.data.start(), await proxies.scheduler.start()
             command = (*command, "--port", str(port), "--advertise", data, "--scheduler", scheduler)
-        command = (*command, "--transport", self.settings.used_transport)
+        command = (*command, "--transport", self.settings.used_transport, *self._tls_words("server"))
         self.processes[name] = Process(name, command, dict(spec.environment))
 
     def _insecure(self) -> tuple[str, ...]:
@@ -241,7 +262,9 @@ class ChaosCluster:
     async def fetch(self) -> scheduler_pb2.GetStatusResponse | None:
         """Return the scheduler's report; None if it does not answer within a second."""
         if self._channel is None:
-            self._channel = open_channel(self.address, Credentials(), limits.CONTROL_MESSAGE_BYTES)
+            self._channel = open_channel(
+                self.address, Credentials(tls=self.settings.tls("admin")), limits.CONTROL_MESSAGE_BYTES
+            )
         stub = scheduler_pb2_grpc.SchedulerServiceStub(self._channel)
         try:
             answer: scheduler_pb2.GetStatusResponse = await stub.GetStatus(

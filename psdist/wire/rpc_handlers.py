@@ -102,7 +102,8 @@ async def _errors_as_statuses(name: str, context: grpc.aio.ServicerContext, log:
     except Exception as error:
         refusal = as_psdist_error(error, name, log)
         is_routine = isinstance(refusal, _ROUTINE) or isinstance(error, grpc.aio.InternalError)
-        log.log(logging.DEBUG if is_routine else logging.INFO, "%s refused: %s", name, refusal)
+        level = logging.DEBUG if is_routine else logging.INFO
+        log.log(level, "%s refused: %s (a call from %s)", name, refusal, context.peer())
         await status.abort(context, refusal)
 
 
