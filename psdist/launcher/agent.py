@@ -101,7 +101,12 @@ class AgentSettings(ScriptSettings, TlsSettings):
         group=NODE_TITLE,
     )  # fmt: skip
     local_address: str = torchrun_setting(
-        "--local-addr", "address of this node for the other nodes", text, "", "HOST", group=NODE_TITLE
+        "--local-addr",
+        "name or address of this node for the other nodes, and in the certificates of its workers",
+        text,
+        "",
+        "HOST",
+        group=NODE_TITLE,
     )
 
     task: LauncherTask | None = None
@@ -163,6 +168,7 @@ def run_agent(settings: AgentSettings, environ: Mapping[str, str] | None = None)
             node_rank=place.node_rank,
             first_local_rank=settings.first_local_rank,
             local_world_size=settings.local_world_size,
+            host=settings.local_address,
             metrics=metrics.environment,
         )
         finish, has_connected = asyncio.run(_supervise(settings, environ, workers, place, metrics, name))

@@ -26,7 +26,13 @@ from psdist.launcher.process import ProcessSpec
 from psdist.launcher.shutdown import STOP_TIMEOUT_SECONDS
 from psdist.security.tls import TlsFiles
 from psdist.settings import group_marks, script_errors
-from psdist.settings.config import INSECURE_VARIABLE, START_TIMEOUT_SECONDS, TLS_VARIABLES, devices_text
+from psdist.settings.config import (
+    INSECURE_VARIABLE,
+    LOCAL_ADDRESS_VARIABLE,
+    START_TIMEOUT_SECONDS,
+    TLS_VARIABLES,
+    devices_text,
+)
 from psdist.settings.declarations import arguments, setting, torchrun_setting
 from psdist.settings.flags import integer, one_of, seconds, text
 from psdist.settings.programs import (
@@ -50,6 +56,7 @@ _OWNED: Final = (
     *TLS_VARIABLES,
     "PSDIST_CONFIG",
     *("PSDIST_SCHEDULER", "PSDIST_SCHEDULER_FILE", "PSDIST_ADDRESS_FILE", "PSDIST_ADVERTISE", INSECURE_VARIABLE),
+    LOCAL_ADDRESS_VARIABLE,
     *("PSDIST_WORKER_ID", "PSDIST_SERVER_ID", "PSDIST_CONNECTED_FILE", "PSDIST_LIFELINE_FD", "PSDIST_STORAGE_PATH"),
     *("PSDIST_STORAGE_OPTIONAL", "PSDIST_SAVE_INTERVAL", "PSDIST_KEEP_LAST", "PSDIST_KEEP_EVERY"),
     *(
@@ -230,6 +237,7 @@ class WorkersPlan:
     """The workers of one node, and their place in the world.
 
     first_local_rank, local_world_size: differ from 0 and the number of workers if several agents share a machine.
+    host: name or address by which workers of other nodes reach these; empty for their own address.
     """
 
     script: ScriptSettings
@@ -241,6 +249,7 @@ class WorkersPlan:
     node_rank: int = 0
     first_local_rank: int = 0
     local_world_size: int = 1
+    host: str = ""
     #: Variables that workers need to report metrics.
     metrics: Mapping[str, str] = field(default_factory=dict)
 
@@ -292,6 +301,8 @@ class WorkersPlan:
             "PSDIST_CONNECTED_FILE": str(self.connected_file(rank, attempt)),
             **self.metrics,
         }
+        if self.host:
+            environment[LOCAL_ADDRESS_VARIABLE] = self.host
         if self.script.metrics_port is not None:
             port = self.script.metrics_port and self.script.metrics_port + local_rank
             environment |= {"PSDIST_METRICS_PORT": str(port), "PSDIST_METRICS_HOST": self.script.metrics_host}

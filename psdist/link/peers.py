@@ -67,10 +67,11 @@ class PeerListener(Listener[pb.PeerFrame]):
         #: from the map, which may be quicker than the answer to its registration.
         self._unchecked: list[tuple[pb.PeerHello, FrameConnection]] = []
 
-    async def open_towards(self, scheduler: str, *, spans_hosts: bool) -> None:
+    async def open_towards(self, scheduler: str, *, spans_hosts: bool, name: str = "") -> None:
         """Listen at the address by which this host reaches ``scheduler`` (host:port, or several).
 
         spans_hosts: True if other hosts have workers, which cannot reach a loopback address.
+        name: name or address by which they reach it instead, such as that in its certificate.
 
         Raises OSError if the scheduler's name does not resolve now.
         """
@@ -86,7 +87,7 @@ class PeerListener(Listener[pb.PeerFrame]):
                 self.log_unavailable(host, "beyond loopback a token needs TLS, or --insecure (PSDIST_INSECURE=1)")
                 return
         await self.open(host)
-        self.address = addresses.format_address(host, self.port) if self.port else ""
+        self.address = addresses.format_address(name or host, self.port) if self.port else ""
 
     def serve(self, consumer: PeerFrames) -> None:
         """Hand accepted links, including those that wait, to ``consumer``."""

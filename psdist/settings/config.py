@@ -29,7 +29,7 @@ from typing import Final, Literal, cast, get_args
 from urllib.parse import quote
 
 from psdist.addresses import is_loopback as is_loopback
-from psdist.addresses import loopback, split_addresses
+from psdist.addresses import literal, loopback, split_addresses
 from psdist.addresses import parse_address as parse_address
 from psdist.errors import ConfigurationError, InvalidArgumentError, SchedulerUnreachableError
 from psdist.security.credentials import Credentials
@@ -90,6 +90,7 @@ class DashboardEndpoint:
 class ClientSettings:
     """Settings that a launcher passes to a worker's script. ``scheduler`` is empty if there is none.
 
+    host: name or address by which other workers reach this one; empty for its own address.
     metrics: None serves none.
     """
 
@@ -101,6 +102,7 @@ class ClientSettings:
     local_rank: int
     worker_id: str | None
     transport: TransportName
+    host: str = ""
     metrics: MetricsEndpoint | None = None
 
 
@@ -291,6 +293,8 @@ def _read_token(path: Path, source: str) -> str:
 TLS_VARIABLES: Final = ("PSDIST_TLS_CA", "PSDIST_TLS_CERT", "PSDIST_TLS_KEY")
 #: Switch that permits plaintext beyond this machine.
 INSECURE_VARIABLE: Final = "PSDIST_INSECURE"
+#: See ``ClientSettings.host``.
+LOCAL_ADDRESS_VARIABLE: Final = "PSDIST_LOCAL_ADDR"
 
 
 def make_tls(ca: Path | str | None, cert: Path | str | None, key: Path | str | None) -> TlsFiles | None:
@@ -418,6 +422,7 @@ def client_settings(
         local_rank=local_rank or 0,
         worker_id=environ.get("PSDIST_WORKER_ID") or None,
         transport=_find_transport(environ, transport),
+        host=_find_host(environ),
         metrics=_find_metrics(environ, credentials.token),
     )
 
@@ -449,6 +454,15 @@ def _find_metrics(environ: Mapping[str, str], token: str) -> MetricsEndpoint | N
     if port > _PORT_LAST:
         raise ConfigurationError(f"PSDIST_METRICS_PORT={port} is no port: use 0 to {_PORT_LAST}; 0 takes a free one")
     return MetricsEndpoint(environ.get("PSDIST_METRICS_HOST") or loopback(), port, token)
+
+
+def _find_host(environ: Mapping[str, str]) -> str:
+    host = environ.get(LOCAL_ADDRESS_VARIABLE, "").strip().removeprefix("[").removesuffix("]")
+    if ":" in host and literal(host) is None:
+        raise ConfigurationError(
+            f"{LOCAL_ADDRESS_VARIABLE}={host!r:.200} is no host: write a name or an address, without a port"
+        )
+    return host
 
 
 def _find_transport(environ: Mapping[str, str], argument: str | None) -> TransportName:

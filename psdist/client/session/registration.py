@@ -33,6 +33,8 @@ class SchedulerTarget:
     worker_id: str = ""
     rank: int | None = None
     world_size: int = 0
+    #: Name or address by which other workers reach this one; empty for its own address.
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,9 @@ class Registrar:
                 while True:
                     with suppress(OSError):
                         await self.listener.open_towards(
-                            self._target.address, spans_hosts=here < self._target.world_size
+                            self._target.address,
+                            spans_hosts=here < self._target.world_size,
+                            name=self._target.host,
                         )
                         return
                     await asyncio.sleep(backoff.next_seconds())

@@ -56,6 +56,7 @@ async def find_target(
         worker_id or settings.worker_id or "",
         settings.rank if rank is None else rank,
         settings.world_size if settings.world_size > 1 or "WORLD_SIZE" in environ else 0,
+        settings.host,
     )
     return target, settings
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -275,9 +276,9 @@ class Consumer(MessageReceiver[worker_pb2.PeerFrame]):
         pass
 
 
-async def workers_port(credentials: Credentials) -> tuple[PeerListener, worker_pb2.PeerHello]:
+async def workers_port(credentials: Credentials, name: str = "") -> tuple[PeerListener, worker_pb2.PeerHello]:
     listener = PeerListener(credentials)
-    await listener.open_towards(f"{HOST}:1", spans_hosts=False)
+    await listener.open_towards(f"{HOST}:1", spans_hosts=False, name=name)
     receiver = WorkerEntry(worker_id="worker-0", incarnation=1, address=listener.address)
     sender = WorkerEntry(worker_id="worker-1", incarnation=1)
     return listener, worker_pb2.PeerHello(token=credentials.token, run_id="run", sender=sender, receiver=receiver)
@@ -340,6 +341,33 @@ async def test_only_certificates_of_workers_of_the_run_open_links(
         PeerLink(hello, write_tls(tmp_path, ca, role, run_id=run_id), ended.set_result, shares=False)
         await asyncio.wait_for(ended, 60)
     assert reason in caplog.text and not consumer.connections
+    listener.close()
+
+
+@pytest.mark.parametrize(("name", "reason"), [("node-3", ""), ("", "certificate is not valid for 127.0.0.3")])
+async def test_a_worker_is_dialed_by_the_name_in_its_certificate(
+    ca: KeyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, reason: str
+) -> None:
+    resolve = socket.getaddrinfo
+
+    def getaddrinfo(host: str, *rest: Any, **options: Any) -> Any:
+        return resolve("127.0.0.3" if host == "node-3" else host, *rest, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr("psdist.addresses.route_source", lambda peer: "127.0.0.3")
+    files = write_tls(tmp_path, ca, "worker", hosts=("node-3",))
+    listener, hello = await workers_port(Credentials("secret", files), name)
+    consumer = Consumer()
+    listener.serve(consumer)
+    ended: asyncio.Future[PsdistError] = asyncio.get_running_loop().create_future()
+    link = PeerLink(hello, files, ended.set_result, shares=False)
+    link.send(
+        worker_pb2.PeerFrame(call=worker_pb2.CollectiveCall(kind="barrier")).SerializeToString(), memoryview(b""), None
+    )
+    await until(lambda: consumer.has_arrived.is_set() or ended.done())
+    assert consumer.has_arrived.is_set() is not bool(reason)
+    assert not reason or reason in ended.result().message
+    link.close()
     listener.close()
 
 

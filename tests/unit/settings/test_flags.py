@@ -507,6 +507,8 @@ def test_client_settings() -> None:
     assert (settings.run_id, settings.worker_id) == ("r", "w")
     assert lonely.transport == "auto" and client_settings({"PSDIST_TRANSPORT": "shm"}).transport == "shm"
     assert client_settings({"PSDIST_TRANSPORT": "shm"}, transport="grpc").transport == "grpc"
+    hosts = {"": "", "node-3": "node-3", "10.0.0.3": "10.0.0.3", "[fd00::3]": "fd00::3", "fd00::3": "fd00::3"}
+    assert {given: client_settings({"PSDIST_LOCAL_ADDR": given}).host for given in hosts} == hosts
     old = {"DMLC_PS_ROOT_URI": "old", "DMLC_PS_ROOT_PORT": "1"}
     assert client_settings(old).scheduler == "old:1"
     assert client_settings({**old, "PSDIST_SCHEDULER": "h:1"}).scheduler == "h:1"
@@ -521,6 +523,7 @@ def test_client_settings() -> None:
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0'"),
         ({"PSDIST_SCHEDULER": "host"}, "HOST:PORT"),
         ({"PSDIST_TRANSPORT": "rdma"}, "PSDIST_TRANSPORT='rdma' is unknown: use one of auto, shm, tcp, grpc"),
+        ({"PSDIST_LOCAL_ADDR": "node-3:80"}, "PSDIST_LOCAL_ADDR='node-3:80' is no host"),
         ({"PSDIST_TOKEN_FILE": "absent"}, "absent"),
         ({"PSDIST_RUN_ID": "a b"}, "'a b'"),
     ],
