@@ -18,6 +18,7 @@ ALWAYS: Final = {
     "Drain": "it moves the shards of a server",
     "Scale": "it moves shards, and stops servers",
 }
+_READ_ONLY: Final = ("FetchNorms", "GetStatistics")
 _KEPT: Final = {*SETS, ""}
 
 
@@ -30,14 +31,19 @@ def why_harmful(method: str, messages: Sequence[Any], known: Known) -> str:
         return "a server that does not exist would get shards"
     if method == "CreateParameters" and first.spec.name not in SETS:
         return "it creates a set"
-    others = {member for member in known.members if member[0] != MEMBER}
-    for message in messages:
-        for inner in _inner(message):
-            if _member(inner) & others and method not in ("FetchNorms", "GetStatistics"):
-                return "it speaks for another member, with its incarnation"
+    if method not in _READ_ONLY and any(_speaks_for_another(one, known) for one in messages):
+        return "it speaks for another member, with its incarnation"
     if method == "Replicate" and any(one.hello.parameters not in _KEPT for one in messages):
         return "it speaks for a server that is the primary"
     return ""
+
+
+def _speaks_for_another(message: Message, known: Known) -> bool:
+    others = {member for member in known.members if member[0] != MEMBER}
+    data = message.SerializeToString()
+    if not any(name.encode() in data for name, _ in others):
+        return False
+    return any(_member(inner) & others for inner in _inner(message))
 
 
 def _inner(message: Message) -> Iterator[Any]:

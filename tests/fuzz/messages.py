@@ -22,6 +22,7 @@ Fd = FieldDescriptor
 _DEPTH_MAX: Final = 6
 _COUNTS: Final = (0, 1, 1, 1, 2, 2, 3, 7)
 _MANY: Final = (64, 300, 5000)
+_MANY_MESSAGES: Final = (64, 300)
 _TEXTS: Final = (
     "", "x", "a/b", "../../etc/passwd", ".", "a" * 256, "b" * 257, "c" * 5000, "naïve", "\0", "\n\x1b[31m", "%s{0}",
     "127.0.0.1:1", "[::1]:0", "host:99999", "\ud7ff", "🚀" * 80,
@@ -83,7 +84,7 @@ class MessageGenerator:
             self._fill_map(getattr(made, wired.name), wired.message_type, depth)
         elif wired.is_repeated:
             made.ClearField(wired.name)
-            getattr(made, wired.name).extend(self._value(wired, depth) for _ in range(self._count(depth)))
+            getattr(made, wired.name).extend(self._value(wired, depth) for _ in range(self._count(depth, wired)))
         elif wired.message_type is not None:
             getattr(made, wired.name).CopyFrom(self._value(wired, depth))
         else:
@@ -91,13 +92,15 @@ class MessageGenerator:
 
     def _fill_map(self, place: Any, entry: Descriptor, depth: int) -> None:
         key, value = entry.fields_by_name["key"], entry.fields_by_name["value"]
-        for _ in range(self._count(depth)):
+        for _ in range(self._count(depth, value)):
             place[self._text("parameters") if key.type == Fd.TYPE_STRING else self._value(key, depth)] = self._value(
                 value, depth
             )
 
-    def _count(self, depth: int) -> int:
-        return self._rng.choice(_MANY) if depth < 2 and self._rng.random() < 0.01 else self._rng.choice(_COUNTS)
+    def _count(self, depth: int, wired: FieldDescriptor) -> int:
+        if depth >= 2 or self._rng.random() >= 0.01:
+            return self._rng.choice(_COUNTS)
+        return self._rng.choice(_MANY_MESSAGES if wired.message_type is not None else _MANY)
 
     def _value(self, wired: FieldDescriptor, depth: int) -> Any:
         if wired.message_type is not None:

@@ -26,7 +26,9 @@ from psdist.link import fd_passing
 from psdist.link.frame_connection import PREFIX
 from psdist.v1 import common_pb2, server_pb2, worker_pb2
 from psdist.wire.shm import GradientArena
+from psdist.wire.status import DETAIL_KEY
 from tests.fuzz.guard import why_harmful
+from tests.fuzz.http2 import Ended
 from tests.fuzz.messages import MessageGenerator, mutate_bytes
 from tests.fuzz.rpcs import FuzzFailure, check_growth, verdict
 from tests.fuzz.run import MEMBER, FuzzedRun
@@ -245,13 +247,18 @@ async def fuzz_place(run: FuzzedRun, name: str, numbers: Sequence[int], seed: in
             try:
                 outcome = await PLACES[name](Input(run, random.Random(f"{seed}/{name}/{number}")))
             except grpc.aio.AioRpcError as error:  # Another call may have ended the member's incarnation.
-                outcome = verdict(error)
+                outcome = verdict(_ended(error))
             outcomes[outcome] += 1
 
     async with asyncio.TaskGroup() as tasks:
         for _ in range(_AT_ONCE):
             tasks.create_task(work())
     return outcomes
+
+
+def _ended(error: grpc.aio.AioRpcError) -> Ended:
+    details = dict(error.trailing_metadata() or ())
+    return Ended(error.code().value[0], error.details() or "", bytes(details.get(DETAIL_KEY, b"")))
 
 
 async def fuzz(arguments: argparse.Namespace) -> None:

@@ -20,37 +20,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import grpc
 import grpc.aio
 from google.protobuf import message_factory
 from google.protobuf.descriptor import MethodDescriptor
 
 from psdist import errors
 from psdist.v1 import common_pb2
-from psdist.wire import status
 from tests.fuzz.guard import ALWAYS, why_harmful
+from tests.fuzz.http2 import Ended, body
 from tests.fuzz.messages import MessageGenerator, mutate_bytes, mutate_message
 from tests.fuzz.run import SERVICES, FuzzedRun
 
 #: Calls that may wait for others: they are cancelled after a moment. All others must end within their limit.
+#: A busy process has read a call after a fifth of a second; the shortest moment cancels some before.
 _WAITING: Final = frozenset({
     "Session", "CreateParameters", "DescribeParameters", "Barrier", "Rendezvous", "Drain", "WatchScale", "LeaseRange",
     "SaveSnapshot", "WatchEvents", "Trace", "PushPull", "Push", "Pull", "Share", "Connect", "FetchNorms", "Replicate",
+    "Install",
 })  # fmt: skip
-_MOMENT_SECONDS: Final = 0.15
+_MOMENTS: Final = (0.01, 0.2, 0.4)
 _LIMIT_SECONDS: Final = 120.0
 _ANSWERS_MAX: Final = 20
-_AT_ONCE: Final = 16
-#: Calls between two looks at the processes.
-_BATCH: Final = 400
+_AT_ONCE: Final = 128
 #: Growth of a process over all calls after the first batches that passes as noise of the allocator.
 _GROWTH_MIB: Final = 96
-#: gRPC's own refusals carry no detail; a cancelled call may end in either of the last two.
-_OWN_STATUS: Final = {
-    grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED,
-}  # fmt: skip
-#: grpc.aio replaces the status of a call that ends while its client writes.
-_CUT_SHORT: Final = "Internal error from Core"
+#: Cancelled, deadline exceeded and resource exhausted: gRPC's own refusals carry no detail.
+_OWN_STATUS: Final = (1, 4, 8)
+_UNAVAILABLE: Final = 14
+_LOST: Final = "the connection was lost"
 
 
 class FuzzFailure(Exception):
@@ -68,10 +65,11 @@ class Case:
 
 @dataclass
 class Report:
-    """Outcomes of the calls of one method. skipped: those that would harm the training."""
+    """Outcomes of the calls of one method. skipped: those that would harm the training. sent: requests to change."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     skipped: Counter[str] = field(default_factory=Counter)
+    sent: list[list[bytes]] = field(default_factory=list)
 
     @property
     def calls(self) -> int:
@@ -86,23 +84,25 @@ def methods(only: Sequence[str] = ()) -> list[tuple[str, MethodDescriptor]]:
     return [(role, one) for role, one in found if not only or one.name in only]
 
 
-def make_case(run: FuzzedRun, role: str, method: MethodDescriptor, seed: str, wild: bool, report: Report) -> Case:
-    """Return the call that follows from a seed; harmless unless ``wild``."""
-    rng = random.Random(seed)
+def make_case(
+    run: FuzzedRun, role: str, method: MethodDescriptor, rng: random.Random, wild: bool, report: Report
+) -> Case:
+    """Return the next call; harmless unless ``wild``. A quarter of them are earlier ones with changed bytes."""
+    if report.sent and rng.random() < 0.25:
+        sent = list(rng.choice(report.sent))
+        at = rng.randrange(len(sent))
+        sent[at] = mutate_bytes(rng, sent[at])
+        if wild or not _harms(method, sent, run):
+            return Case(method, role, sent)
     generator = MessageGenerator(rng, run.known)
     while True:
         messages = _recorded(run, method, rng, generator) if rng.random() < 0.4 else []
         messages = messages or _random(method, rng, generator)
-        why = "" if wild else why_harmful(method.name, messages, run.known)
-        if not why:
+        if wild or not (why := why_harmful(method.name, messages, run.known)):
             break
         report.skipped[why] += 1
     sent = [one.SerializeToString() for one in messages]
-    if rng.random() < 0.03:
-        at = rng.randrange(len(sent))
-        changed = mutate_bytes(rng, sent[at])
-        if wild or not _harms(method, [*sent[:at], changed, *sent[at + 1 :]], run):
-            sent[at] = changed
+    report.sent.append(sent)
     return Case(method, role, sent)
 
 
@@ -122,7 +122,7 @@ def _random(method: MethodDescriptor, rng: random.Random, generator: MessageGene
 
 def _recorded(run: FuzzedRun, method: MethodDescriptor, rng: random.Random, generator: MessageGenerator) -> list[Any]:
     """Return changed copies of consecutive recorded messages; none if there is no recording."""
-    requests = run.requests.get(f"/{method.containing_service.full_name}/{method.name}", [])
+    requests = run.requests.get(path_of(method), [])
     if not requests:
         return []
     start = rng.randrange(len(requests))
@@ -135,51 +135,47 @@ def _recorded(run: FuzzedRun, method: MethodDescriptor, rng: random.Random, gene
     return messages
 
 
-async def call(run: FuzzedRun, case: Case) -> str:
-    """Make one call. Return its outcome. Raises FuzzFailure."""
-    address = run.address if case.role == "scheduler" else random.Random(len(case.messages[0])).choice(
-        sorted(run.servers.values())
-    )  # fmt: skip
+async def call(run: FuzzedRun, case: Case, rng: random.Random) -> str:
+    """Make one call. Return its outcome. Raises FuzzFailure, and ConnectionError if the process cannot be reached."""
+    address = run.address if case.role == "scheduler" else rng.choice(sorted(run.servers.values()))
     waits = case.method.name in _WAITING
-    path = f"/{case.method.containing_service.full_name}/{case.method.name}"
-    answers = run.channel(address).stream_stream(path)(
-        iter(case.messages), metadata=run.metadata, timeout=_MOMENT_SECONDS if waits else _LIMIT_SECONDS
+    connection = await run.connection(address)
+    stream, ended = connection.start(
+        run.request_block(address, path_of(case.method)), body(case.messages), answers_max=_ANSWERS_MAX
     )
-    count = 0
+    limit = rng.choice(_MOMENTS) if waits else _LIMIT_SECONDS
+    timer = asyncio.get_running_loop().call_later(limit, connection.cancel, stream)
+    began = time.monotonic()
     try:
-        async for _ in answers:
-            count += 1
-            if count == _ANSWERS_MAX:
-                answers.cancel()
-                break
-    except grpc.aio.AioRpcError as error:
-        return verdict(error, waits, count)
-    except asyncio.CancelledError:
-        if asyncio.current_task().cancelling():  # type: ignore[union-attr]  # in a task
-            raise
-        return "ended by gRPC"
-    return "answered" if count else "ended"
-
-
-def verdict(error: grpc.aio.AioRpcError, waits: bool = False, count: int = 0) -> str:
-    """Return the outcome of a call that ended with an error: the error's code. Raises FuzzFailure.
-
-    waits: True if the call may have ended because its time was over.
-    count: answers before the error.
-    """
-    details = dict(error.trailing_metadata() or ())
-    if status.DETAIL_KEY in details:
-        code = common_pb2.ErrorDetail.FromString(details[status.DETAIL_KEY]).code
-        if code not in errors.BY_CODE or code == "internal":
-            raise FuzzFailure(f"the error {code!r}: {error.details()}")
-        return code
-    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not waits:
+        end = await ended
+    except ConnectionError:  # A starved machine answers pings too late. The end of a process is seen after the batch.
+        return _LOST
+    finally:
+        timer.cancel()
+    if not waits and time.monotonic() - began >= _LIMIT_SECONDS:
         raise FuzzFailure(f"no answer within {_LIMIT_SECONDS:g} s")
-    if error.details() == _CUT_SHORT:
-        return "ended while it was written"
-    if error.code() not in _OWN_STATUS:
-        raise FuzzFailure(f"a status without a detail: {error.code().name}: {error.details()}")
-    return "waits" if count == 0 else "answered"
+    return verdict(end)
+
+
+def path_of(method: MethodDescriptor) -> str:
+    """Return the path of a method's calls."""
+    return f"/{method.containing_service.full_name}/{method.name}"
+
+
+def verdict(end: Ended) -> str:
+    """Return the outcome of a call: the error's code, if there is one. Raises FuzzFailure."""
+    if end.detail:
+        code = common_pb2.ErrorDetail.FromString(end.detail).code
+        if code not in errors.BY_CODE or code == "internal":
+            raise FuzzFailure(f"the error {code!r}: {end.message}")
+        return code
+    if end.status == 0:
+        return "answered" if end.answers else "ended"
+    if end.status == _UNAVAILABLE:
+        return _LOST
+    if end.status not in _OWN_STATUS:
+        raise FuzzFailure(f"a status without a detail: {end.status}: {end.message}")
+    return "answered" if end.answers else "waits"
 
 
 async def fuzz_method(
@@ -194,9 +190,10 @@ async def fuzz_method(
 
     async def work() -> None:
         for number in left:
-            case = make_case(run, role, method, f"{seed}/{method.name}/{number}", wild, report)
+            rng = random.Random(f"{seed}/{method.name}/{number}")
+            case = make_case(run, role, method, rng, wild, report)
             try:
-                report.outcomes[await call(run, case)] += 1
+                report.outcomes[await call(run, case, rng)] += 1
             except FuzzFailure as failure:
                 raise FuzzFailure(f"call {number}: {failure}\n{_shown(case)}") from None
 
@@ -217,36 +214,68 @@ def _shown(case: Case) -> str:
 class Fuzzer:
     """Runs batches of calls, and looks at the processes after each."""
 
-    def __init__(self, seed: int, wild: bool) -> None:
-        self.seed, self.wild = seed, wild
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.seed, self.wild, self._batch = arguments.seed, arguments.wild, arguments.batch
+        self._until = time.monotonic() + arguments.seconds
         self.restarts = 0
+        self.totals: dict[str, Report] = {}
+        #: Seconds that the calls of each method took.
+        self.seconds: dict[str, float] = {}
+        #: MiB of each process after the first turn.
+        self.base: dict[str, int] = {}
         self._run: FuzzedRun | None = None
 
-    async def batch(self, role: str, method: MethodDescriptor, first: int, calls: int) -> Report:
+    @property
+    def is_over(self) -> bool:
+        """True if the time is."""
+        return time.monotonic() > self._until
+
+    async def lane(self, chosen: Sequence[tuple[str, MethodDescriptor]], numbers: range) -> None:
+        """Make these calls of each method, in turns of one batch: each meets the state that others have left."""
+        for start in range(numbers.start, numbers.stop, self._batch):
+            for role, method in chosen:
+                if self.is_over:
+                    return
+                began = time.monotonic()
+                batch = range(start, min(start + self._batch, numbers.stop))
+                report = await self.batch(role, method, batch)
+                total = self.totals.setdefault(method.name, Report())
+                total.outcomes += report.outcomes
+                total.skipped += report.skipped
+                self.seconds[method.name] = self.seconds.get(method.name, 0.0) + time.monotonic() - began
+            await self._note_memory(batch.stop, {role for role, _ in chosen})
+
+    async def _note_memory(self, calls: int, roles: set[str]) -> None:
+        """Show the memory, and keep that after the first turn."""
+        memory = (await self.run()).resident_mib()
+        self.base |= {name: size for name, size in memory.items() if name not in self.base and _role(name) in roles}
+        print(f"{calls} calls of each {' and '.join(sorted(roles))} RPC, {memory} MiB", flush=True)
+
+    async def batch(self, role: str, method: MethodDescriptor, numbers: range) -> Report:
         """Make these calls of one method. Raises FuzzFailure with the command that repeats them."""
         run = await self.run()
         try:
             try:
-                report = await fuzz_method(run, role, method, range(first, first + calls), self.seed, self.wild)
+                report = await fuzz_method(run, role, method, numbers, self.seed, self.wild)
                 await run.refresh()
             except BaseExceptionGroup as group:  # The first failure is the cause of the others.
                 raise group.exceptions[0] from None
-        except (FuzzFailure, grpc.aio.AioRpcError, errors.PsdistError) as error:
-            await self._look(method, first, calls, error)
+        except (FuzzFailure, ConnectionError, grpc.aio.AioRpcError, errors.PsdistError) as error:
+            await self._look(method, numbers, error)
             return Report(Counter({"ended the run": 1}))
-        await self._look(method, first, calls, None)
+        await self._look(method, numbers, None)
         return report
 
-    async def _look(self, method: MethodDescriptor, first: int, calls: int, error: Exception | None) -> None:
+    async def _look(self, method: MethodDescriptor, numbers: range, error: Exception | None) -> None:
         assert self._run is not None
         trouble = self._run.trouble()
         if self.wild and _is_legal_end(trouble, error):
             await self.close()
             self.restarts += 1
         elif trouble or error is not None:
-            again = f"python -m tests.fuzz.rpcs --seed {self.seed} --only {method.name} --first {first} --calls {calls}"
+            again = f"python -m tests.fuzz.rpcs --seed {self.seed} --only {method.name} --first {numbers.start}"
             text = "\n".join([str(error or ""), *trouble])
-            raise FuzzFailure(f"{text}\nagain: {again}{' --wild' if self.wild else ''}")
+            raise FuzzFailure(f"{text}\nagain: {again} --calls {len(numbers)}{' --wild' if self.wild else ''}")
 
     async def run(self) -> FuzzedRun:
         """Return the run, which is started if there is none."""
@@ -262,6 +291,10 @@ class Fuzzer:
             self._run = None
 
 
+def _role(process: str) -> str:
+    return process.partition("-")[0]
+
+
 def _is_legal_end(trouble: Sequence[str], error: Exception | None) -> bool:
     """True if processes have ended as they should after such calls, or refuse all others, without a traceback."""
     if any("logged" in one for one in trouble if not one.startswith("trainer")):
@@ -272,35 +305,29 @@ def _is_legal_end(trouble: Sequence[str], error: Exception | None) -> bool:
 
 
 async def fuzz(arguments: argparse.Namespace) -> None:
-    """Fuzz all methods in turns of one batch each, so that each meets the state that the others have left."""
-    fuzzer = Fuzzer(arguments.seed, arguments.wild)
+    """Fuzz all methods. Those of the scheduler and of the servers run side by side, unless they may end the run."""
+    fuzzer = Fuzzer(arguments)
     chosen = methods(arguments.only)
-    totals = {method.name: Report() for _, method in chosen}
-    began, base, base_files = time.monotonic(), dict[str, int](), dict[str, int]()
+    lanes = [chosen] if arguments.wild else [[one for one in chosen if one[0] == role] for role in SERVICES]
+    numbers = range(arguments.first, arguments.first + arguments.calls)
+    began = time.monotonic()
     try:
-        for first in range(arguments.first, arguments.first + arguments.calls, _BATCH):
-            for role, method in chosen:
-                count = min(_BATCH, arguments.first + arguments.calls - first)
-                report = await fuzzer.batch(role, method, first, count)
-                totals[method.name].outcomes += report.outcomes
-                totals[method.name].skipped += report.skipped
-                if time.monotonic() - began > arguments.seconds:
-                    break
-            run = await fuzzer.run()
-            base = base or run.resident_mib()
-            base_files = base_files or run.files()
-            print(f"{first + count} calls each, {time.monotonic() - began:.0f} s, {run.resident_mib()} MiB", flush=True)
-            if time.monotonic() - began > arguments.seconds:
-                break
+        run = await fuzzer.run()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for lane in filter(None, lanes):
+                    tasks.create_task(fuzzer.lane(lane, numbers))
+        except* FuzzFailure as group:
+            raise group.exceptions[0] from None
         if not arguments.wild:
-            run = await fuzzer.run()
-            check_growth(base, run.resident_mib())
-            print(f"open files: {base_files}, then {run.files()}")
+            print(f"memory {run.resident_mib()} MiB, open files {run.files()}")
+            check_growth(fuzzer.base, run.resident_mib())
             print(f"the training beside it: {await run.end_training()} steps, all exact")
     finally:
         await fuzzer.close()
-        for name, report in totals.items():
-            print(f"{name:20} {report.calls:7} calls: {dict(report.outcomes.most_common())}", flush=True)
+        for name, report in fuzzer.totals.items():
+            rate = report.calls / (fuzzer.seconds[name] or 1)
+            print(f"{name:20} {report.calls:7} calls, {rate:5.0f}/s: {dict(report.outcomes.most_common())}")
             for why, count in report.skipped.items():
                 print(f"{'':20} {count:7} left out: {why}")
         print(f"seed {arguments.seed}; {fuzzer.restarts} restarts of the run; {time.monotonic() - began:.0f} s")
@@ -318,6 +345,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end earlier, after this time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first call")
+    parser.add_argument("--batch", type=int, default=400, help="calls between two looks at the processes")
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], help="RPCs, separated by commas")
     parser.add_argument("--wild", action="store_true", help="all calls, beside a training that they may change")
     arguments = parser.parse_args()

@@ -29,6 +29,7 @@ from psdist.settings.config import await_address
 from psdist.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc, server_pb2
 from psdist.wire import auth
 from tests.fuzz import trainer
+from tests.fuzz.http2 import Http2Connection, connect, request_block
 from tests.fuzz.messages import Known, floats
 from tests.fuzz.recording import Recording, recording
 from tests.support.channels import open_channel
@@ -75,6 +76,8 @@ class FuzzedRun:
         self._processes: dict[str, subprocess.Popen[str]] = {}
         self._lifeline = Lifeline()
         self._channels: dict[str, Channel] = {}
+        self._connections: dict[str, Http2Connection] = {}
+        self._blocks: dict[tuple[str, str], bytes] = {}
         self._stack = AsyncExitStack()
         self._read: dict[str, int] = {}
 
@@ -190,6 +193,20 @@ class FuzzedRun:
             self._channels[address] = open_channel(address)
         return self._channels[address]
 
+    async def connection(self, address: str) -> Http2Connection:
+        """Return a connection to a process. Raises ConnectionError."""
+        found = self._connections.get(address)
+        if found is None or not found.is_open:
+            host, port = address.split(":")
+            found = self._connections[address] = await connect(host, int(port))
+        return found
+
+    def request_block(self, address: str, path: str) -> bytes:
+        """Return the headers of a call with the run's token."""
+        if (address, path) not in self._blocks:
+            self._blocks[address, path] = request_block(path, address, self.metadata)
+        return self._blocks[address, path]
+
     # --- observing ---
 
     def log(self, name: str) -> str:
@@ -200,11 +217,17 @@ class FuzzedRun:
         """Return the failures since the last call: processes that have ended, and tracebacks in the logs."""
         found = [f"{name} ended with status {p.poll()}" for name, p in self._processes.items() if p.poll() is not None]
         for name in self._processes:
-            text = self.log(name)
-            new, self._read[name] = text[self._read.get(name, 0) :], len(text)
+            new = self._new_log(name)
             if match := _TROUBLE.search(new):
                 found.append(f"{name} logged {new[max(0, match.start() - 500) : match.start() + 4000]}")
         return found
+
+    def _new_log(self, name: str) -> str:
+        with (self.directory / f"{name}.log").open("rb") as log:
+            log.seek(self._read.get(name, 0))
+            new = log.read()
+        self._read[name] = self._read.get(name, 0) + len(new)
+        return new.decode("utf-8", "replace")
 
     def resident_mib(self) -> dict[str, int]:
         """Return the memory of each process."""
@@ -229,6 +252,8 @@ class FuzzedRun:
         """End everything."""
         for channel in self._channels.values():
             await channel.close()
+        for connection in self._connections.values():
+            connection.close()
         try:
             async with asyncio.timeout(30):
                 await self._stack.aclose()

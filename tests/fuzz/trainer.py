@@ -22,7 +22,7 @@ SHAPES: Final = {"w": (90, 99), "b": (90,)}
 OPTIMIZER: Final = psdist.optim.SGD(lr=0.125, momentum=0.5)
 WORKERS: Final = ("trainer-0", "trainer-1")
 NAME: Final = "model"
-_PACE_SECONDS: Final = 0.02
+_PACE_SECONDS: Final = 0.1
 
 
 def gradient(rank: int, step: int) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
