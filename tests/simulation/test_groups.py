@@ -12,7 +12,7 @@ from tests.simulation import runner
 FIRST = 700_000
 SEEDS = 200
 #: Those of make test, which may take fewer paths.
-BRIEFLY = 8
+BRIEFLY = 4
 #: Seeds that once showed a defect: a call that differed while others still confirmed the group, groups left over after
 #: joins that failed, workers that were taken in again and again though members could not reach them, and members fewer
 #: than ``size_min`` that waited for new workers and did not take them in. Then a frozen worker that alone has the mean

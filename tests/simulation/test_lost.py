@@ -13,7 +13,7 @@ from tests.simulation.storage import DAMAGES
 FIRST = 400_000
 SEEDS = 60
 #: Those of make test, which may take fewer paths.
-BRIEFLY = 6
+BRIEFLY = 3
 #: Seeds that once showed a defect: a server, and a scheduler, that knew no parameters ended a worker with
 #: UnknownParametersError, and a run that was started again whose base could not be read, while an older one could.
 REGRESSIONS = (1082, 700163, 800035)

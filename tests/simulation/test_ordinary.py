@@ -12,7 +12,7 @@ from tests.simulation import runner
 FIRST = 300_000
 SEEDS = 12
 #: Those of make test, which may take fewer paths.
-BRIEFLY = 3
+BRIEFLY = 1
 #: Seeds that take rare paths. If the order of messages changes, other seeds take them. In 4522 a worker that has
 #: returned leaves before any server saw it in a map.
 RARE = (300043, 4522, 270)

@@ -12,7 +12,7 @@ from tests.simulation import runner
 FIRST = 500_000
 SEEDS = 34
 #: Those of make test, which may take fewer paths.
-BRIEFLY = 2
+BRIEFLY = 1
 #: Seeds that once showed a defect: pushes held forever at the end of a declared iteration, sets that a rejoined worker
 #: left an iteration apart, a report before all sets had entered, a cut of sets that were not all opened, a successor of
 #: the last server that was refused forever, gradients of a lost course, sets opened by an expelled worker before it was

@@ -21,7 +21,7 @@ SEEDS = 10
 #: of attempts after a restart, a finished worker that the run waited for forever.
 REGRESSIONS = (2, 6043, 137, 532)
 #: ``make test`` runs one in this many cases of ``snapshot_faults``.
-EACH = 50
+EACH = 100
 #: Paths that these seeds must have taken.
 PATHS = (
     "snapshots compared",

@@ -12,7 +12,7 @@ from tests.simulation import runner
 FIRST = 700_000
 SEEDS = 100
 #: Those of make test, which may take fewer paths.
-BRIEFLY = 6
+BRIEFLY = 3
 #: Paths that these seeds must have taken.
 PATHS = ("replace scheduler", "a deposed scheduler ended", "resent", "promoted")
 

@@ -12,7 +12,7 @@ from tests.simulation import runner
 FIRST = 700_000
 SEEDS = 40
 #: Those of make test, which may take fewer paths.
-BRIEFLY = 6
+BRIEFLY = 3
 #: Seeds in which workers are expelled between a write and its push.
 EXPELLED = (44, 71)
 #: Paths that these seeds must have taken.

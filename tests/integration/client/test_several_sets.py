@@ -71,9 +71,8 @@ def test_a_run_that_is_stopped_in_its_first_iterations_is_saved_between_two(
     assert saved["D"] == saved["G"], text
 
 
-@pytest.mark.parametrize(
-    ("d_steps", "interrupts"), [(1, 1), *(pytest.param(*case, marks=pytest.mark.long) for case in ((1, 2), (5, 3)))]
-)
+@pytest.mark.long  # The test above saves such runs, test_parts resumes sets at one step, and the simulation has both.
+@pytest.mark.parametrize(("d_steps", "interrupts"), [(1, 1), (1, 2), (5, 3)])
 def test_interrupted_runs_resume_where_an_iteration_starts(
     tmp_path: Path, runs: list[Run], d_steps: int, interrupts: int
 ) -> None:
@@ -111,7 +110,8 @@ def test_a_worker_that_was_killed_joins_all_sets_in_one_iteration(tmp_path: Path
     assert "rank 0 ends 150 150" in text and "rank 1 ends 150 150" in text, text
 
 
-@pytest.mark.parametrize(("counts", "steps"), [((3,), 200), pytest.param((3, 2, 4), 600, marks=pytest.mark.long)])
+@pytest.mark.long  # The test above joins all sets in one iteration; the simulation of sets adds workers, too.
+@pytest.mark.parametrize(("counts", "steps"), [((3,), 200), ((3, 2, 4), 600)])
 def test_workers_are_added_to_all_sets_in_one_iteration(
     tmp_path: Path, runs: list[Run], counts: tuple[int, ...], steps: int
 ) -> None:

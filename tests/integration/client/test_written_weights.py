@@ -102,7 +102,7 @@ async def check_run(cluster: EmbeddedCluster, transport: TransportName, optimize
         await workers.close()
 
 
-@pytest.mark.parametrize("killed", [1, 3])
+@pytest.mark.parametrize("killed", [1, pytest.param(3, marks=pytest.mark.long)])
 async def test_a_killed_server_changes_not_a_bit(killed: int) -> None:
     expected = reference_run(ADAM)
     cluster = await asyncio.to_thread(EmbeddedCluster, 3, replicas=2)

@@ -272,10 +272,9 @@ async def test_every_push_counts_once_without_common_steps(cluster: EmbeddedClus
     ("name", "transport", "meanwhile"),
     [
         ("topk", "tcp", True),
-        ("differences", "tcp", False),
         *(pytest.param("int8", name, True, marks=pytest.mark.long) for name in ("tcp", "grpc", "shm")),
         *(pytest.param("int8", name, False, marks=pytest.mark.long) for name in ("grpc", "shm")),
-        *(pytest.param("differences", name, False, marks=pytest.mark.long) for name in ("grpc", "shm")),
+        *(pytest.param("differences", name, False, marks=pytest.mark.long) for name in ("tcp", "grpc", "shm")),
     ],
 )
 async def test_a_killed_server_changes_not_a_bit(
@@ -335,7 +334,7 @@ async def test_a_push_that_is_made_again_after_a_fail_over_may_be_whole_in_part(
 @pytest.mark.parametrize(
     ("name", "numbers"),
     [
-        ("topk", (2, 3)),
+        pytest.param("topk", (2, 3), marks=pytest.mark.long),
         ("differences", (2, 3)),
         *(pytest.param(name, (1, 2, 3, 5), marks=pytest.mark.long) for name in CODECS),
     ],

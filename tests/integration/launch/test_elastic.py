@@ -294,7 +294,8 @@ def test_a_server_that_is_told_to_end_hands_over_what_it_holds(stage: Stage) -> 
 # --- workers ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["bsp", *(pytest.param(mode, marks=pytest.mark.long) for mode in ("ssp", "asp"))])
+@pytest.mark.long  # In the next test the launcher adds and removes workers.
+@pytest.mark.parametrize("mode", ["bsp", "ssp", "asp"])
 def test_workers_join_and_leave_while_training_runs(stage: Stage, mode: str) -> None:
     run = stage.start(mode, *_COPIES)
     command = run.until("to add a worker from another terminal: psdist-worker (.*)")[1]

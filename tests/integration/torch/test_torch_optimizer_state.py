@@ -41,7 +41,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "momentum of weights": lambda p: torch.optim.SGD([p[0], p[1] | {"momentum": 0.9}], lr=0.1),
 }
 #: Their state differs from that of another one by names alone.
-LONG = ("amsgrad", "adadelta", "adamax", "radam", "rprop")
+LONG = ("sgd", "adamw", "amsgrad", "adadelta", "adamax", "nadam", "radam", "rprop", "asgd")
 
 
 def without_decay(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -116,7 +116,9 @@ def test_torch_goes_on_where_the_servers_were(
     assert isinstance(optimizer, torch.optim.SGD) or distance(other, expected) > 1e-3, "the state matters"
 
 
-@pytest.mark.parametrize("name", ["momentum", "adam", pytest.param("adagrad", marks=pytest.mark.long)])  # one array
+@pytest.mark.parametrize(
+    "name", ["adam", *(pytest.param(one, marks=pytest.mark.long) for one in ("momentum", "adagrad"))]
+)
 def test_before_the_first_update_an_optimizer_is_as_new(tmp_path: Path, name: str) -> None:
     run(tmp_path, OPTIMIZERS[name], DistributedOptimizer, 0)
     model, expected = loaded(tmp_path), mlp()
@@ -128,7 +130,7 @@ def test_before_the_first_update_an_optimizer_is_as_new(tmp_path: Path, name: st
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("consistency", [BSP(), ASP()])
+@pytest.mark.parametrize("consistency", [BSP(), pytest.param(ASP(), marks=pytest.mark.long)])
 def test_updates_are_counted_since_the_state_began(tmp_path: Path, consistency: Consistency) -> None:
     """Check a run that resumed with another optimizer: its state starts then."""
     run(tmp_path, OPTIMIZERS["momentum"], DistributedOptimizer, 3, consistency=consistency)

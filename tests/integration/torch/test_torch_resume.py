@@ -121,13 +121,12 @@ def with_groups(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
 @pytest.mark.parametrize(
     ("wrap", "make"),
     [
-        (DistributedOptimizer, with_rates),
         (DistributedOptimizer, with_cycle),
         (offload, with_groups),
-        # The same settings by the other wrapper.
+        # A cycle has rates; the same settings by the other wrapper.
         *(
             pytest.param(*one, marks=pytest.mark.long)
-            for one in ((offload, with_rates), (DistributedOptimizer, with_groups))
+            for one in ((DistributedOptimizer, with_rates), (offload, with_rates), (DistributedOptimizer, with_groups))
         ),
     ],
 )
@@ -160,7 +159,8 @@ def test_settings_that_the_servers_do_not_schedule_resume_with_the_weights(
         assert both(lambda context: train(context, 5)) == expected
 
 
-@pytest.mark.parametrize("wrap", [DistributedOptimizer, offload])
+# long: test_the_snapshot_at_the_end_of_a_script_has_running_statistics has the same of the other wrapper.
+@pytest.mark.parametrize("wrap", [pytest.param(DistributedOptimizer, marks=pytest.mark.long), offload])
 def test_running_statistics_resume_with_the_weights(
     tmp_path: Path, wrap: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -66,6 +66,7 @@ def assert_equal(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Te
         assert float((tensor - theirs[name]).norm() / theirs[name].norm()) < 1e-6, name
 
 
+@pytest.mark.long  # test_torch_exact compares with one process, and test_torch_idioms the lines of such scripts.
 def test_mnist_on_two_workers_equals_one_process(tmp_path: Path) -> None:
     text = (SCRIPTS / "mnist.py").read_text()
     done = subprocess.run(
