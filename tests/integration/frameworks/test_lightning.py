@@ -62,9 +62,13 @@ def test_an_interrupted_training_resumes(runs: Runs, tmp_path: Path, is_manual: 
         check_equal(expected, one, with_losses=False)
 
 
-def test_the_example_and_the_program_of_the_page_run(runs: Runs, tmp_path: Path) -> None:
+def test_the_example_runs(runs: Runs, tmp_path: Path) -> None:
     trained = runs.together("program", 2, path="examples/lightning_fit.py", directory=str(tmp_path))
     assert float(re.findall(r"accuracy ([\d.]+)% after 160 steps\n", trained[0])[0]) > 80, trained
     assert trained[1] == ""
+
+
+@pytest.mark.long  # A shorter form of the example.
+def test_the_program_of_the_page_runs(runs: Runs, tmp_path: Path) -> None:
     (path,) = programs_of("frameworks.md", "psdist.lightning", tmp_path)
     runs.together("program", 2, path=path, directory=str(tmp_path))

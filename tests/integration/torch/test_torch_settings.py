@@ -109,6 +109,7 @@ def test_settings_that_change_are_those_of_one_process(make: Make, transport: Tr
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
+@pytest.mark.long  # Settings outlive a server in the tests of the client; here they come from torch.
 def test_a_killed_server_changes_not_a_bit() -> None:
     def run(kills: bool) -> list[Tensor]:
         cluster = EmbeddedCluster(servers=3, replicas=2)
