@@ -76,6 +76,8 @@ def _merge(old: Object, patch: Object) -> Object:
     for name, value in patch.items():
         if isinstance(value, dict) and isinstance(merged.get(name), dict):
             merged[name] = _merge(merged[name], value)
+        elif value is None:
+            del merged[name]
         elif isinstance(value, list) and name in _KEYS:
             merged[name] = _merge_lists(merged.get(name, []), value, _KEYS[name])
         else:

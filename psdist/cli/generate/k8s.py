@@ -16,6 +16,7 @@ from psdist.cli.generate.settings import GeneratedRun
 from psdist.cli.generate.template import fill, template_names
 from psdist.cli.run import SCRIPT_USAGE
 from psdist.errors import ConfigurationError
+from psdist.security.roles import DOMAIN, ROLES, SERVICE_ROLES, Role, service_name
 from psdist.settings.config import check_run_id
 from psdist.settings.declarations import flags_of, read, setting
 from psdist.settings.exit_codes import LATE, OK, statuses
@@ -40,6 +41,8 @@ _AGENT_SECONDS: Final = 10
 _START_SECONDS: Final = 600
 _PROBE_SECONDS: Final = 5
 _METRICS_PORT: Final = 29603
+#: Pods of workers or servers that a certificate can name: a chain of certificates has at most 100 kB.
+_NAMED_PODS_MAX: Final = 512
 _DEFAULT_VERSION: Final = "0"
 
 
@@ -117,8 +120,8 @@ def command_line() -> CommandLine:
     """Return the command line of ``psdist generate k8s``."""
     return CommandLine(
         "psdist generate k8s",
-        "Writes files for kubectl apply -k: a Deployment of the scheduler, a StatefulSet of servers, a Job of workers "
-        "that run a script, overlays for GPUs, buckets, etcd and metrics, and a runtime of Kubeflow Trainer.",
+        "Writes files for kubectl apply -k: a Deployment of the scheduler, a StatefulSet of servers, a Job of workers, "
+        "overlays for GPUs, buckets, etcd, a standby, TLS and metrics, and a runtime for Kubeflow Trainer.",
         flags_of(KubernetesSettings),
         SCRIPT_USAGE,
         "Example: psdist generate k8s --out run --image registry/train:1 --nodes 4 --replicas 2 --nservers 3 train.py; "
@@ -143,6 +146,11 @@ def run(given: Namespace, environ: Mapping[str, str]) -> int:
         _write_token(settings.out / "base" / "token")
     except OSError as error:
         raise ConfigurationError(f"{settings.out} cannot be written: {error.strerror}. Choose another --out") from None
+    if not _has_tls(settings):
+        print(
+            f"overlays/tls is left out: certificates name each pod, and at most {_NAMED_PODS_MAX} of each kind. "
+            f"Use fewer --nodes than {settings.nodes}, with a larger --nproc-per-node, or make certificates otherwise"
+        )
     print(
         f"{len(found) + 1} files; start the run: kubectl apply -k {settings.out}/storage, then -k {settings.out}/base"
     )
@@ -157,9 +165,31 @@ def _write_token(path: Path) -> None:
 def files(settings: KubernetesSettings) -> dict[str, str]:
     """Return the text of each file by its path below the directory. The token is not among them."""
     values = _values(settings)
-    found = {name.removeprefix(f"{_FOLDER}/"): fill(name, values) for name in template_names(_FOLDER)}
+    left_out = () if _has_tls(settings) else (f"{_FOLDER}/overlays/tls/",)
+    names = [name for name in template_names(_FOLDER) if not name.startswith(left_out)]
+    found = {name.removeprefix(f"{_FOLDER}/"): fill(name, values) for name in names}
     # The token must not be committed with the other files.
     return found | {"base/.gitignore": "token\n"}
+
+
+def _has_tls(settings: KubernetesSettings) -> bool:
+    return max(settings.nodes, settings.servers) <= _NAMED_PODS_MAX
+
+
+def _dns_names(role: Role, settings: KubernetesSettings) -> list[str]:
+    """Return the DNS names of a role's certificate: the hosts of its pods, and the names that state the role."""
+    name = settings.name
+    hosts = {
+        "scheduler": [f"{name}-scheduler", *_schedulers(name), "localhost"],
+        "server": [*(f"{name}-servers-{index}.{name}-servers" for index in range(settings.servers)), "localhost"],
+        "worker": [f"{name}-workers-{index}.{name}-workers" for index in range(settings.nodes)],
+    }.get(role, [])
+    return [DOMAIN, *hosts, *(map(service_name, hosts) if role in SERVICE_ROLES else ())]
+
+
+def _schedulers(name: str) -> list[str]:
+    """Return the hosts of two schedulers."""
+    return [f"{name}-scheduler-{index}.{name}-scheduler" for index in range(2)]
 
 
 def _argument(text: str) -> str:
@@ -192,6 +222,8 @@ def _values(settings: KubernetesSettings) -> dict[str, object]:
         # With two copies a node must not have two servers; otherwise they are only spread.
         "MIN_DOMAINS": f"minDomains: {settings.servers}" if settings.replicas > 1 else "",
         "WHEN_UNSATISFIABLE": "DoNotSchedule" if settings.replicas > 1 else "ScheduleAnyway",
+        **{f"{role.upper()}_DNS_NAMES": f"[{', '.join(_dns_names(role, settings))}]" for role in ROLES},
+        "SCHEDULERS": ",".join(f"{host}:29600" for host in _schedulers(settings.name)),
         "SERVER_CPUS": settings.server_cpus,
         "SERVER_MEMORY": settings.server_memory,
         "WORKER_CPUS": settings.worker_cpus,

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from psdist.cli import health
 from psdist.cli.generate import k8s
 from psdist.cli.generate.template import places, template_names
 from psdist.errors import ConfigurationError
@@ -20,12 +21,15 @@ from psdist.settings.declarations import read
 from psdist.settings.exit_codes import LATE, REACTIONS, SIGNAL_BASE, Reaction
 from psdist.settings.programs import scheduler_settings, server_settings
 from psdist.wire.standard_services import LIVE, READY
+from tests.support.certificates import make_ca, write_tls
 from tests.support.generated import LINES, parse
 from tests.support.kustomize import Object, load, render
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
 VERSIONS = ("1.29", "1.30", "1.31", "1.32", "1.33", "1.34")
-OVERLAYS = ("gpu", "s3", "etcd", "monitoring")
+OVERLAYS = ("gpu", "s3", "etcd", "standby", "monitoring", "tls")
+#: Kinds of cert-manager, which Kubernetes' schemas lack. Real processes use certificates of these objects elsewhere.
+FOREIGN = ("Certificate", "Issuer")
 ROLES = {"psdist-scheduler": "scheduler", "psdist-server": "server", "psdist-worker": "launcher"}
 FLAGS = ("--image", "registry/train:1", "--nodes", "2", "--nproc-per-node", "4", "--nservers", "3", "--replicas", "2")
 
@@ -96,9 +100,10 @@ def test_every_object_is_valid(root: Path, version: str) -> None:
     kinds = set()
     for objects in variants(root).values():
         for each in objects:
-            kubernetes_validate.validate(each, version, strict=True)
+            if each["kind"] not in FOREIGN:
+                kubernetes_validate.validate(each, version, strict=True)
             kinds.add(each["kind"])
-    assert kinds == {
+    assert kinds - {*FOREIGN} == {
         "Deployment", "Job", "NetworkPolicy", "PersistentVolumeClaim", "PodDisruptionBudget", "Secret", "Service",
         "StatefulSet",
     }  # fmt: skip
@@ -169,16 +174,18 @@ def test_every_variable_is_one_of_its_program(root: Path) -> None:
         for _, _, container in containers(objects):
             program = container["command"][0]
             known = {variable for flag in LINES[program]().flags for variable in flag.environment}
-            known |= {"PSDIST_TOKEN_FILE", "MASTER_ADDR", "MASTER_PORT", "TRAIN_JOB"}
+            known |= {"PSDIST_TOKEN_FILE", "MASTER_ADDR", "MASTER_PORT", "TRAIN_JOB", "POD_NAME", "POD_INDEX"}
             assert environ(container).keys() <= known, (name, environ(container).keys() - known)
 
 
 def test_the_programs_understand_their_settings(root: Path, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret")
     token = {"PSDIST_TOKEN_FILE": str(tmp_path / "token")}
-    for objects in variants(root).values():
+    tls = write_tls(tmp_path, make_ca(), "server")
+    files = {"PSDIST_TLS_CA": str(tls.ca), "PSDIST_TLS_CERT": str(tls.cert), "PSDIST_TLS_KEY": str(tls.key)}
+    for name, objects in variants(root).items():
         for _, _, container in containers(objects):
-            variables = environ(container) | token
+            variables = environ(container) | token | (files if name == "tls" else {})
             match container["command"][0]:
                 case "psdist-scheduler":
                     scheduler = scheduler_settings([], variables)
@@ -186,7 +193,9 @@ def test_the_programs_understand_their_settings(root: Path, tmp_path: Path) -> N
                     assert scheduler.credentials.token == "secret" and scheduler.port == 29600
                 case "psdist-server":
                     server = server_settings([], variables)
-                    assert re.fullmatch(r"(psdist|1)-scheduler(-0-0\.1)?:29600", server.scheduler)
+                    both = "psdist-scheduler-0.psdist-scheduler:29600,psdist-scheduler-1.psdist-scheduler:29600"
+                    assert re.fullmatch(rf"(psdist|1)-scheduler(-0-0\.1)?:29600|{both}", server.scheduler)
+                    assert (server.credentials.tls is not None) is (name == "tls") is not server.credentials.insecure
                     assert (server.port, server.data_port) == (29601, 29602)
                 case "psdist-worker":
                     torchrun = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "1"}
@@ -216,18 +225,33 @@ def test_a_name_that_is_no_text_in_yaml_is_refused(name: str) -> None:
         k8s.name_text(name)
 
 
+def question(probe: Object, variables: dict[str, str]) -> tuple[int, str | None]:
+    """Return port and service of a probe. With TLS a program asks, since Kubernetes speaks none."""
+    if variables["PSDIST_INSECURE"] == "1":
+        return probe["grpc"]["port"], probe["grpc"].get("service")
+    program, flag, module, address, seconds, *service = probe["exec"]["command"]
+    assert (program, flag, module) == ("python", "-m", health.__name__) and probe.keys() & {"grpc", "exec"} == {"exec"}
+    assert float(seconds) < probe["timeoutSeconds"] <= probe["periodSeconds"] + 5, "an interpreter takes a while"
+    return int(address.removeprefix("localhost:")), service[0] if service else None
+
+
 def test_probes_ask_services_that_exist(root: Path) -> None:
     for name, objects in variants(root).items():
         for each, _, container in containers(objects):
-            probes = {kind: container[kind]["grpc"] for kind in container if kind.endswith("Probe")}
-            if container["command"] == ["psdist-worker"]:
-                assert not probes, "an agent serves nothing: its exit status says how it is"
-                continue
-            assert probes.keys() == {"startupProbe", "readinessProbe", "livenessProbe"}, (name, each)
-            assert {probe["port"] for probe in probes.values()} == {int(environ(container)["PSDIST_PORT"])}
-            assert probes["startupProbe"]["service"] == probes["livenessProbe"]["service"] == LIVE
-            ready = READY if container["command"] == ["psdist-server"] else None
-            assert probes["readinessProbe"].get("service") == ready
+            variables, program = environ(container), container["command"][0]
+            asked = {kind: question(container[kind], variables) for kind in container if kind.endswith("Probe")}
+            if program == "psdist-worker":
+                assert not asked, "an agent serves nothing: its exit status says how it is"
+            elif program == "psdist-scheduler" and variables.get("PSDIST_STANDBY"):
+                assert not asked, "it listens only once it leads"
+            else:
+                port, ready = int(variables["PSDIST_PORT"]), READY if program == "psdist-server" else None
+                expected = {
+                    "startupProbe": (port, LIVE),
+                    "readinessProbe": (port, ready),
+                    "livenessProbe": (port, LIVE),
+                }
+                assert asked == expected, (name, each)
 
 
 def test_pods_have_time_to_end(root: Path) -> None:
@@ -300,7 +324,19 @@ def test_overlays_change_what_they_say(root: Path) -> None:
     for each, _, container in containers(changed["s3"]):
         if each["metadata"]["name"] != "psdist-workers":
             assert container["envFrom"] == [{"secretRef": {"name": "psdist-s3"}}]
-    assert not [each for each in changed["etcd"] if each["kind"] == "PersistentVolumeClaim"]
+    for name in ("etcd", "standby"):
+        assert not [each for each in changed[name] if each["kind"] == "PersistentVolumeClaim"]
+    (alone,) = [c for each, _, c in containers(changed["etcd"]) if each["metadata"]["name"] == "psdist-scheduler"]
+    (led,) = [c for each, _, c in containers(changed["standby"]) if each["metadata"]["name"] == "psdist-scheduler"]
+    others = {"PSDIST_STANDBY": "1", "POD_NAME": "1", "PSDIST_ADVERTISE": "1.psdist-scheduler:29600"}
+    assert environ(led) == environ(alone) | others
+    assert led["volumeMounts"] == alone["volumeMounts"] and led["resources"] == alone["resources"]
+
+
+def test_more_pods_than_a_certificate_can_name_have_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = generate(tmp_path / "run", "--nodes", "513")
+    assert not (root / "overlays/tls").exists() and (root / "overlays/gpu").exists()
+    assert "overlays/tls is left out: certificates name each pod, and at most 512" in capsys.readouterr().out
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
