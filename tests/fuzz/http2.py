@@ -1,7 +1,7 @@
 """HTTP/2 client for fuzzing: many concurrent gRPC calls on one connection, made from bytes.
 
 It does no more than the fuzzing needs: requests are complete when a call starts, and answers are counted. So a call
-costs a small part of what a client library needs, and a call that waits is ended by a reset of its stream.
+costs a small part of the CPU time of a client library, and a call that waits is ended by a reset of its stream.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ _START_SECONDS: Final = 600
 _PROBE_SECONDS: Final = 5
 _METRICS_PORT: Final = 29603
 #: Pods of workers or servers that a certificate can name: a chain of certificates has at most 100 kB.
-_NAMED_PODS_MAX: Final = 512
+_NAMED_PODS: Final = 512
 _DEFAULT_VERSION: Final = "0"
 
 
@@ -148,7 +148,7 @@ def run(given: Namespace, environ: Mapping[str, str]) -> int:
         raise ConfigurationError(f"{settings.out} cannot be written: {error.strerror}. Choose another --out") from None
     if not _has_tls(settings):
         print(
-            f"overlays/tls is left out: certificates name each pod, and at most {_NAMED_PODS_MAX} of each kind. "
+            f"overlays/tls is left out: certificates name each pod, and at most {_NAMED_PODS} of each kind. "
             f"Use fewer --nodes than {settings.nodes}, with a larger --nproc-per-node, or make certificates otherwise"
         )
     print(
@@ -173,7 +173,7 @@ def files(settings: KubernetesSettings) -> dict[str, str]:
 
 
 def _has_tls(settings: KubernetesSettings) -> bool:
-    return max(settings.nodes, settings.servers) <= _NAMED_PODS_MAX
+    return max(settings.nodes, settings.servers) <= _NAMED_PODS
 
 
 def _dns_names(role: Role, settings: KubernetesSettings) -> list[str]:

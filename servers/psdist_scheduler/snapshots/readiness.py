@@ -1,4 +1,4 @@
-"""Readiness for snapshots: what the run has to save, and what is missing before an attempt can start. Pure.
+"""Readiness for snapshots: the sets and states to save, and those missing before an attempt can start. Pure.
 
 ``snapshots`` makes the attempts; ``schedule`` decides when one is due.
 """
