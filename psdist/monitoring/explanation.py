@@ -356,9 +356,11 @@ class _Division:
     def _lateness(self) -> str:
         """Return the times in which the slowest worker differs from the others."""
         own, busy = self.slowest.own, self.slowest.times.busy
+        computing = self.slowest.times.compute - median(one.times.compute for one in self.others)
+        name = "has a slow link: it " if computing < self.excess / 2 else ""
         if own - self.typical >= busy - self.typical_busy:
-            return f"computes and sends for {_time(own)}, the others for {_time(self.typical)}"
-        return f"computes, sends and receives for {_time(busy)}, the others for {_time(self.typical_busy)}"
+            return f"{name}computes and sends for {_time(own)}, the others for {_time(self.typical)}"
+        return f"{name}computes, sends and receives for {_time(busy)}, the others for {_time(self.typical_busy)}"
 
     # --- changes ------------------------------------------------------------------------------------------------------
 

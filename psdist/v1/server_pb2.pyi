@@ -1,11 +1,23 @@
 from psdist.v1 import common_pb2 as _common_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class Reading(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    READING_UNSPECIFIED: _ClassVar[Reading]
+    READING_HELD: _ClassVar[Reading]
+    READING_RESUMED: _ClassVar[Reading]
+    READING_COMPLETE: _ClassVar[Reading]
+READING_UNSPECIFIED: Reading
+READING_HELD: Reading
+READING_RESUMED: Reading
+READING_COMPLETE: Reading
 
 class Identity(_message.Message):
     __slots__ = ("run_id", "worker_id", "incarnation", "epoch", "parameters")
@@ -22,7 +34,7 @@ class Identity(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., parameters: _Optional[str] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("identity", "step", "codec", "dtype", "pull_dtype", "abstain", "grad_norm", "mark", "held", "weight", "difference", "lr_factor", "written", "settings", "absent", "follows_writes", "attempt", "withdraws")
+    __slots__ = ("identity", "step", "codec", "dtype", "pull_dtype", "abstain", "grad_norm", "mark", "held", "weight", "difference", "lr_factor", "written", "settings", "absent", "follows_writes", "attempt", "withdraws", "reports_reading")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +53,7 @@ class PushHeader(_message.Message):
     FOLLOWS_WRITES_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     WITHDRAWS_FIELD_NUMBER: _ClassVar[int]
+    REPORTS_READING_FIELD_NUMBER: _ClassVar[int]
     identity: Identity
     step: int
     codec: _common_pb2.Codec
@@ -59,7 +72,8 @@ class PushHeader(_message.Message):
     follows_writes: bool
     attempt: int
     withdraws: bool
-    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., step: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., pull_dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., abstain: _Optional[bool] = ..., grad_norm: _Optional[float] = ..., mark: _Optional[int] = ..., held: _Optional[_Union[HeldWeights, _Mapping]] = ..., weight: _Optional[float] = ..., difference: _Optional[_Union[GradientDifference, _Mapping]] = ..., lr_factor: _Optional[float] = ..., written: _Optional[bytes] = ..., settings: _Optional[_Union[GroupSettings, _Mapping]] = ..., absent: _Optional[_Union[ElementRanges, _Mapping]] = ..., follows_writes: _Optional[bool] = ..., attempt: _Optional[int] = ..., withdraws: _Optional[bool] = ...) -> None: ...
+    reports_reading: bool
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., step: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., pull_dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., abstain: _Optional[bool] = ..., grad_norm: _Optional[float] = ..., mark: _Optional[int] = ..., held: _Optional[_Union[HeldWeights, _Mapping]] = ..., weight: _Optional[float] = ..., difference: _Optional[_Union[GradientDifference, _Mapping]] = ..., lr_factor: _Optional[float] = ..., written: _Optional[bytes] = ..., settings: _Optional[_Union[GroupSettings, _Mapping]] = ..., absent: _Optional[_Union[ElementRanges, _Mapping]] = ..., follows_writes: _Optional[bool] = ..., attempt: _Optional[int] = ..., withdraws: _Optional[bool] = ..., reports_reading: _Optional[bool] = ...) -> None: ...
 
 class GroupSettings(_message.Message):
     __slots__ = ("settings",)
@@ -154,13 +168,14 @@ class PushPullRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[PushHeader, _Mapping]] = ..., slice: _Optional[int] = ..., base_version: _Optional[int] = ..., written: _Optional[_Union[Written, _Mapping]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class PushPullResponse(_message.Message):
-    __slots__ = ("slice", "version", "ignored", "staleness", "waiting_for", "differences", "padding", "payload")
+    __slots__ = ("slice", "version", "ignored", "staleness", "waiting_for", "differences", "reading", "padding", "payload")
     SLICE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     IGNORED_FIELD_NUMBER: _ClassVar[int]
     STALENESS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
+    READING_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     slice: int
@@ -169,9 +184,10 @@ class PushPullResponse(_message.Message):
     staleness: int
     waiting_for: str
     differences: Differences
+    reading: Reading
     padding: bytes
     payload: bytes
-    def __init__(self, slice: _Optional[int] = ..., version: _Optional[int] = ..., ignored: _Optional[bool] = ..., staleness: _Optional[int] = ..., waiting_for: _Optional[str] = ..., differences: _Optional[_Union[Differences, _Mapping]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, slice: _Optional[int] = ..., version: _Optional[int] = ..., ignored: _Optional[bool] = ..., staleness: _Optional[int] = ..., waiting_for: _Optional[str] = ..., differences: _Optional[_Union[Differences, _Mapping]] = ..., reading: _Optional[_Union[Reading, str]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class PushRequest(_message.Message):
     __slots__ = ("header", "slice", "base_version", "written", "padding", "payload")
@@ -190,18 +206,20 @@ class PushRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[PushHeader, _Mapping]] = ..., slice: _Optional[int] = ..., base_version: _Optional[int] = ..., written: _Optional[_Union[Written, _Mapping]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class PushResponse(_message.Message):
-    __slots__ = ("slice", "version", "ignored", "staleness", "waiting_for")
+    __slots__ = ("slice", "version", "ignored", "staleness", "waiting_for", "reading")
     SLICE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     IGNORED_FIELD_NUMBER: _ClassVar[int]
     STALENESS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    READING_FIELD_NUMBER: _ClassVar[int]
     slice: int
     version: int
     ignored: bool
     staleness: int
     waiting_for: str
-    def __init__(self, slice: _Optional[int] = ..., version: _Optional[int] = ..., ignored: _Optional[bool] = ..., staleness: _Optional[int] = ..., waiting_for: _Optional[str] = ...) -> None: ...
+    reading: Reading
+    def __init__(self, slice: _Optional[int] = ..., version: _Optional[int] = ..., ignored: _Optional[bool] = ..., staleness: _Optional[int] = ..., waiting_for: _Optional[str] = ..., reading: _Optional[_Union[Reading, str]] = ...) -> None: ...
 
 class PullRequest(_message.Message):
     __slots__ = ("identity", "dtype", "min_version", "slices", "held")

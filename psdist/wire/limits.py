@@ -66,6 +66,11 @@ SERVER_WINDOW_BYTES: Final = 512 << 10
 CLIENT_WINDOW_BYTES: Final = 4 << 20
 #: Unapplied slices of one stream that a server holds; the rest stays in the network.
 HELD_SLICES_MAX: Final = 2
+#: A server that holds so many for longer tells a worker over gRPC: less is not worth a message.
+HELD_REPORT_SECONDS: Final = 0.001
+#: Bytes of a push that count as delivered once they are sent: they take 5 ms at 100 Mbit/s, and small steps need no
+#: timer and no message.
+DELIVERED_BYTES: Final = 64 << 10
 #: Average number of unanswered calls on one connection that may name the same slice.
 SHARED_ROUNDS_MAX: Final = 4
 #: Unfinished calls of one shared-memory or TCP connection. Each bucket of a step is a call.

@@ -80,6 +80,9 @@ class ServerService:
             async for answer in self._answers(call):
                 if isinstance(answer, str):
                     yield server_pb2.PushPullResponse(waiting_for=answer)
+                elif not isinstance(answer, SliceAnswer):
+                    response = server_pb2.PushPullResponse if call.wants_weights else server_pb2.PushResponse
+                    yield response(reading=answer)
                 elif call.wants_weights:
                     store = store or self._admission.store(call.identity.parameters)
                     yield await store.reads.encode(answer, call)
@@ -103,10 +106,12 @@ class ServerService:
                 elif frame.header.HasField("header"):
                     raise _second("header")
                 self._admission.heard(call.identity)
+                call.slots.received_bytes += len(data)
                 last = _check_ascending(frame.header.slice, last)
                 written = frame.header.written if frame.header.HasField("written") else None
                 store.router.push(call, frame.header.slice, frame.header.base_version, frame.payload, written)
                 await call.slots.acquire()
+            call.slots.end()
             call.asked_all()
         except Exception as error:  # The stream raises it; otherwise it would wait for a reader that has ended.
             call.fail(as_psdist_error(error, "reading a push", logger))
@@ -124,6 +129,7 @@ class ServerService:
         store = await self._admission.admit(identity)
         store.check_installed()
         call.read_header(message.header)
+        call.slots.is_reported = message.header.reports_reading
         call.wanted.read_held(message.header.held, store.entry.generation)
         store.gradients.begin_push(call)
         return store
@@ -149,6 +155,7 @@ class ServerService:
                 if isinstance(answer, str):
                     yield server_pb2.PullResponse(waiting_for=answer)
                     continue
+                assert isinstance(answer, SliceAnswer), "only pushes have reports of reading"
                 weights = await store.reads.read(answer.index, call)
                 store.counters.of(call.identity.worker_id).pull_bytes += len(weights.payload)
                 header = server_pb2.PullResponse(
@@ -158,8 +165,8 @@ class ServerService:
         finally:
             self._server.cancel_call(call)
 
-    async def _answers(self, call: Call) -> AsyncIterator[SliceAnswer | str]:
-        """Yield the answers of a call, and between them the reasons why it is waiting."""
+    async def _answers(self, call: Call) -> AsyncIterator[SliceAnswer | server_pb2.Reading | str]:
+        """Yield the answers of a call and reports of its reading, and between them the reasons why it is waiting."""
         while True:
             try:
                 answer = await call.next_answer()

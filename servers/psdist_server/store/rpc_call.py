@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
@@ -127,6 +127,40 @@ class WantedWeights:
             self.held = dict(zip(held.slices, one_for_each(held.versions, held.slices, "versions"), strict=True))
 
 
+class PayloadSlots:
+    """Slots of one call. report: sends a ``Reading`` to the worker, if ``is_reported`` says that it asked for that."""
+
+    def __init__(self, report: Callable[[server_pb2.Reading], None]) -> None:
+        self.is_reported = False
+        #: Bytes of the messages so far.
+        self.received_bytes = 0
+        self._slots = asyncio.Semaphore(limits.HELD_SLICES_MAX)
+        self._report = report
+
+    async def acquire(self) -> None:
+        """Wait until one more payload may be held, and report it if that takes long."""
+        if not (self.is_reported and self._slots.locked()):
+            await self._slots.acquire()
+            return
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(limits.HELD_REPORT_SECONDS, self._report, server_pb2.READING_HELD)
+        try:
+            await self._slots.acquire()
+        finally:
+            timer.cancel()
+        if loop.time() >= timer.when():
+            self._report(server_pb2.READING_RESUMED)
+
+    def release(self) -> None:
+        """Release the slot of a payload."""
+        self._slots.release()
+
+    def end(self) -> None:
+        """Report that the whole push was read, if it is not small."""
+        if self.is_reported and self.received_bytes > limits.DELIVERED_BYTES:
+            self._report(server_pb2.READING_COMPLETE)
+
+
 @dataclass
 class Call:
     """One stream: its sender, the slices that it waits for, and its unsent answers."""
@@ -150,8 +184,8 @@ class Call:
     state: CallState = CallState.ASKING
 
     def __post_init__(self) -> None:
-        self.slots = asyncio.Semaphore(limits.HELD_SLICES_MAX)
-        self._answers: asyncio.Queue[SliceAnswer | PsdistError | None] = asyncio.Queue()
+        self._answers: asyncio.Queue[SliceAnswer | server_pb2.Reading | PsdistError | None] = asyncio.Queue()
+        self.slots = PayloadSlots(self._answers.put_nowait)
 
     def identify(self, identity: Identity) -> None:
         """Set the sender, which the first message names."""
@@ -212,9 +246,9 @@ class Call:
         self.state = CallState.ENDED
         self._answers.put_nowait(None)
 
-    async def next_answer(self) -> SliceAnswer | None:
-        """Return the next answer, or None at the end of the stream. Raises the error of a failed call, and TimeoutError
-        after WAIT_REASON_SECONDS without an answer."""
+    async def next_answer(self) -> SliceAnswer | server_pb2.Reading | None:
+        """Return the next answer or report, or None at the end of the stream. Raises the error of a failed call, and
+        TimeoutError after WAIT_REASON_SECONDS with neither."""
         if self._answers.empty():
             async with asyncio.timeout(limits.WAIT_REASON_SECONDS):
                 answer = await self._answers.get()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from psdist.client.core.push_sequence import PushOptions
 from psdist.client.core.routing import Route
@@ -115,6 +115,7 @@ def _encode_push(push: PushRequest, route: Route) -> Iterator[tuple[int, Callabl
     """Yield one message per slice. The first contains the header."""
     message_type = pb.PushRequest if push.target is None else pb.PushPullRequest
     first = push_header(push, route)
+    first.reports_reading = True
     name_held(first.held, push.target, route, push.progress.unanswered(route.slices))
     header: pb.PushHeader | None = first
     written = push.progress.options.written
@@ -130,27 +131,38 @@ def _pack(message: Any, request: PushRequest | InstallRequest, index: int) -> by
     return frames.pack(message, request.payload(index))
 
 
-def on_answer(request: Request, route: Route, data: bytes) -> str:
-    """Process one message of the route's server. Return its reason if it only reports a wait."""
+class StreamNews(NamedTuple):
+    """News in a message that answers no slice; without any the message is an answer.
+
+    waiting_for: reason of a wait.
+    reading: the server's reading of the push, a ``Reading``.
+    """
+
+    waiting_for: str = ""
+    reading: int = 0
+
+
+def on_answer(request: Request, route: Route, data: bytes) -> StreamNews:
+    """Process one message of the route's server. Return its news if it answers no slice."""
     match request:
         case PushRequest(target=None):
             ack = pb.PushResponse.FromString(data)
-            if not ack.waiting_for:
+            if not (ack.waiting_for or ack.reading):
                 request.progress.answer(ack.slice, ack.version, ack.staleness, ack.ignored)
-            return ack.waiting_for
+            return StreamNews(ack.waiting_for, ack.reading)
         case PushRequest():
             pushed = frames.unpack(pb.PushPullResponse, data)
             answer = pushed.header
-            if not answer.waiting_for:
+            if not (answer.waiting_for or answer.reading):
                 write_weights(request, _result(answer), pushed.payload, route.peer)
                 request.progress.answer(answer.slice, answer.version, answer.staleness, answer.ignored)
-            return answer.waiting_for
+            return StreamNews(answer.waiting_for, answer.reading)
         case PullRequest():
             pulled = frames.unpack(pb.PullResponse, data)
             if not pulled.header.waiting_for:
                 write_weights(request, _result(pulled.header), pulled.payload, route.peer)
                 request.progress.answer(pulled.header.slice, pulled.header.version)
-            return pulled.header.waiting_for
+            return StreamNews(pulled.header.waiting_for)
         case InstallRequest():
             installed = pb.InstallResponse.FromString(data)
             if installed.slices != len(route.slices):
@@ -158,7 +170,7 @@ def on_answer(request: Request, route: Route, data: bytes) -> str:
                     f"{route.peer} installed {installed.slices} of {len(route.slices)} slices of initial values"
                 )
             request.on_installed(route.server, route.slices)
-    return ""
+    return StreamNews()
 
 
 def _result(answer: pb.PushPullResponse | pb.PullResponse) -> pb.SliceResult:

@@ -17,6 +17,7 @@ import grpc.aio
 from psdist.client.core.routing import Route
 from psdist.client.session.wait_tracker import Wait
 from psdist.client.transport.grpc import messages
+from psdist.client.transport.grpc.send_progress import SendProgress
 from psdist.client.transport.grpc.write_queue import WriteQueue
 from psdist.client.transport.requests import Request
 from psdist.client.transport.transport import ServerLoss, Transport, attempt_error
@@ -86,8 +87,9 @@ class GrpcTransport(Transport):
     async def exchange(self, request: Request, route: Route, wait: Wait, loss: ServerLoss) -> None:
         """Run one stream to its end. See ``Transport.exchange``."""
         call = self.open_stream(route.address, messages.method_of(request))
-        send = asyncio.create_task(_send(call, request, route, self._write_queues[route.address], wait))
-        receive = asyncio.create_task(_receive(call, request, route, wait))
+        progress = SendProgress(wait)
+        send = asyncio.create_task(_send(call, request, route, self._write_queues[route.address], progress))
+        receive = asyncio.create_task(_receive(call, request, route, wait, progress))
         try:
             await _until_received(receive, send, loss)
         except grpc.aio.AioRpcError as failure:
@@ -111,7 +113,7 @@ class GrpcTransport(Transport):
             await channel.close()
 
 
-async def _send(call: Any, request: Request, route: Route, queue: WriteQueue, wait: Wait) -> None:
+async def _send(call: Any, request: Request, route: Route, queue: WriteQueue, progress: SendProgress) -> None:
     """Write all messages. If the stream breaks, its reader reports that."""
     with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
         for index, pack in messages.encode(request, route):
@@ -122,15 +124,19 @@ async def _send(call: Any, request: Request, route: Route, queue: WriteQueue, wa
                 await call.write(message)
             finally:
                 queue.release(turn)
-        wait.sent()
+            progress.wrote(len(message))
+        progress.finish()
         await call.done_writing()
 
 
-async def _receive(call: Any, request: Request, route: Route, wait: Wait) -> None:
+async def _receive(call: Any, request: Request, route: Route, wait: Wait, progress: SendProgress) -> None:
     """Process answers until the stream ends."""
     async for data in call:
-        if reason := messages.on_answer(request, route, data):
-            wait.update_reason(reason)
+        news = messages.on_answer(request, route, data)
+        if news.waiting_for:
+            wait.update_reason(news.waiting_for)
+        elif news.reading:
+            progress.on_reading(news.reading)
         else:
             wait.progress()
 

@@ -17,9 +17,8 @@ from typing import Final
 
 from psdist.client.session.wait_tracker import Wait
 from psdist.link.frame_connection import FrameConnection, unacknowledged_bytes
+from psdist.wire.limits import DELIVERED_BYTES
 
-#: Bytes that count as delivered: they take 5 ms at 100 Mbit/s, and small steps need no timer.
-DELIVERED_BYTES: Final = 64 << 10
 #: First and longest interval between two polls.
 _POLL_SECONDS: Final = 0.001
 _LONGEST_POLL_SECONDS: Final = 0.02

@@ -9,7 +9,8 @@ import pytest
 
 from psdist.client.session.wait_tracker import Wait
 from psdist.client.transport.tcp import send_monitor
-from psdist.client.transport.tcp.send_monitor import DELIVERED_BYTES, SendMonitor
+from psdist.client.transport.tcp.send_monitor import SendMonitor
+from psdist.wire.limits import DELIVERED_BYTES
 
 
 class Reports:

@@ -16,7 +16,6 @@ from psdist.client.core.routing import Route
 from psdist.client.session.wait_tracker import WaitTracker
 from psdist.client.transport.buffer_pool import PullTarget
 from psdist.client.transport.requests import ByteCounters, PullRequest, PushRequest, RequestIdentity
-from psdist.client.transport.tcp.send_monitor import DELIVERED_BYTES
 from psdist.client.transport.tcp.stream import TcpStream
 from psdist.compression import resolve
 from psdist.errors import InternalError, LimitExceededError, ServerLostError, ServerUnreachableError
@@ -24,6 +23,7 @@ from psdist.metrics.phases import Phase
 from psdist.types import Slicing
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import limits, status
+from psdist.wire.limits import DELIVERED_BYTES
 
 SLICING = Slicing(100, 10)
 ROUTE = Route("server-0", 1, "host:1", 1, tuple(range(10)))
