@@ -154,9 +154,12 @@ class GroupFormations:
             return
         if identity not in map(_identity, event.members):
             raise InvalidArgumentError(f"the caller is not in the group {event.name!r} that it names")
-        formation.epoch, formation.members, formation.tickets = event.epoch, event.members, {}
+        formation.epoch, formation.members = event.epoch, event.members
         formation.is_adopted = True
-        formation.asking = {key: one for key, one in formation.asking.items() if not one.event.epoch}
+        joining = {key: one for key, one in formation.asking.items() if not one.event.epoch and key != identity}
+        formation.asking = joining
+        # A member that asks to join has left the group. The caller names it as its own, whatever it asked before.
+        formation.tickets = {key: _LEFT for key in joining if formation.includes(key)}
 
     def _note(self, formation: _Formation, asking: _Asking, identity: _Identity) -> None:
         event = asking.event
