@@ -75,6 +75,7 @@ class EtcdClient:
         """Return a key with its value and revisions, or None. Raises StorageError after ``seconds``."""
         request = pb.EtcdRangeRequest(key=key)
         answer = self._call(_KV + "Range", request, pb.EtcdRangeResponse, seconds)
+        _check_page(answer, key, key + b"\0")
         return answer.kvs[0] if answer.kvs else None
 
     def range(self, start: bytes, end: bytes, seconds: float) -> list[pb.EtcdKeyValue]:
@@ -84,6 +85,7 @@ class EtcdClient:
         found: list[pb.EtcdKeyValue] = []
         while True:
             answer = self._call(_KV + "Range", request, pb.EtcdRangeResponse, seconds)
+            _check_page(answer, request.key, end)
             found += answer.kvs
             if not answer.more:
                 return found
@@ -152,6 +154,18 @@ class EtcdClient:
                     f"{reason}{_remedy(reason)}"
                 )
             time.sleep(_PAUSE_SECONDS)  # In the thread of the store or of the lease.
+
+
+def _check_page(answer: pb.EtcdRangeResponse, start: bytes, end: bytes) -> None:
+    """Raise StorageError unless the keys of an answer belong to its request, in order: others might never end."""
+    for kv in answer.kvs:
+        if not start <= kv.key < end:
+            raise StorageError(f"etcd answered a range from {start!r:.200} with the key {kv.key!r:.200}: is it etcd?")
+        start = kv.key + b"\0"
+    if answer.more and not answer.kvs:
+        raise StorageError(
+            f"etcd answered a range from {start!r:.200} with no key, and says that more follow: is it etcd?"
+        )
 
 
 def _remedy(reason: str | None) -> str:

@@ -25,6 +25,8 @@ from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Final, TypeVar
 
+import msgspec
+
 from psdist.errors import ConfigurationError, PsdistError, StorageError
 from psdist.settings.config import EtcdLocation, check_run_id
 from psdist.v1 import etcd_pb2 as pb
@@ -65,6 +67,17 @@ class _Head:
     @property
     def value(self) -> bytes:
         return json.dumps(asdict(self), separators=(",", ":")).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class _Format:
+    """The part of a head that all formats share."""
+
+    format: int
+
+
+#: An event, as JSON: the fields of EventRecord.
+_EVENT: Final = tuple[int, float, str, bool, str]
 
 
 class EtcdStore(Store):
@@ -123,8 +136,11 @@ class EtcdStore(Store):
     def load_events(self) -> list[EventRecord]:
         start = self._prefix + b"events/"
         try:
-            return [EventRecord(*json.loads(kv.value)) for kv in self._client.range(start, _end(start), START_SECONDS)]
-        except (ValueError, TypeError) as error:
+            return [
+                EventRecord(*msgspec.json.decode(kv.value, type=_EVENT))
+                for kv in self._client.range(start, _end(start), START_SECONDS)
+            ]
+        except (ValueError, msgspec.MsgspecError) as error:  # Texts that are not UTF-8 raise the first.
             raise self._unusable(f"an event does not parse: {error}") from None
 
     def write_events(self, records: Sequence[EventRecord]) -> None:
@@ -158,10 +174,9 @@ class EtcdStore(Store):
         if found is None:
             return _Head(""), 0
         try:
-            content = json.loads(found.value)
-            version = int(content["format"])
-            head = _Head(**content) if version == FORMAT else None
-        except (ValueError, LookupError, TypeError) as error:
+            version = msgspec.json.decode(found.value, type=_Format).format
+            head = msgspec.json.decode(found.value, type=_Head) if version == FORMAT else None
+        except (ValueError, msgspec.MsgspecError) as error:
             raise self._unusable(f"its head does not parse: {error}") from None
         if head is None:
             raise ConfigurationError(
@@ -181,10 +196,14 @@ class EtcdStore(Store):
         first, last = self._head.first, self._head.last
         parts: dict[int, list[bytes]] = {}
         for kv in self._client.range(self._log_key(first), self._log_key(last + 1), START_SECONDS):
-            parts.setdefault(int(kv.key.split(b"/")[-2]), []).append(kv.value)
-        missing = [number for number in range(first, last + 1) if number not in parts]
-        if missing:
-            raise self._unusable(f"change {missing[0]} of {first} to {last} is missing")
+            name = kv.key.removeprefix(self._prefix + b"log/").partition(b"/")[0]
+            if not name.isdigit():
+                raise self._unusable(f"{kv.key!r:.200} is no key of its log")
+            parts.setdefault(int(name), []).append(kv.value)
+        # The head may claim any number of changes: stop at the first that does not exist.
+        missing = next((number for number in range(first, last + 1) if number not in parts), None)
+        if missing is not None:
+            raise self._unusable(f"change {missing} of {first} to {last} is missing")
         try:
             for number in range(first, last + 1):
                 self._state.write(log.decode(b"".join(parts[number])))

@@ -25,6 +25,8 @@ logger = logging.getLogger("psdist.scheduler")
 
 #: Seconds that the lease of a dead leader lasts. etcd makes shorter ones longer.
 LEASE_SECONDS: Final = 3
+#: Longest lease to believe in: etcd gives the requested time, or its election timeout of at most 50 s if longer.
+_LEASE_MAX_SECONDS: Final = 75
 _RENEW_SECONDS: Final = 0.5
 #: Pause between two looks at the leader key.
 POLL_SECONDS: Final = 0.25
@@ -58,7 +60,7 @@ class Leadership:
         #: Why the lease ended before its time.
         self._cause = ""
         self._ended = threading.Event()
-        self._renewing = threading.Thread(target=self._renew, name="leader lease", daemon=True)
+        self._renewing = threading.Thread(target=self._renew_repeatedly, name="leader lease", daemon=True)
 
     def take(self) -> Leader | None:
         """Try to become the leader. Returns None if this process leads now, otherwise the leader. Raises
@@ -82,9 +84,14 @@ class Leadership:
         """The comparison that is true while this process leads."""
         return created_at(self._key, self.revision)
 
+    @property
+    def seconds_left(self) -> float:
+        """Time for which the lease holds by this process's clock; negative after its end."""
+        return self._until - time.monotonic()
+
     def check(self, reason: str = "") -> None:
         """Return if the lease holds. reason: what went wrong meanwhile. Raises LeadershipLostError."""
-        late = time.monotonic() - self._until
+        late = -self.seconds_left
         if late >= 0 or self._ended.is_set():
             raise self.lost(self._cause or reason or f"its lease in etcd ended {max(late, 0.0):.1f} s ago")
 
@@ -96,25 +103,30 @@ class Leadership:
             "it by themselves. Start this one again with --standby"
         )
 
-    def _renew(self) -> None:
+    def _renew_repeatedly(self) -> None:
         while not self._ended.wait(_RENEW_SECONDS):
-            asked = time.monotonic()
             try:
-                ttl = self._client.keep_alive(self._lease, max(_RENEW_SECONDS, self._until - asked))
-                if not ttl:
-                    self._end(asked, "its lease ended in etcd")
-                    return
-                self._until = asked + ttl
-                # The lease outlives a key that somebody deletes. Another scheduler would lead beside this one.
-                held = self._client.get(self._key, ATTEMPT_SECONDS)
-                if held is None or held.create_revision != self.revision:
-                    self._end(asked, "its leader key was deleted")
+                if not self.renew():
                     return
             except StorageError as error:
                 logger.warning("the lease of the leading scheduler could not be renewed: %s", error)
 
-    def _end(self, when: float, cause: str) -> None:
+    def renew(self) -> bool:
+        """Renew the lease. False if the leadership has ended. Raises StorageError."""
+        asked = time.monotonic()
+        ttl = self._client.keep_alive(self._lease, max(_RENEW_SECONDS, self._until - asked))
+        if ttl <= 0:
+            return self._end(asked, "its lease ended in etcd")
+        self._until = asked + min(ttl, _LEASE_MAX_SECONDS)
+        # The lease outlives a key that somebody deletes. Another scheduler would lead beside this one.
+        held = self._client.get(self._key, ATTEMPT_SECONDS)
+        if held is None or held.create_revision != self.revision:
+            return self._end(asked, "its leader key was deleted")
+        return True
+
+    def _end(self, when: float, cause: str) -> bool:
         self._cause, self._until = cause, min(self._until, when)
+        return False
 
     def resign(self) -> None:
         """Give up the leader key, so that another scheduler can lead immediately."""
