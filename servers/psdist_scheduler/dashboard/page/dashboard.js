@@ -4,7 +4,10 @@
 (() => {
   const POINTS = 300;
   const LATE_SECONDS = 4;
-  const PANELS_MS = 6;  // Of a frame, which has 16.
+  const PANELS_MS = 4;  // Of a frame, which has 16, also for layout and painting.
+  const ROWS_AT_ONCE = 10;
+  const SCROLL_MS = 150;  // So long after its last movement a page is being scrolled.
+  const SCROLLED_SHOW_MS = 1000;  // News is shown so often meanwhile.
   const PHASES = ["compute", "push", "wait", "pull"];
   const $ = (id) => document.getElementById(id);
 
@@ -15,7 +18,9 @@
   let refusal = "";  // Why this page does not follow the run; empty if it does.
   let scheduled = false;
   let outdated = false;  // News came while the panels were being shown.
-  let pending = [];  // Panels that are still to be shown.
+  let pending = [];  // Panels that are still to be shown, or the rest of one.
+  let shownAt = -Infinity;
+  let scrolledAt = -Infinity;
   const curves = { recent: [], whole: [], stride: 1, skipped: 0 };
 
   // --- state ---
@@ -72,10 +77,15 @@
 
   // --- text ---
 
+  // Made once: toLocaleString and localeCompare make theirs for each value.
+  const NUMBERS = new Intl.NumberFormat("en");
+  const TIMES = new Intl.DateTimeFormat([], { hour12: false, timeStyle: "medium" });
+  const NAMES = new Intl.Collator("en", { numeric: true });
+
   function number(value, digits = 3) {
     if (value === undefined || value === null) return "";
     if (value !== 0 && Math.abs(value) < 0.001) return value.toExponential(1);
-    return Number(value.toPrecision(digits)).toLocaleString("en");
+    return NUMBERS.format(Number(value.toPrecision(digits)));
   }
 
   function bytes(value) {
@@ -92,8 +102,8 @@
     return seconds < 172800 ? `${number(seconds / 3600, 2)} h` : `${Math.round(seconds / 86400)} days`;
   }
 
-  const clock = (time) => new Date(1000 * time).toLocaleTimeString([], { hour12: false });
-  const plural = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
+  const clock = (time) => TIMES.format(new Date(1000 * time));
+  const plural = (count, noun) => `${NUMBERS.format(count)} ${noun}${count === 1 ? "" : "s"}`;
 
   // --- elements ---
 
@@ -109,13 +119,16 @@
     return element;
   }
 
-  // Keep one row for each key, in this order. columns: [class of the cell, header cell?]. fill: changes a row's cells.
-  function rows(body, entries, columns, fill) {
+  // Keep one row for each key, in this order. columns: class of each cell. fill: changes a row's cells. Yields between
+  // some rows. A value that is an array is never changed, so its row is filled once.
+  function* rows(body, entries, columns, fill) {
     const known = (body.known ||= new Map());
     const keys = new Set(entries.map(([key]) => key));
     for (const [key, row] of known) if (!keys.has(key)) { row.remove(); known.delete(key); }
     let before = null;
+    let count = 0;
     for (const [key, value] of entries) {
+      if (count++ % ROWS_AT_ONCE === ROWS_AT_ONCE - 1) yield;
       let row = known.get(key);
       if (!row) {
         row = make("tr");
@@ -127,7 +140,8 @@
       }
       const next = before ? before.nextSibling : body.firstChild;
       if (next !== row) body.insertBefore(row, next);
-      fill(row.cells, value, key, row);
+      if (!Array.isArray(value) || row.filled !== value) fill(row.cells, value, key, row);
+      row.filled = value;
       before = row;
     }
   }
@@ -142,9 +156,9 @@
   // --- panels ---
 
   const byRank = ([, a], [, b]) => (a.rank ?? 0) - (b.rank ?? 0);
-  const byName = ([a], [b]) => a.localeCompare(b, "en", { numeric: true });
+  const byName = ([a], [b]) => NAMES.compare(a, b);
 
-  function showHeader() {
+  function* showHeader() {
     const run = state.run;
     set($("run-id"), run.id);
     const alive = (members) => Object.values(members).filter((one) => one.state === "live").length;
@@ -164,7 +178,7 @@
   }
 
   let announced = new Set();
-  function showProblems() {
+  function* showProblems() {
     list($("problems"), state.problems.map((one) => one.text), "none");
     $("problems-panel").classList.toggle("bad", state.problems.length > 0);
     const current = new Map(state.problems.map((one) => [`${one.who} ${one.kind}`, one.text]));
@@ -173,7 +187,7 @@
     announced = new Set(current.keys());
   }
 
-  function showWaits() {
+  function* showWaits() {
     const members = { ...state.workers, ...state.servers };
     const own = Object.keys(members).sort().flatMap((id) => (members[id].waits || []).map((text) => `${id}: ${text}`));
     list($("waits"), [...state.waits, ...own].slice(0, 40), "nothing");
@@ -217,12 +231,12 @@
     return Object.entries(one.links || {}).map(([name, count]) => `${count} ${name.split("|")[0]}`).join(", ");
   }
 
-  function showWorkers() {
+  function* showWorkers() {
     const bad = new Set(state.problems.map((one) => one.who));
     const all = Object.entries(state.workers).sort(byRank);
     const shown = $("only-problems").checked ? all.filter(([id]) => bad.has(id)) : all;
     set($("workers-count"), `${plural(all.filter(([, one]) => one.state === "live").length, "live worker")} of ${all.length}`);
-    rows($("workers"), shown, ["", "", "bars", "number", "number opt", "number opt", "opt", ""], (cells, one, id, row) => {
+    yield* rows($("workers"), shown, ["", "", "bars", "number", "number opt", "number opt", "opt", ""], (cells, one, id, row) => {
       row.classList.toggle("bad", bad.has(id));
       set(cells[0], id);
       showState(cells[1], one);
@@ -235,12 +249,12 @@
     });
   }
 
-  function showServers() {
+  function* showServers() {
     const bad = new Set(state.problems.map((one) => one.who));
     const all = Object.entries(state.servers).sort(byName);
     set($("servers-count"), `${plural(all.filter(([, one]) => one.state === "live").length, "live server")} of ${all.length}`);
     const columns = ["", "", "number", "number", "number", "number opt", "number opt", "number opt", "number", ""];
-    rows($("servers"), all, columns, (cells, one, id, row) => {
+    yield* rows($("servers"), all, columns, (cells, one, id, row) => {
       row.classList.toggle("bad", bad.has(id));
       set(cells[0], id);
       showState(cells[1], one);
@@ -265,7 +279,7 @@
     return texts.join("; ") || "none";
   }
 
-  function showShards() {
+  function* showShards() {
     const place = $("shards");
     const known = (place.known ||= new Map());
     for (const [name, part] of known) if (!state.parameters[name]) { part.box.remove(); known.delete(name); }
@@ -277,7 +291,7 @@
       const shards = Object.entries(one.shards);
       set(part.text, `${one.state}: ${plural(one.tensors, "tensor")}, ${plural(one.elements, "element")}, `
         + `${plural(one.slices, "slice")} in ${plural(shards.length, "shard")}; ${one.consistency}, ${one.optimizer}`);
-      rows(part.body, shards, ["", "", "", "number opt"], (cells, shard, index, row) => {
+      yield* rows(part.body, shards, ["", "", "", "number opt"], (cells, shard, index, row) => {
         row.classList.toggle("bad", Boolean(shard.lost));
         set(cells[0], index);
         set(cells[1], shard.lost ? "lost" : shard.primary);
@@ -302,8 +316,8 @@
     return { box, title, text, region, body: table.appendChild(make("tbody")) };
   }
 
-  function showTraffic() {
-    rows($("traffic"), Object.entries(state.traffic), ["", "", "", "number", "number", "number"], (cells, row, key) => {
+  function* showTraffic() {
+    yield* rows($("traffic"), Object.entries(state.traffic), ["", "", "", "number", "number", "number"], (cells, row, key) => {
       const names = key.split("|");
       for (const at of [0, 1, 2]) set(cells[at], names[at] || "–");
       set(cells[3], row[0]);
@@ -323,7 +337,7 @@
     list($("reasons"), texts, "");
   }
 
-  function showSnapshots() {
+  function* showSnapshots() {
     const one = state.snapshots;
     set($("snapshot-text"), !one ? "This run has no storage: without snapshots and copies a lost server loses training."
       : `${one.policy}, in ${one.storage}${one.restored ? `; this run resumed from ${one.restored}` : ""}`);
@@ -332,7 +346,7 @@
     const wait = attempt && attempt.waiting_for ? `, waiting for ${attempt.waiting_for}` : "";
     set($("snapshot-attempt"), attempt ? `Saving now: ${attempt.phase}${share}${wait}` : "");
     const committed = ((one && one.committed) || []).slice().sort((a, b) => b.time - a.time);
-    rows($("snapshots"), committed.map((each) => [each.directory, each]),
+    yield* rows($("snapshots"), committed.map((each) => [each.directory, each]),
       ["", "", "number", "number", "number", "opt"], (cells, each) => {
         set(cells[0], each.directory);
         set(cells[1], Object.entries(each.steps).map(([name, step]) => `${name} ${step}`).join(", "));
@@ -343,9 +357,9 @@
       });
   }
 
-  function showEvents() {
+  function* showEvents() {
     const found = Object.entries(state.events).sort(([a], [b]) => b - a);
-    rows($("events"), found, ["number", "kind", ""], (cells, [time, kind, text, warning]) => {
+    yield* rows($("events"), found, ["number", "kind", ""], (cells, [time, kind, text, warning]) => {
       set(cells[0], clock(time));
       set(cells[1], warning ? `warning: ${kind}` : kind);
       cells[1].className = warning ? "kind warning" : "kind soft";
@@ -356,6 +370,8 @@
   // --- curves ---
 
   const charts = new Map();
+  const sizes = new Map();  // Of the charts. Asking for them would make the browser lay out the page at once.
+  const dark = matchMedia("(prefers-color-scheme: dark)");
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
   function points() {
@@ -378,7 +394,7 @@
     select.disabled = !names.length;
   }
 
-  function showCurves() {
+  function* showCurves() {
     showMetrics();
     const metric = $("metric").value;
     const found = points();
@@ -395,18 +411,22 @@
   }
 
   function draw(id, names, found, read) {
+    const size = sizes.get(id);
+    if (!size) return;
     const place = $(id);
-    const data = [found.map((one) => one.time), ...names.map((name) => found.map((one) => read(one, name) ?? null))];
-    const width = Math.max(200, place.clientWidth);
-    const key = `${names.join("\n")} ${width} ${place.clientHeight} ${color("--text")}`;
     const old = charts.get(id);
-    if (old && old.key === key) { old.chart.setData(data); return; }
+    const theme = `${document.documentElement.dataset.theme} ${dark.matches}`;
+    const key = `${names.join("\n")} ${size.width} ${size.height} ${theme}`;
+    const shown = `${found.length} ${found.at(-1)?.time} ${$("span").value}`;
+    if (old && old.key === key && old.shown === shown) return;
+    const data = [found.map((one) => one.time), ...names.map((name) => found.map((one) => read(one, name) ?? null))];
+    if (old && old.key === key) { old.chart.setData(data); old.shown = shown; return; }
     if (old) old.chart.destroy();
     const [text, line] = [color("--soft"), color("--line")];
     const strokes = ["--compute", "--push", "--pull", "--accent", "--bad", "--warn"].map(color);
     const axis = { stroke: text, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 } };
     const chart = new uPlot({
-      width, height: place.clientHeight, cursor: { drag: { x: false, y: false } }, legend: { show: names.length > 1 },
+      width: Math.max(200, size.width), height: size.height, cursor: { drag: { x: false, y: false } }, legend: { show: names.length > 1 },
       scales: { x: { time: true } },
       axes: [axis, { ...axis, size: 64, values: (_, values) => values.map((value) => number(value, 4)) }],
       series: [{}, ...names.map((name, at) => ({
@@ -414,7 +434,7 @@
         points: { show: found.length < 3 }, value: (_, value) => number(value, 4),
       }))],
     }, data, place);
-    charts.set(id, { key, chart });
+    charts.set(id, { key, shown, chart });
   }
 
   // --- all ---
@@ -427,8 +447,12 @@
     if (!state || !state.run || document.hidden) { pending = []; scheduled = outdated = false; return; }
     const began = performance.now();
     do {
-      const part = pending.shift();
-      try { part(); } catch (error) { console.error(part.name, error); }  // One panel must not take the others along.
+      try {
+        if (pending[0].next().done) pending.shift();
+      } catch (error) {  // One panel must not take the others along.
+        console.error(PANELS.at(-pending.length).name, error);
+        pending.shift();
+      }
     } while (pending.length && performance.now() - began < PANELS_MS);
     if (pending.length) { requestAnimationFrame(show); return; }
     showConnection();
@@ -440,7 +464,15 @@
     outdated = scheduled;  // The panels that are shown already lack the newest state.
     if (scheduled) return;
     scheduled = true;
-    pending = [...PANELS];
+    const now = performance.now();
+    const pause = now - scrolledAt < SCROLL_MS ? shownAt + SCROLLED_SHOW_MS - now : 0;
+    if (pause > 0) setTimeout(begin, pause);
+    else begin();
+  }
+
+  function begin() {
+    shownAt = performance.now();
+    pending = PANELS.map((panel) => panel());
     requestAnimationFrame(show);
   }
 
@@ -518,7 +550,13 @@
   });
   for (const id of ["metric", "span", "only-problems"]) $(id).addEventListener("change", schedule);
   addEventListener("resize", schedule);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", schedule);
+  addEventListener("scroll", () => { scrolledAt = performance.now(); }, { capture: true, passive: true });
+  dark.addEventListener("change", schedule);
+  const observer = new ResizeObserver((all) => {
+    for (const { target, contentRect } of all) if (contentRect.width) sizes.set(target.id, contentRect);
+    schedule();
+  });
+  for (const id of ["chart-reported", "chart-rate"]) observer.observe($(id));
   document.addEventListener("visibilitychange", schedule);
   addEventListener("hashchange", enter);
   setInterval(() => { if (!document.hidden) showConnection(); }, 1000);
