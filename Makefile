@@ -154,6 +154,7 @@ fuzz: $(VENV)/.dev kernels
 	$(BIN)/python -m tests.fuzz.rpcs --calls $(CALLS)
 	$(BIN)/python -m tests.fuzz.rpcs --calls $$(($(CALLS) / 10)) --wild
 	$(BIN)/python -m tests.fuzz.ports --inputs $(CALLS)
+	$(BIN)/python -m tests.fuzz.etcd --inputs $(CALLS)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis psdist-runs .bench .fuzz .site
