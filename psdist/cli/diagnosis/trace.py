@@ -66,7 +66,7 @@ def run(given: Namespace, environ: Mapping[str, str]) -> int:
         except KeyboardInterrupt:
             recording.reason = "ended by Ctrl-C"
         except SchedulerUnreachableError as error:
-            if not recording.spans:
+            if not any(map(recording.has_spans, recording.members)):
                 raise
             recording.reason = f"the scheduler is gone, so spans may be missing: {error}"
         if not (traced := recording.processes()):
@@ -142,8 +142,12 @@ class Recording:
                 self._details(name, clocks[name].offset),
             )
             for is_server, rank, name in sorted(traced)
-            if self.spans[name]
+            if self.has_spans(name)
         ]
+
+    def has_spans(self, name: str) -> bool:
+        """True if a span of a member has arrived. Members also tell how many there are."""
+        return any(message.kinds for message in self.spans[name])
 
     def _details(self, name: str, offset: int) -> dict[str, Any]:
         member = self.members[name]
