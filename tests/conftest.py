@@ -13,7 +13,6 @@ import signal
 import sys
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 
 import hypothesis
 import psutil
@@ -25,8 +24,6 @@ hypothesis.settings.register_profile("psdist", deadline=None, max_examples=20)
 hypothesis.settings.register_profile("full", deadline=None, max_examples=300)
 hypothesis.settings.load_profile("psdist")
 
-#: Has the module that Python imports in each program at its start.
-_STARTUP = Path(__file__).resolve().parent / "support" / "startup"
 #: Inherited by every process that the tests start, however deep, so that survivors can be told from strangers.
 _MARK = "PSDIST_TEST_SESSION"
 #: In which a process whose parent is gone has ended, also on a machine that does much else.
@@ -61,8 +58,6 @@ def pytest_configure(config: pytest.Config) -> None:
     # this so that nothing lies about, but the kernels' cache does anyway.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
-    # Hundreds of programs import libraries; most of the collections of garbage on the way find none.
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_STARTUP), os.environ.get("PYTHONPATH")]))
     # Tests read the lines of scheduler and servers as a person would.
     os.environ["PSDIST_LOG_FORMAT"] = "console"
     # Runs of tests about other subjects spend no time on snapshots and leave none.
