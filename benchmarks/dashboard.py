@@ -6,7 +6,7 @@ The real page follows the real server over HTTP: a made-up run with 100 workers,
 whose numbers change with every reading. A script scrolls the page, and the browser reports the time of each frame.
 
 Two controls are scrolled in the same way in turn, by the same browser: an empty page of the same height, and the
-dashboard of a run that stands still. Without a GPU the browser paints on the CPU, and other programs take the CPU from
+dashboard of a run without news. Without a GPU the browser paints on the CPU, and other programs take the CPU from
 it. Prints the intervals between the frames of each, the bytes of the page, and those of the stream.
 """
 

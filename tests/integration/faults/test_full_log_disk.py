@@ -50,7 +50,7 @@ def disk(tmp_path: Path) -> Iterator[Mount]:
 
 
 def train(logs: Path, script: Path) -> tuple[str, list[int]]:
-    """Run scheduler, server and worker, each of which logs to a file in ``logs``. Returns what the worker printed, and
+    """Run scheduler, server and worker, each with a log file in ``logs``. Returns the output of the worker, and
     the exit statuses."""
     port = free_port("127.0.0.1")
     environ = {**os.environ, **_BUFFERED, "PSDIST_SCHEDULER": f"127.0.0.1:{port}", "PSDIST_TOKEN": "secret"}
