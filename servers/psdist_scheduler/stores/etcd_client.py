@@ -22,6 +22,8 @@ T = TypeVar("T")
 #: Time in seconds for one endpoint to answer. Without an answer the next one is asked.
 ATTEMPT_SECONDS: Final = 1.0
 _PAUSE_SECONDS: Final = 0.05
+#: Number of times that a range restarts from its first page.
+_RESTARTS: Final = 5
 _KV: Final = "/etcdserverpb.KV/"
 _LEASE: Final = "/etcdserverpb.Lease/"
 #: Another endpoint may answer, or the same one a little later. An endpoint without a leader of its own says UNKNOWN.
@@ -81,6 +83,16 @@ class EtcdClient:
     def range(self, start: bytes, end: bytes, seconds: float) -> list[pb.EtcdKeyValue]:
         """Return the keys from ``start`` up to, and without, ``end``, all of one revision, in order. Raises
         StorageError."""
+        for _ in range(_RESTARTS):
+            try:
+                return self._pages(start, end, seconds)
+            except StorageError as error:
+                # Somebody has compacted the revision of the first page. The next first page has a newer one.
+                if error.details.get("status") != grpc.StatusCode.OUT_OF_RANGE.name:
+                    raise
+        return self._pages(start, end, seconds)
+
+    def _pages(self, start: bytes, end: bytes, seconds: float) -> list[pb.EtcdKeyValue]:
         request = pb.EtcdRangeRequest(key=start, range_end=end, limit=limits.ETCD_PAGE_KEYS)
         found: list[pb.EtcdKeyValue] = []
         while True:
@@ -151,7 +163,8 @@ class EtcdClient:
             if code not in _PASSING or not repeats or until - time.monotonic() <= _PAUSE_SECONDS:
                 raise StorageError(
                     f"etcd does not carry out {method.rpartition('/')[2]} (last asked: {failed}): {code.name}: "
-                    f"{reason}{_remedy(reason)}"
+                    f"{reason}{_remedy(reason)}",
+                    status=code.name,
                 )
             time.sleep(_PAUSE_SECONDS)  # In the thread of the store or of the lease.
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import count
 from typing import Final
 
 from psdist.errors import LeadershipLostError, StorageError
@@ -27,7 +28,9 @@ logger = logging.getLogger("psdist.scheduler")
 LEASE_SECONDS: Final = 3
 #: Longest lease to believe in: etcd gives the requested time, or its election timeout of at most 50 s if longer.
 _LEASE_MAX_SECONDS: Final = 75
-_RENEW_SECONDS: Final = 0.5
+_RENEW_SECONDS: Final = 1.0
+#: Renewals between two looks at this process's own leader key, which only somebody who edits etcd deletes.
+_LOOK_EVERY: Final = 3
 #: Pause between two looks at the leader key.
 POLL_SECONDS: Final = 0.25
 #: Longest time for etcd to answer before this process leads, and when it ends.
@@ -104,25 +107,32 @@ class Leadership:
         )
 
     def _renew_repeatedly(self) -> None:
-        while not self._ended.wait(_RENEW_SECONDS):
+        for number in count(1):
+            if self._ended.wait(_RENEW_SECONDS):
+                return
             try:
-                if not self.renew():
+                if not self.renew(looks=number % _LOOK_EVERY == 0):
                     return
             except StorageError as error:
                 logger.warning("the lease of the leading scheduler could not be renewed: %s", error)
 
-    def renew(self) -> bool:
-        """Renew the lease. False if the leadership has ended. Raises StorageError."""
+    def renew(self, *, looks: bool = True) -> bool:
+        """Renew the lease. looks: also look at the leader key. False if the leadership has ended. Raises
+        StorageError."""
         asked = time.monotonic()
         ttl = self._client.keep_alive(self._lease, max(_RENEW_SECONDS, self._until - asked))
         if ttl <= 0:
             return self._end(asked, "its lease ended in etcd")
         self._until = asked + min(ttl, _LEASE_MAX_SECONDS)
-        # The lease outlives a key that somebody deletes. Another scheduler would lead beside this one.
-        held = self._client.get(self._key, ATTEMPT_SECONDS)
-        if held is None or held.create_revision != self.revision:
+        if looks and self._is_key_gone():
             return self._end(asked, "its leader key was deleted")
         return True
+
+    def _is_key_gone(self) -> bool:
+        """Return True if the leader key is not this process's. The lease outlives a key that somebody deletes, and
+        another scheduler would lead beside this one. Raises StorageError."""
+        held = self._client.get(self._key, ATTEMPT_SECONDS)
+        return held is None or held.create_revision != self.revision
 
     def _end(self, when: float, cause: str) -> bool:
         self._cause, self._until = cause, min(self._until, when)

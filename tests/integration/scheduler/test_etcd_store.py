@@ -19,6 +19,8 @@ import pytest
 from psdist.errors import ConfigurationError, LeadershipLostError, StorageError
 from psdist.settings.config import EtcdLocation, store_location
 from psdist.types import Layout, TensorSpec
+from psdist.v1 import etcd_pb2 as pb
+from psdist.wire import limits
 from psdist_scheduler.events.cluster_events import Persist
 from psdist_scheduler.events.cluster_state import EventRecord, StoredState
 from psdist_scheduler.stores import etcd_store, leadership
@@ -303,6 +305,55 @@ def test_another_run_and_other_content_are_refused(place: EtcdLocation, client: 
     client.transact([], [put(head, found.value), put(log + b"%012d/0000" % 1, b"\x00")], 10.0)
     with pytest.raises(ConfigurationError, match="change 1: it is not a change"):
         opened(place)
+
+
+def test_a_store_of_a_newer_release_is_refused_and_stays_as_it_is(place: EtcdLocation, client: EtcdClient) -> None:
+    store = opened(place)
+    store.write(Persist(1, (MEMBER,)))
+    store.write_events([EventRecord(1, 5.0, "join", False, "x")])
+    store.close()
+    head, log = (f"{place.prefix}/{name}".encode() for name in ("head", "log/"))
+    found = client.get(head, 10.0)
+    assert found is not None
+    newer = json.dumps(json.loads(found.value) | {"format": etcd_store.FORMAT + 1, "unknown": True}).encode()
+    client.transact([], [put(head, newer), put(log + b"%012d/0000" % 2, b"of a later form")], 10.0)
+    before = client.range(f"{place.prefix}/".encode(), f"{place.prefix}0".encode(), 10.0)
+    assert len(before) == 4  # The head, an event and two changes.
+    for options in ({}, {"standby": True}):
+        with pytest.raises(ConfigurationError, match=f"has format {etcd_store.FORMAT + 1}"):
+            opened(place, **options)
+        assert client.range(f"{place.prefix}/".encode(), f"{place.prefix}0".encode(), 10.0) == before
+
+
+@pytest.mark.parametrize("compactions", [1, 3])
+def test_a_load_during_a_compaction_restarts_from_its_first_page(
+    place: EtcdLocation, client: EtcdClient, monkeypatch: pytest.MonkeyPatch, compactions: int
+) -> None:
+    """etcd answers OUT_OF_RANGE to the second page, whose revision is gone."""
+    monkeypatch.setattr(limits, "ETCD_PAGE_KEYS", 2)
+    keys = [f"{place.prefix}/key/{number}".encode() for number in range(5)]
+    client.transact([], [put(key, b"old") for key in keys], 10.0)
+    call, pages = client._call, []
+
+    def compacting(method: str, request: Any, *arguments: Any, **options: Any) -> Any:
+        answer = call(method, request, *arguments, **options)
+        if method.endswith("Range"):
+            pages.append(request.revision)
+            if not request.revision and pages.count(0) <= compactions:
+                _, newest = client.transact([], [put(keys[-1], b"new")], 10.0)
+                compact(client, newest)
+        return answer
+
+    monkeypatch.setattr(client, "_call", compacting)
+    found = client.range(f"{place.prefix}/key/".encode(), f"{place.prefix}/key0".encode(), 10.0)
+    assert [kv.key for kv in found] == keys and found[-1].value == b"new"
+    assert pages.count(0) == compactions + 1
+
+
+def compact(client: EtcdClient, revision: int) -> None:
+    """Let etcd forget all revisions before this one. The request has the revision where this message has the id."""
+    request = pb.EtcdLeaseRevokeRequest(id=revision).SerializeToString()
+    client._channel(0).unary_unary("/etcdserverpb.KV/Compact")(request, timeout=10.0)
 
 
 def test_the_members_of_the_cluster_are_tried_in_turn(etcd: Etcd, place: EtcdLocation) -> None:
