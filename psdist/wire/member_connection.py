@@ -81,6 +81,11 @@ class MemberConnection:
         return self._places[self._place]
 
     @property
+    def has_standby(self) -> bool:
+        """True if another scheduler may lead when this one does not answer."""
+        return len(self._places) > 1
+
+    @property
     def peer(self) -> str:
         """The scheduler, for messages."""
         return f"the scheduler at {self.address}"

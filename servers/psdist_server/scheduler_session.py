@@ -19,6 +19,7 @@ from psdist.errors import (
     DuplicateMemberError,
     FencedError,
     PsdistError,
+    SchedulerUnreachableError,
     ServerUnreachableError,
     WrongRunError,
 )
@@ -35,6 +36,10 @@ from psdist_server.core.contribution_comparison import EqualReport
 from psdist_server.server import ParameterServer, ServerRegistration
 from psdist_server.snapshot_loader import LoadReport, ShardLoaded
 from psdist_server.store.replicator import ReplicaReport
+
+#: Longest time for a standby scheduler to lead, and the pause between two attempts to reach it.
+_TAKEOVER_SECONDS = 10.0
+_RETRY_SECONDS = 0.1
 
 logger = structlog.get_logger("psdist.server")
 
@@ -221,18 +226,34 @@ class ServerSession:
 
     async def drain(self, timeout_seconds: float) -> None:
         """Ask the scheduler to move all shards away from this server. Returns when it holds none, when none can be
-        moved, or after ``timeout_seconds``. Does nothing if that is 0."""
+        moved, or after ``timeout_seconds``. Does nothing if that is 0.
+
+        If there are several schedulers, it asks until one leads: a server whose end they learn of only by its silence
+        stops training for a lease.
+        """
         if not timeout_seconds:
             return
+        clock = asyncio.get_running_loop().time
+        until = clock() + timeout_seconds
+        asked_until = clock() + (min(timeout_seconds, _TAKEOVER_SECONDS) if self._connection.has_standby else 0.0)
+        while (error := await self._drain_once(until - clock())) is not None:
+            if not isinstance(error, SchedulerUnreachableError) or clock() >= asked_until:
+                logger.warning("not drained", reason=error.message)
+                return
+            await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _drain_once(self, timeout_seconds: float) -> PsdistError | None:
+        """Follow the draining of this server at one scheduler. Returns the error if that fails."""
         request = pb.DrainRequest(run_id=self.registration.run_id, server_id=self.registration.server_id)
         try:
             stub, metadata = self._connection.stub, self._connection.metadata
             async for progress in stub.Drain(request, metadata=metadata, timeout=timeout_seconds):
                 if progress.drained:
-                    return
+                    return None
                 logger.info("draining", shards_left=progress.shards_left, waiting_for=progress.waiting_for)
         except grpc.aio.AioRpcError as failure:
-            logger.warning("not drained", reason=self._connection.error(failure).message)
+            return self._connection.error(failure)
+        return None
 
     async def leave(self, reason: str) -> None:
         """End the membership. Waits at most a second for the scheduler's answer."""
