@@ -2,11 +2,13 @@
 
 A contender is a few processes of its own, whose workers connect to the benchmark (``turns``). All are started before
 the first turn and blocked between their turns. Their output goes to a file, which is shown if one of them fails. No
-process is left behind: those that do not exit when the benchmark disconnects are killed with their group.
+process is left behind: those that do not exit when the benchmark disconnects are killed with their group. If the
+benchmark itself is killed, the kernel kills them.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
@@ -36,6 +38,8 @@ STOP_SECONDS = 30.0
 WARM_STEPS = 3
 DIRECTORY = "{directory}"
 _LOG_CHARACTERS = 3000
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
 
 
 class ContenderError(Exception):
@@ -68,6 +72,11 @@ def compile_kernels() -> None:
     subprocess.run(module("psdist_server.kernels"), stdout=subprocess.DEVNULL, check=True)
 
 
+def _end_with_parent() -> None:
+    """Let the kernel kill this process when the thread that started it ends, whatever ends that one."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 class Running:
     """Contender that was started, and is ended on leaving the block."""
 
@@ -95,7 +104,7 @@ class Running:
                 self.processes.append(
                     subprocess.Popen(
                         command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                        start_new_session=True,
+                        start_new_session=True, preexec_fn=_end_with_parent,
                     )
                 )  # fmt: skip
             listener.settimeout(0.2)

@@ -9,7 +9,7 @@ only if it is certain to be gone.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from psdist.errors import (
@@ -36,6 +36,8 @@ class MemberAdmission:
 
     _settings: ClusterSettings
     _members: Membership
+    #: Oldest and newest protocol version of each member that registered with this process, by id.
+    _spoken: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def register(self, event: Register, reserved: frozenset[str], now: float) -> tuple[Member, list[Effect]]:
         """Register a server or a worker. Raises the errors of ``accept``.
@@ -43,6 +45,8 @@ class MemberAdmission:
         reserved: ids of servers that are named as owners of lost shards.
         """
         member = self.accept(event, reserved)
+        version = self._common_protocol(event, member.member_id)
+        self._spoken[member.member_id] = _spoken_by(event)
         self._members.add(member, now)
         workers_min = self._members.demand.workers_min
         world_size = max(workers_min, member.rank + 1) if member.role == "worker" else 0
@@ -50,7 +54,7 @@ class MemberAdmission:
         where = f" at {member.address}" if member.address else f" on {member.host or 'an unknown host'}"
         workers = max(workers_min, len(self._members.workers))
         lease, heartbeat = self._settings.lease_of(member.role), self._settings.heartbeat_of(member.role, workers)
-        answer = Answer(event.call, Registered(member, _common_protocol(event), world_size, lease, heartbeat))
+        answer = Answer(event.call, Registered(member, version, world_size, lease, heartbeat))
         log = LogEvent(f"{member} registered{where}{incarnation}", kind="join", peer=member.member_id)
         return member, [log, answer]
 
@@ -81,7 +85,7 @@ class MemberAdmission:
         )
 
     def _check(self, event: Register) -> None:
-        _common_protocol(event)
+        _check_protocol(event)
         self._members.check_run(event.run_id)
         if event.role not in ("server", "worker"):
             raise InvalidArgumentError(f"role {event.role!r} is unknown: use server or worker")
@@ -96,6 +100,25 @@ class MemberAdmission:
             )
         if len(self._members.sessions.liveness) >= MEMBERS_MAX:
             raise LimitExceededError(f"{MEMBERS_MAX} members are registered, which is the limit")
+
+    def _common_protocol(self, event: Register, member_id: str) -> int:
+        """Return the newest version that this member, all others and this process speak. Raises ProtocolMismatchError
+        if there is none: members call each other, too."""
+        oldest, newest = _spoken_by(event)
+        live = self._members.sessions.liveness.keys() - {member_id}
+        others = {other_id: spoken for other_id, spoken in self._spoken.items() if other_id in live}
+        for other_id, (other_oldest, other_newest) in others.items():
+            if oldest > other_newest or newest < other_oldest:
+                given, other = _versions(oldest, newest), _versions(other_oldest, other_newest)
+                behind = member_id if newest < other_oldest else other_id
+                raise ProtocolMismatchError(
+                    f"{member_id} speaks protocol version {given}, and {other_id} speaks {other}, so they cannot call "
+                    f"each other: upgrade psdist of {behind}",
+                    given=given,
+                    expected=other,
+                )
+        # Ranges of which any two overlap have a version in common.
+        return min([newest, PROTOCOL_VERSION, *(spoken for _, spoken in others.values())])
 
     def _choose_rank(self, event: Register) -> int:
         taken = {worker.rank: worker for worker in self._members.workers}
@@ -157,10 +180,14 @@ class MemberAdmission:
     def _is_abandoned(self, member: Member, event: Register) -> bool:
         """Return True if a live member is certain to be gone.
 
-        It has sent nothing since the scheduler was restarted, and now a process of its host takes its place.
+        It has sent nothing since the scheduler was restarted, and now a process of its host takes its place. Or it is
+        the registering process itself, to which the answer to its first attempt came too late.
         """
-        liveness = self._members.sessions.liveness[member.member_id]
-        return liveness.restored and bool(event.host) and member.host == event.host and member.role == event.role
+        sessions = self._members.sessions
+        silent = sessions.liveness[member.member_id].restored
+        unanswered = not sessions.was_open(member.member_id) and member.pid == event.pid != 0
+        same = bool(event.host) and member.host == event.host and member.role == event.role
+        return same and (silent or unanswered)
 
     def _refuse(self, what: str, holder: Member) -> None:
         raise DuplicateMemberError(
@@ -173,13 +200,16 @@ class MemberAdmission:
         )
 
 
-def _common_protocol(event: Register) -> int:
-    """Return the newest version that both sides speak. Raises ProtocolMismatchError if there is none."""
-    newest = event.protocol_version
-    oldest = event.oldest_protocol or newest
-    common = min(newest, PROTOCOL_VERSION)
-    if common >= max(oldest, OLDEST_PROTOCOL):
-        return common
+def _spoken_by(event: Register) -> tuple[int, int]:
+    """Return the oldest and the newest version that a member speaks."""
+    return event.oldest_protocol or event.protocol_version, event.protocol_version
+
+
+def _check_protocol(event: Register) -> None:
+    """Raise ProtocolMismatchError if the member and this process speak no common version."""
+    oldest, newest = _spoken_by(event)
+    if min(newest, PROTOCOL_VERSION) >= max(oldest, OLDEST_PROTOCOL):
+        return
     side = "this member" if newest < OLDEST_PROTOCOL else "the scheduler"
     given, expected = _versions(oldest, newest), _versions(OLDEST_PROTOCOL, PROTOCOL_VERSION)
     raise ProtocolMismatchError(

@@ -50,6 +50,39 @@ def test_the_newest_common_protocol_version_counts(
         assert d.told[call][-1].protocol_version == common
 
 
+def test_members_without_a_common_protocol_version_are_not_in_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has one in common with the scheduler."""
+    monkeypatch.setattr(admission, "OLDEST_PROTOCOL", 5)
+    monkeypatch.setattr(admission, "PROTOCOL_VERSION", 8)
+    d = Driver()
+
+    def register(oldest: int, newest: int, member_id: str) -> int | str:
+        d.on(ev.Register(call := d.number(), newest, "", "worker", member_id=member_id, oldest_protocol=oldest))
+        return d.told[call][-1].protocol_version if call in d.told else str(d.errors.get(call))
+
+    assert register(5, 6, "a") == 6
+    assert register(6, 7, "b") == 6
+    epoch = d.map.epoch
+    assert "c speaks protocol version 7 to 8, and a speaks 5 to 6" in str(register(7, 8, "c"))
+    assert "upgrade psdist of a" in str(register(7, 8, "c"))
+    assert "upgrade psdist of c" in str(register(5, 5, "c")) and d.map.epoch == epoch
+    d.on(ev.Leave(d.number(), Caller("", "a", 1), "done"))
+    assert register(7, 8, "c") == 7
+    assert "upgrade psdist of a" in str(register(5, 6, "a"))
+
+
+def test_a_registration_whose_answer_came_too_late_is_repeated() -> None:
+    d = Driver()
+
+    def register(pid: int, host: str = "here") -> int:
+        d.on(ev.Register(call := d.number(), PROTOCOL_VERSION, "", "worker", member_id="w", rank=0, host=host, pid=pid))
+        return d.told[call][-1].member.incarnation if call in d.told else 0
+
+    assert [register(7), register(8), register(7, "there"), register(7)] == [1, 0, 0, 2]
+    d.on(ev.SessionOpened(d.number(), "w", 2))
+    assert register(7) == 0, "it is in use"
+
+
 def test_nothing_is_committed_where_all_are_refused() -> None:
     d = Driver()
     d.join()
@@ -60,11 +93,11 @@ def test_nothing_is_committed_where_all_are_refused() -> None:
 
 def test_many_workers_beat_less_often() -> None:
     settings = ClusterSettings("run")
-    assert [settings.heartbeat_of("worker", workers) for workers in (1, 125, 1000, 4096)] == [0.5, 0.5, 4.0, 7.5]
+    assert [settings.heartbeat_of("worker", workers) for workers in (1, 62, 500, 1000)] == [0.5, 0.5, 4.0, 7.5]
     assert settings.heartbeat_of("server", 4096) == 0.5
     assert replace(settings, worker_lease_seconds=1.0).heartbeat_of("worker", 4096) == 0.25
     d = Driver(workers_min=1000)
-    for role, expected in (("worker", 4.0), ("server", 0.5)):
+    for role, expected in (("worker", 7.5), ("server", 0.5)):
         d.on(ev.Register(call := d.number(), PROTOCOL_VERSION, "", role))
         assert d.told[call][-1].heartbeat_seconds == expected
 
