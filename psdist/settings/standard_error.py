@@ -1,8 +1,8 @@
 """Standard error of a server program: lines that cannot be written are lost, and change nothing else.
 
 Python's own stream keeps the lines that a full disk refused, tries again when the process ends, and changes its exit
-status to 120, by which a launcher or a service manager would restart it. And an error message that fails would end the process
-with a traceback's status instead of its own.
+status to 120, by which a launcher or a service manager would restart it. And an error message that fails would end the
+process with a traceback's status instead of its own.
 """
 
 from __future__ import annotations
