@@ -199,3 +199,58 @@ def test_without_the_key_the_page_asks_for_the_token(page: Any) -> None:
     assert page.get_by_label("Token of the run").is_hidden()
     assert all("401 (Unauthorized)" in error for error in page.errors)
     page.errors.clear()
+
+
+#: Keeps what the server sends, so that it can be sent again.
+_RECORDED = """
+const Source = EventSource; window.received = [];
+EventSource = class extends Source {
+  constructor(...rest) {
+    super(...rest); window.source = this;
+    this.addEventListener("message", (event) => received.push(event.data));
+  }
+};
+"""
+#: Replays the recorded changes, two a second for so many seconds from a time on, with a frame for each two minutes.
+_REPLAY = """
+async ([from, seconds]) => {
+  const changes = received.map((data) => JSON.parse(data)).filter((one) => one.change);
+  const point = changes.flatMap((one) => one.points || []).at(-1);
+  for (let at = 0; at < 2 * seconds; at += 1) {
+    const message = { ...changes[at % changes.length], time: from + at / 2, points: [] };
+    if (at % 2) message.points.push({ ...structuredClone(point), time: from + at / 2 });
+    source.onmessage({ data: JSON.stringify(message) });
+    if (at % 240 === 239) await new Promise(requestAnimationFrame);
+  }
+}
+"""
+
+
+def test_a_page_that_is_open_for_a_day_does_not_grow(browser: Any, run: MadeUpRun) -> None:
+    serving = _Serving(run)
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    try:
+        context.add_init_script(_RECORDED)
+        page = context.new_page()
+        page.goto(serving.link)
+        page.wait_for_selector(f"#workers tr:nth-child({run.workers})", timeout=60_000)
+        for number in range(5):  # Members and events come and go.
+            run.status.events.add(number=200 + number, time=1100.0, kind="note", text=f"event {number} of the day")
+            del run.status.events[0]
+            run.status.members[0].member_id = f"successor-{number}"
+            page.wait_for_selector(f"text=event {number} of the day", timeout=60_000)
+            page.wait_for_selector(f"text=successor-{number}", timeout=60_000)
+        page.evaluate("source.close()")
+        session = context.new_cdp_session(page)
+        sizes = []
+        for hours in (1, 23):
+            page.evaluate(_REPLAY, [2000.0 + 3600 * (hours > 1), 3600 * hours])
+            session.send("HeapProfiler.collectGarbage")
+            used = session.send("Runtime.getHeapUsage")["usedSize"]
+            sizes.append((used, page.evaluate("document.querySelectorAll('*').length")))
+    finally:
+        context.close()
+        serving.close()
+    (used, nodes), (used_later, nodes_later) = sizes
+    assert used_later < used + 1_000_000, sizes
+    assert nodes_later <= nodes + 50, sizes
