@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_TLS_NAMES: Final = frozenset({"tls_ca", "tls_cert", "tls_key"})
 #: Time for a command to close its connection and print the reason after its time limit.
 _CLOSING_SECONDS: Final = 0.5
 
@@ -62,6 +63,12 @@ def find_target(given: Namespace, environ: Mapping[str, str]) -> SchedulerChoice
     if not record.address:
         raise SchedulerUnreachableError(f"the scheduler of run {record.run_id} is not up yet: try again")
     # Runs of 'psdist run' use no TLS, even if the environment names files of another run.
+    if ignored := sorted(_TLS_NAMES & given.explicit):
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in ignored)
+        raise InvalidArgumentError(
+            f"run {record.run_id} on this machine uses no TLS, so {flags} would have no effect: leave it out, or name "
+            "the scheduler of another run by --scheduler HOST:PORT"
+        )
     token = find_token({"PSDIST_TOKEN_FILE": record.token_file}, token_file=given.token_file)
     return SchedulerChoice(record.address, Credentials(token), f"run {record.run_id} on this machine, pid {record.pid}")
 

@@ -1,0 +1,36 @@
+"""Commands that find their run on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from psdist.cli import target
+from psdist.errors import InvalidArgumentError
+from psdist.settings.flags import CommandLine
+
+
+def find(monkeypatch: pytest.MonkeyPatch, path: Path, *argv: str) -> target.SchedulerChoice:
+    """Return the choice of a command with these flags, where one run is running."""
+    (path / "token").write_text("secret")
+    record = SimpleNamespace(run_id="local", address="127.0.0.1:1", token_file=str(path / "token"), pid=1)
+    monkeypatch.setattr(target, "choose_run", lambda run_id, environ: record)
+    environ = {"PSDIST_TLS_CA": str(path / "ca.pem")}
+    return target.find_target(CommandLine("c", "", target.target_flags(), "").parse(list(argv), environ), environ)
+
+
+def test_a_run_of_this_machine_needs_no_tls_though_the_environment_names_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = find(monkeypatch, tmp_path, "--run-id", "local")
+    assert (found.credentials.token, found.credentials.tls) == ("secret", None)
+
+
+@pytest.mark.parametrize("run", [("--run-id", "local"), ()])
+def test_files_of_tls_for_a_run_without_it_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run: tuple[str, ...]
+) -> None:
+    with pytest.raises(InvalidArgumentError, match="uses no TLS, so --tls-ca, --tls-cert would have no effect: leave"):
+        find(monkeypatch, tmp_path, *run, "--tls-cert", "a.pem", "--tls-ca", "b.pem")
