@@ -364,7 +364,7 @@ def _again(effects: Sequence[Any]) -> bool:
     return bool(effects) and isinstance(effects[0], Forget)
 
 
-async def _no_port(listener: PeerListener, scheduler: str, *, spans_hosts: bool) -> None:
+async def _no_port(listener: PeerListener, scheduler: str, *, spans_hosts: bool, name: str = "") -> None:
     """Workers of a simulation accept no links of each other: the machine of collectives has a network of its own."""
 
 
