@@ -201,7 +201,7 @@ def test_without_the_key_the_page_asks_for_the_token(page: Any) -> None:
     page.errors.clear()
 
 
-#: Keeps what the server sends, so that it can be sent again.
+#: Keeps the messages of the server, so that they can be sent again.
 _RECORDED = """
 const Source = EventSource; window.received = [];
 EventSource = class extends Source {
