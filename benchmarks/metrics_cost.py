@@ -120,7 +120,7 @@ def cpu_share(onlooker: int) -> float:
     own = psutil.Process()
     members = [own, *(one for one in own.children(recursive=True) if one.pid != onlooker)]
     before = [sum(one.cpu_times()[:2]) for one in members]
-    time.sleep(_IDLE_SECONDS)
+    time.sleep(_IDLE_SECONDS)  # The measured time: nothing trains in it.
     return sum(sum(one.cpu_times()[:2]) - used for one, used in zip(members, before, strict=True)) / _IDLE_SECONDS
 
 

@@ -281,7 +281,7 @@ def fuzz(numbers: range, seed: int) -> Counter[str]:
             channel = HostileChannel(filled(), rng, rng.choice((0.05, 0.2, 0.5)))
             try:
                 outcomes[_use(channel)] += 1
-            except Exception as error:
+            except Exception as error:  # Any: a typed end is none, so each of these is a find.
                 again = f"again: python -m tests.fuzz.etcd --seed {seed} --first {number} --inputs 1"
                 raise EtcdFuzzFailure(f"{type(error).__name__}: {error}\n{again}") from error
     return outcomes

@@ -7,6 +7,7 @@ import random
 import shutil
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -107,20 +108,27 @@ requestAnimationFrame = (f) => request((t) => { window.frames_shown += f.name ==
 """
 
 
-def test_a_slow_browser_shows_its_panels_in_several_frames(browser: Any, run: MadeUpRun) -> None:
+@contextmanager
+def scripted_page(browser: Any, run: MadeUpRun, script: str) -> Iterator[Any]:
+    """Yield an open page in which ``script`` ran before its own."""
     serving = _Serving(run)
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     try:
-        context.add_init_script(_SLOW_BROWSER)
+        context.add_init_script(script)
         page = context.new_page()
         page.goto(serving.link)
         page.wait_for_selector(f"#workers tr:nth-child({run.workers})", timeout=60_000)
-        run.status.waiting_for.append("waiting for one that came late")
-        page.wait_for_selector("text=one that came late", timeout=60_000)
-        assert page.evaluate("window.frames_shown") >= 13  # Ten panels of a state, and three of the next one.
+        yield page
     finally:
         context.close()
         serving.close()
+
+
+def test_a_slow_browser_shows_its_panels_in_several_frames(browser: Any, run: MadeUpRun) -> None:
+    with scripted_page(browser, run, _SLOW_BROWSER) as page:
+        run.status.waiting_for.append("waiting for one that came late")
+        page.wait_for_selector("text=one that came late", timeout=60_000)
+        assert page.evaluate("window.frames_shown") >= 13  # Ten panels of a state, and three of the next one.
 
 
 @pytest.mark.parametrize("run", [LARGE], indirect=True)
@@ -227,13 +235,7 @@ async ([from, seconds]) => {
 
 
 def test_a_page_that_is_open_for_a_day_does_not_grow(browser: Any, run: MadeUpRun) -> None:
-    serving = _Serving(run)
-    context = browser.new_context(viewport={"width": 1280, "height": 900})
-    try:
-        context.add_init_script(_RECORDED)
-        page = context.new_page()
-        page.goto(serving.link)
-        page.wait_for_selector(f"#workers tr:nth-child({run.workers})", timeout=60_000)
+    with scripted_page(browser, run, _RECORDED) as page:
         for number in range(5):  # Members and events come and go.
             run.status.events.add(number=200 + number, time=1100.0, kind="note", text=f"event {number} of the day")
             del run.status.events[0]
@@ -241,16 +243,13 @@ def test_a_page_that_is_open_for_a_day_does_not_grow(browser: Any, run: MadeUpRu
             page.wait_for_selector(f"text=event {number} of the day", timeout=60_000)
             page.wait_for_selector(f"text=successor-{number}", timeout=60_000)
         page.evaluate("source.close()")
-        session = context.new_cdp_session(page)
+        session = page.context.new_cdp_session(page)
         sizes = []
         for hours in (1, 23):
             page.evaluate(_REPLAY, [2000.0 + 3600 * (hours > 1), 3600 * hours])
             session.send("HeapProfiler.collectGarbage")
             used = session.send("Runtime.getHeapUsage")["usedSize"]
             sizes.append((used, page.evaluate("document.querySelectorAll('*').length")))
-    finally:
-        context.close()
-        serving.close()
     (used, nodes), (used_later, nodes_later) = sizes
     assert used_later < used + 1_000_000, sizes
     assert nodes_later <= nodes + 50, sizes

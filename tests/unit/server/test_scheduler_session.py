@@ -46,6 +46,7 @@ async def drained(places: list[str], port: int) -> bool:
         failed.set()
         return tried(failure)
 
+    # The only place that learns of a failed attempt.
     connection.error = error  # type: ignore[method-assign]
     results: list[Any] = []
     once = session._drain_once
