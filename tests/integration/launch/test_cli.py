@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -186,6 +185,7 @@ def test_status_tells_several_runs_apart(tmp_path: Path, monkeypatch: pytest.Mon
     from psdist.cli import target as commands
     from psdist.errors import InvalidArgumentError, SchedulerUnreachableError
     from psdist.launcher.run_record import RunRegistry, records_directory
+    from psdist.settings.flags import CommandLine
 
     environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
     registry = RunRegistry(records_directory(environ))
@@ -195,8 +195,8 @@ def test_status_tells_several_runs_apart(tmp_path: Path, monkeypatch: pytest.Mon
     registry.claim("starting", tmp_path / "token", tmp_path)
 
     def find(scheduler: str, run_id: str, environ: dict[str, str]) -> commands.SchedulerChoice:
-        files = {"token_file": None, "tls_ca": None, "tls_cert": None, "tls_key": None}
-        return commands.find_target(Namespace(scheduler=scheduler, run_id=run_id, insecure=False, **files), environ)
+        words = [*(("--scheduler", scheduler) if scheduler else ()), *(("--run-id", run_id) if run_id else ())]
+        return commands.find_target(CommandLine("status", "", commands.target_flags()).parse(words, environ), environ)
 
     with pytest.raises(InvalidArgumentError, match="a, b, starting"):
         find("", "", environ)
