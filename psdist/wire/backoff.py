@@ -11,6 +11,8 @@ from typing import Final, Protocol
 
 FIRST_SECONDS: Final = 0.05
 LONGEST_SECONDS: Final = 1.0
+#: Longest pause of a member that looks for the scheduler at several addresses: until it has a session it gets no map.
+_SEARCHING_SECONDS: Final = 0.15
 
 
 class Random(Protocol):
@@ -30,9 +32,12 @@ class Backoff:
         self._ceiling = min(FIRST_SECONDS, longest)
 
     @classmethod
-    def for_session(cls, rng: Random, heartbeat_seconds: float) -> Backoff:
-        """Return the backoff of a member whose session broke. It allows several attempts within the lease."""
-        return cls(rng, min(LONGEST_SECONDS, heartbeat_seconds))
+    def for_session(cls, rng: Random, heartbeat_seconds: float, *, has_standby: bool = False) -> Backoff:
+        """Return the backoff of a member whose session broke. It allows several attempts within the lease.
+
+        has_standby: True if each attempt goes to another one of several addresses.
+        """
+        return cls(rng, min(_SEARCHING_SECONDS if has_standby else LONGEST_SECONDS, heartbeat_seconds))
 
     def next_seconds(self) -> float:
         """Return the next pause, in seconds."""

@@ -51,11 +51,13 @@ def open_channel(
     credentials: Credentials,
     message_bytes: int = limits.DATA_MESSAGE_BYTES,
     silence_seconds: float = limits.KEEPALIVE_SECONDS,
+    reconnect_seconds: float = 1.0,
 ) -> grpc.aio.Channel:
     """Return a channel to a scheduler or server at ``address`` (host:port). It connects on first use.
 
     credentials: with TLS, each new call uses the files as they are then. The token is metadata of each call.
     silence_seconds: ping a peer after this much silence, and disconnect if it stays silent for as long again.
+    reconnect_seconds: longest pause after a failed attempt to connect; calls in the pause fail at once.
 
     Raises InsecureConnectError if the token would be sent to another machine without encryption.
     """
@@ -68,7 +70,7 @@ def open_channel(
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", round(1e3 * limits.GREETING_SECONDS)),
-        ("grpc.max_reconnect_backoff_ms", 1_000),
+        ("grpc.max_reconnect_backoff_ms", round(1e3 * reconnect_seconds)),
     ]
     if (tls := credentials.tls) is None:
         return grpc.aio.insecure_channel(address, options=options)

@@ -40,8 +40,10 @@ FIND_SCHEDULER: Final = (
     "PSDIST_SCHEDULER=HOST:PORT"
 )
 _LEAVE_SECONDS: Final = 1.0
-#: Shortest time for which one of several places is tried.
-_PLACE_SECONDS: Final = 0.25
+#: Shortest time for which one of several places is tried. Calls that fail together go to one next place.
+_PLACE_SECONDS: Final = 0.02
+#: Longest pause of a channel to one of several places: a standby may begin to listen at any moment.
+_RECONNECT_SECONDS: Final = 0.2
 #: Timeout of the first attempt to register. Each further attempt gets as much more, because a machine may be slow.
 _REGISTER_SECONDS: Final = 5.0
 
@@ -92,8 +94,9 @@ class MemberConnection:
 
     def _current_stub(self) -> Any:
         if self.address not in self._opened:
+            reconnect = _RECONNECT_SECONDS if self.has_standby else 1.0
             channel = channels.open_channel(
-                self.address, self.credentials, limits.CONTROL_MESSAGE_BYTES, self.silence_seconds
+                self.address, self.credentials, limits.CONTROL_MESSAGE_BYTES, self.silence_seconds, reconnect
             )
             self._opened[self.address] = channel, scheduler_pb2_grpc.SchedulerServiceStub(channel)
         return self._opened[self.address][1]

@@ -117,7 +117,10 @@ class ServerSession:
     async def run(self, server: ParameterServer) -> None:
         """Maintain the session until it is cancelled or left. Raises FencedError or WrongRunError if the scheduler
         rejects this incarnation, and an error of RUN_ENDING if the run cannot continue."""
-        backoff, reason = Backoff.for_session(self._connection.rng, self.registration.heartbeat_seconds), ""
+        connection, reason = self._connection, ""
+        backoff = Backoff.for_session(
+            connection.rng, self.registration.heartbeat_seconds, has_standby=connection.has_standby
+        )
         while True:
             self.in_session, peer = False, self._connection.address  # Later it may be another scheduler's.
             server.snapshot_writer.session_ended()

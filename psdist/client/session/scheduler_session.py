@@ -156,7 +156,9 @@ class WorkerSession:
 
     async def _keep_session(self) -> None:
         """Hold the session open until it is cancelled or the scheduler ends the membership."""
-        backoff = Backoff.for_session(self.calls.rng, self.membership.registration.heartbeat_seconds)
+        backoff = Backoff.for_session(
+            self.calls.rng, self.membership.registration.heartbeat_seconds, has_standby=self.calls.has_standby
+        )
         while True:
             peer = self.calls.peer  # After an error the next one may be another scheduler.
             error = await self._session_once(backoff)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -139,6 +140,12 @@ def test_a_member_whose_session_broke_tries_again_within_a_heartbeat(heartbeat: 
     assert longest / 2 <= pauses[-1] <= max(pauses) <= longest
     backoff.reset()
     assert backoff.next_seconds() <= min(0.05, longest)
+
+
+def test_a_member_of_a_run_with_a_standby_tries_each_of_two_addresses_three_times_a_second() -> None:
+    backoff = Backoff.for_session(random.Random(1), 4.0, has_standby=True)
+    pauses = [backoff.next_seconds() for _ in range(40)]
+    assert max(first + second for first, second in pairwise(pauses)) <= 0.3
 
 
 def _cluster(*servers: ServerEntry, lost: bool = False) -> ClusterMap:
