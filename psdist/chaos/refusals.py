@@ -6,6 +6,7 @@ same update means that the primary repeats it endlessly.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from typing import Final
@@ -14,12 +15,14 @@ from typing import Final
 #: (``rpc_handlers``, with the text of ``core.replication``).
 STALE: Final = "a copy is stale"
 GAP: Final = "Replicate refused: update "
+#: The primary's end of the connection, which differs once it has dialed again (``rpc_handlers``).
+_CALLER: Final = re.compile(r" \(a call from [^)]*\)")
 
 
 def count_refusals(logs: Iterable[str]) -> Counter[str]:
-    """Count refusals by log line without its time, which names the shard, and the version or the lsn.
+    """Count refusals by log line without its time and caller. It names the shard, and the version or the lsn.
 
     logs: the whole log of each server.
     """
     lines = (line.partition(" ")[2] for text in logs for line in text.splitlines())
-    return Counter(line for line in lines if STALE in line or GAP in line)
+    return Counter(_CALLER.sub("", line) for line in lines if STALE in line or GAP in line)

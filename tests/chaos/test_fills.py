@@ -12,6 +12,7 @@ from psdist.chaos.refusals import GAP, STALE, count_refusals
 from psdist.consistency import BSP
 from psdist.errors import InvalidArgumentError
 from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard
+from psdist.wire import rpc_handlers
 from psdist_server.core.replication import BackupReplication
 from psdist_server.core.slice_records import ReplicaUpdate
 from psdist_server.store import replicator
@@ -83,6 +84,14 @@ def test_refusals_of_one_update_are_counted_together() -> None:
     first = f"17:00:01 {_STALE}\n17:00:02 [info     ] promoted [psdist.server]\n17:00:03 {_STALE}\n"
     second = f"17:00:02 {_GAP}\n"
     assert dict(count_refusals([first, second])) == {_STALE: 2, _GAP: 1}
+
+
+def test_a_primary_that_dialed_again_repeats_the_same_update() -> None:
+    text, _, rest = _GAP.partition(" [psdist")
+    callers = ("ipv4:127.0.0.1:4711", "ipv4:127.0.0.1:4712", "ipv6:%5B::1%5D:4711")
+    lines = (f"17:00:02 {text} (a call from {caller}) [psdist{rest}\n" for caller in callers)
+    assert dict(count_refusals(lines)) == {_GAP: 3}
+    assert "(a call from %s)" in Path(rpc_handlers.__file__).read_text("utf-8")
 
 
 def test_what_a_replica_refuses_is_recognized_in_the_log() -> None:
