@@ -45,12 +45,15 @@ def service_handler(
     log: logging.Logger,
     on_caller: Callable[[str], None] = lambda _: None,
     run_id: str = "",
+    *,
+    reads_certificates: bool = True,
 ) -> grpc.GenericRpcHandler:
     """Return a gRPC handler for ``service``.
 
     handlers: one for each of its methods, by name.
     on_caller: called at the start of each accepted call, with gRPC's name of the caller's end of the connection.
     run_id: the run served here.
+    reads_certificates: False if the role in the caller's certificate does not matter.
 
     A PsdistError raised by a handler ends the call with that error's status. gRPC's own InternalError means that the
     caller was gone before an answer could be written. Any other exception is a defect: it is logged, and the caller
@@ -58,7 +61,7 @@ def service_handler(
     """
     methods = {
         method.name: _KINDS[method.client_streaming, method.server_streaming](
-            _wrap(method, handlers[method.name], log, on_caller, run_id),
+            _wrap(method, handlers[method.name], log, on_caller, run_id if reads_certificates else None),
             request_deserializer=None,
             response_serializer=_serialize,
         )
@@ -68,24 +71,33 @@ def service_handler(
 
 
 def _wrap(
-    method: MethodDescriptor, handler: Handler, log: logging.Logger, on_caller: Callable[[str], None], run_id: str
+    method: MethodDescriptor,
+    handler: Handler,
+    log: logging.Logger,
+    on_caller: Callable[[str], None],
+    run_id: str | None,
 ) -> Handler:
+    """Return a handler as gRPC calls it. run_id: None to leave the caller's certificate alone."""
     full_name = f"/{method.containing_service.full_name}/{method.name}"
     request_class = None if method.client_streaming else message_factory.GetMessageClass(method.input_type)
 
     def parse(request: Any) -> Any:
         return request if request_class is None else frames.parse(request_class, request)
 
+    def check_certificate(context: grpc.aio.ServicerContext) -> None:
+        if run_id is not None:
+            auth.apply_certificate(context, full_name, run_id)
+
     async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
         on_caller(context.peer())
         async with _errors_as_statuses(method.name, context, log):
-            auth.apply_certificate(context, full_name, run_id)
+            check_certificate(context)
             return await handler(parse(request), context)
 
     async def stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         on_caller(context.peer())
         async with _errors_as_statuses(method.name, context, log):
-            auth.apply_certificate(context, full_name, run_id)
+            check_certificate(context)
             async with aclosing(handler(parse(request), context)) as answers:
                 async for answer in answers:
                     yield answer

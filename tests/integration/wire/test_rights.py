@@ -107,7 +107,7 @@ async def run() -> AsyncIterator[Run]:
 
 async def _outcome(channel: grpc.aio.Channel, call: str, metadata: Any) -> grpc.StatusCode:
     """Return the status of a call with a body that its method cannot read; OK once it has answered."""
-    body = b"" if call.startswith("/grpc.") else _NO_MESSAGE  # The standard services log bodies that they cannot read.
+    body = b"" if call.startswith("/grpc.") else _NO_MESSAGE  # The standard services answer an empty request.
     # Not a stream of requests: if it is refused while grpc.aio sends one, the status is lost.
     stream = channel.unary_stream(call)(body, metadata=metadata, timeout=60)
     try:

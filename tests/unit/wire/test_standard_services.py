@@ -1,30 +1,59 @@
-"""The health service answers all of its methods."""
+"""The health service answers all of its methods, and malformed requests leave no traceback."""
 
 from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from psdist.errors import InvalidArgumentError
 from psdist.security.credentials import Credentials
 from psdist.v1 import scheduler_pb2
-from psdist.wire import channels
+from psdist.wire import channels, status
 from psdist.wire.standard_services import LIVE, READY, add_standard_services
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-async def test_list_names_every_status() -> None:
-    service = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
+SERVICE = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
+
+
+@asynccontextmanager
+async def serving(*, reflects: bool = False) -> AsyncIterator[grpc.aio.Channel]:
+    """Serve the standard services. Yields a channel to them."""
     server = channels.make_server(Credentials())
-    await add_standard_services(server, service, reflects=False)
+    await add_standard_services(server, SERVICE, reflects=reflects)
     port = channels.bind(server, "127.0.0.1", 0, Credentials())
     await server.start()
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            found = await health_pb2_grpc.HealthStub(channel).List(health_pb2.HealthListRequest(), timeout=60)
-        serving, idle = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-        statuses = {name: one.status for name, one in found.statuses.items()}
-        assert statuses == {"": serving, service.full_name: serving, LIVE: serving, READY: idle}
+            yield channel
     finally:
         await server.stop(None)
+
+
+async def test_list_names_every_status() -> None:
+    async with serving() as channel:
+        found = await health_pb2_grpc.HealthStub(channel).List(health_pb2.HealthListRequest(), timeout=60)
+    serving_now, idle = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+    statuses = {name: one.status for name, one in found.statuses.items()}
+    assert statuses == {"": serving_now, SERVICE.full_name: serving_now, LIVE: serving_now, READY: idle}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(f"/grpc.health.v1.Health/{method}" for method in ("Check", "Watch", "List")),
+        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+    ],
+)
+async def test_a_malformed_request_is_refused_without_a_log_line(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(reflects=True) as channel:
+        call = channel.unary_stream(path)(b"\xff\xff\xff", timeout=60)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+    assert isinstance(status.from_call(caught.value, "the server"), InvalidArgumentError)
+    assert not caplog.records
