@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -126,7 +127,7 @@ def _listening(endpoint: DashboardEndpoint) -> socket.socket:
 
 
 class _BrowserConnection(H11Protocol):
-    """One connection of a browser. It is broken if it is one too many, or makes no progress."""
+    """One connection of a browser. It is broken if it is one too many, makes no progress, or sends a malformed body."""
 
     _timer: asyncio.TimerHandle | None = None
 
@@ -141,6 +142,17 @@ class _BrowserConnection(H11Protocol):
         if self._timer is not None:
             self._timer.cancel()
         super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse malformed bytes. The request before them may be answered already, or at this moment: uvicorn would log
+        a traceback for both."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        try:
+            super().send_400_response(msg)
+        except h11.LocalProtocolError:  # The answer has begun.
+            self.transport.close()
 
     def _watch(self, unsent_before: int, awaiting_before: tuple[bool, Any] | None) -> None:
         """Look whether the connection makes progress.

@@ -266,6 +266,29 @@ async def test_a_later_request_that_never_ends_is_broken_too(monkeypatch: pytest
         await asyncio.to_thread(check, port)
 
 
+@pytest.mark.parametrize(
+    ("first", "rest"),
+    [
+        (b"POST /session HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nno length\r\n", b""),
+        (b"GET /session HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n", b"no length\r\n"),
+        (b"GET /events HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nCookie: KEY\r\n\r\n", b"no length\r\n"),
+    ],
+    ids=["before the answer", "after the answer", "during the answer"],
+)
+async def test_a_malformed_body_is_refused_without_a_log_line(
+    first: bytes, rest: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving() as port, asyncio.timeout(60):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(first.replace(b"KEY", f"psdist-dashboard-{port}={KEY}".encode()))
+        answer = await reader.readuntil(b"\r\n\r\n")
+        writer.write(rest)
+        await reader.read()
+        writer.close()
+    assert answer.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 401 ", b"HTTP/1.1 200 "))
+    assert not caplog.records
+
+
 async def test_connections_and_readers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "DASHBOARD_READERS_MAX", 2)
     monkeypatch.setattr(limits, "DASHBOARD_CONNECTIONS_MAX", 4)
