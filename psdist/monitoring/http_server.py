@@ -11,7 +11,9 @@ it.
 from __future__ import annotations
 
 import errno
+import logging
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -26,6 +28,8 @@ from psdist.errors import ConfigurationError, InsecureBindError, PermissionDenie
 from psdist.rights import roles
 from psdist.rights.tokens import Verifier
 from psdist.wire import limits
+
+logger = logging.getLogger("psdist.metrics")
 
 #: Returns the content type and the body of a page. Called in a thread of the port; raises TimeoutError if the process
 #: does not answer.
@@ -58,6 +62,7 @@ class MetricsServer(ThreadingMixIn, HTTPServer):
         self._slots = threading.BoundedSemaphore(limits.SCRAPES_MAX)
         #: Open connections, and the times when they are broken.
         self._deadlines: dict[Any, float] = {}
+        self._has_failed = False
         try:
             super().__init__((host.strip("[]"), port), _Handler)
         except OSError as error:
@@ -118,7 +123,11 @@ class MetricsServer(ThreadingMixIn, HTTPServer):
         self.server_name, self.server_port = "", self.server_address[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore a connection that broke or took too long."""
+        """Ignore a connection that broke or took too long. Any other error is a defect, which is logged once: scrapers
+        repeat their requests."""
+        if not isinstance(sys.exception(), OSError) and not self._has_failed:
+            self._has_failed = True
+            logger.exception("a request for metrics failed (logged once)")
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -63,6 +63,17 @@ def test_readers_and_admins_may_read_and_members_may_not() -> None:
         assert get(server, Authorization=f"Bearer {create('secret', Role.READER, 1)}")[0] == 401  # It has expired.
 
 
+def test_a_page_that_fails_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> tuple[str, bytes]:
+        raise ValueError("no page")
+
+    with serving(page=fail) as server:
+        for _ in range(3):
+            with pytest.raises(http.client.RemoteDisconnected):
+                get(server)
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ValueError]
+
+
 def test_a_member_with_a_token_of_its_role_checks_readers_by_its_key() -> None:
     key = audience_key("secret", Audience.WORKER)
     server = MetricsServer(
