@@ -16,8 +16,8 @@
 #   make chaos    faults on real processes, each promise with its figure, in about half an hour (KILLS=n of each kind,
 #                 INTERRUPTS=n of each kind, ROUNDS=n of barriers, GROUP_ROUNDS=n of lost ranks)
 #   make fuzz     10 million random and mutated payloads for each kind of segment (INPUTS=n), and with checks of bounds;
-#                 100,000 calls of every RPC and as many inputs at every port of live processes (CALLS=n)
-#                 a hundredth of them
+#                 100,000 calls of every RPC and as many inputs at every port of live processes (CALLS=n), with and
+#                 without TLS; the calls over TLS by every role
 #   make bench    psdist beside its peers, in some minutes: rewrites docs/performance.md (--full: BENCH=--full)
 #   make proto    regenerate psdist/v1 from proto/
 #   make sync     regenerate psdist/client/sync_client.py from the asyncio API
@@ -153,7 +153,9 @@ fuzz: $(VENV)/.dev kernels
 	NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=.fuzz $(BIN)/python -m tests.fuzz --inputs $$(($(INPUTS) / 100)) --seed 1
 	$(BIN)/python -m tests.fuzz.rpcs --calls $(CALLS)
 	$(BIN)/python -m tests.fuzz.rpcs --calls $$(($(CALLS) / 10)) --wild
+	$(BIN)/python -m tests.fuzz.rpcs --calls $(CALLS) --tls
 	$(BIN)/python -m tests.fuzz.ports --inputs $(CALLS)
+	$(BIN)/python -m tests.fuzz.ports --inputs $(CALLS) --tls
 	$(BIN)/python -m tests.fuzz.etcd --inputs $(CALLS)
 
 clean:

@@ -7,11 +7,10 @@ costs a small part of the CPU time of a client library, and a call that waits is
 from __future__ import annotations
 
 import asyncio
-import ssl
 from base64 import b64decode
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 from urllib.parse import unquote
 
 from hpack import Decoder
@@ -265,8 +264,7 @@ class Http2Connection(asyncio.Protocol):
             call.ended.set_result(end)
 
 
-async def connect(host: str, port: int, tls: ssl.SSLContext | None = None) -> Http2Connection:
-    """Connect to a gRPC port."""
-    loop = asyncio.get_running_loop()
-    _, connection = await loop.create_connection(Http2Connection, host, port, ssl=tls)
+async def connect(host: str, port: int, **tls: Any) -> Http2Connection:
+    """Connect to a gRPC port. tls: ``ssl`` and ``server_hostname``, as for asyncio."""
+    _, connection = await asyncio.get_running_loop().create_connection(Http2Connection, host, port, **tls)
     return connection

@@ -1,8 +1,9 @@
-"""Bytes at every port and socket of live processes: ``python -m tests.fuzz.ports``.
+"""Bytes at every port and socket of live processes: ``python -m tests.fuzz.ports``, and again with ``--tls``.
 
 Places: the gRPC ports; the servers' ports for TCP connections and the workers' ports for links, each before and after
-a connection has identified itself; and the Unix socket of a worker that shares memory. Inputs are random bytes, valid
-frames with random messages, and changed copies of valid bytes. The checks are those of ``tests.fuzz.rpcs``.
+a connection has identified itself; the Unix socket of a worker that shares memory; and the HTTP ports (``pages``).
+Inputs are random bytes, valid frames with random messages, and changed copies of valid bytes. The checks are those of
+``tests.fuzz.rpcs``, and that the pages still answer.
 """
 
 from __future__ import annotations
@@ -15,110 +16,26 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc.aio
 
 from psdist import errors
 from psdist.link import fd_passing
-from psdist.link.frame_connection import PREFIX
+from psdist.rights.roles import Role
 from psdist.v1 import common_pb2, server_pb2, worker_pb2
 from psdist.wire.shm import GradientArena
 from psdist.wire.status import DETAIL_KEY
-from tests.fuzz.guard import why_harmful
 from tests.fuzz.http2 import Ended
-from tests.fuzz.messages import MessageGenerator, mutate_bytes
+from tests.fuzz.inputs import OPEN_SECONDS, Input, converse, frame, tell
+from tests.fuzz.pages import PAGES, require_pages
 from tests.fuzz.rpcs import FuzzFailure, check_growth, verdict
 from tests.fuzz.run import MEMBER, FuzzedRun
 
-_GREETING: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 _PORT_SET: Final = "fuzz-asp"
 _ELEMENTS: Final = 33 * 77 + 1
-#: Time for the other side to react. It may also wait for more bytes.
-_MOMENT_SECONDS: Final = 0.1
-#: Time to get a connection that the fuzzing speaks on.
-_OPEN_SECONDS: Final = 60.0
 _AT_ONCE: Final = 8
 _BATCH: Final = 200
-
-
-@dataclass
-class Input:
-    """Decides one input. rng: everything follows from it."""
-
-    run: FuzzedRun
-    rng: random.Random
-
-    @property
-    def generator(self) -> MessageGenerator:
-        return MessageGenerator(self.rng, self.run.known)
-
-    def noise(self) -> bytes:
-        """Return bytes without a meaning."""
-        return self.rng.randbytes(self.rng.choice((0, 1, 3, 9, 64, 5000, 1 << 17)))
-
-    def frames(self, kind: Any, *, has_payloads: bool, opening: bytes = b"") -> bytes:
-        """Return frames with random messages, some of them changed."""
-        made = [opening] if opening else []
-        for _ in range(self.rng.choice((1, 2, 4, 8))):
-            message = self._message(kind)
-            payload = self.generator.message(server_pb2.InstallRequest.DESCRIPTOR).payload if has_payloads else b""
-            made.append(frame(message, payload if self.rng.random() < 0.5 else b"", has_payloads=has_payloads))
-        data = b"".join(made)
-        if self.rng.random() < 0.4:
-            data = data[: len(opening)] + mutate_bytes(self.rng, data[len(opening) :])
-        return data
-
-    def _message(self, kind: Any) -> Any:
-        while True:
-            message = self.generator.message(kind)
-            if not why_harmful("Share", [message], self.run.known):
-                return message
-
-    def http2(self) -> bytes:
-        """Return HTTP/2 that begins well: frames of every kind with random flags, streams and contents."""
-        made = [_GREETING]
-        for _ in range(self.rng.choice((1, 3, 20))):
-            content = self.rng.randbytes(self.rng.choice((0, 4, 5, 8, 30, 300)))
-            size = len(content) if self.rng.random() < 0.9 else self.rng.choice((0, 1, 0xFFFFFF, 0x4001))
-            kind, flags = self.rng.choice((*range(11), 200)), self.rng.choice((0, 1, 4, 5, 8, 0x20, 0xFF))
-            stream = self.rng.choice((0, 1, 1, 2, 3, 0x7FFFFFFF, 0xFFFFFFFF))
-            made.append(size.to_bytes(3) + bytes((kind, flags)) + stream.to_bytes(4) + content)
-        return b"".join(made)
-
-
-def frame(message: Any, payload: bytes = b"", *, has_payloads: bool = True) -> bytes:
-    """Return a frame of a link."""
-    header = message.SerializeToString()
-    prefix = PREFIX.pack(len(header), len(payload))
-    return prefix + header + payload if has_payloads else prefix[:4] + header
-
-
-async def _tell(data: bytes, host: str, port: int) -> str:
-    """Send bytes to a port, and read what comes within a moment."""
-    async with asyncio.timeout(_OPEN_SECONDS):
-        reader, writer = await asyncio.open_connection(host, port)
-    return await _converse(reader, writer, data)
-
-
-async def _converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, data: bytes) -> str:
-    outcome = "waits for more"
-    try:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_MOMENT_SECONDS):
-                writer.write(data)
-                await writer.drain()
-                while await reader.read(1 << 16):
-                    outcome = "answers"
-                outcome = "closes"
-    except ConnectionError:
-        outcome = "closes"
-    writer.close()
-    with suppress(ConnectionError):
-        await writer.wait_closed()
-    return outcome
 
 
 # --- places -----------------------------------------------------------------------------------------------------------
@@ -127,15 +44,15 @@ async def _converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
 async def grpc_port(one: Input) -> str:
     """A gRPC port of the scheduler or a server."""
     addresses = [one.run.address, *one.run.servers.values()]
-    host, port = one.rng.choice(sorted(addresses)).split(":")
-    return await _tell(one.noise() if one.rng.random() < 0.3 else one.http2(), host, int(port))
+    port = int(one.rng.choice(sorted(addresses)).rpartition(":")[2])
+    return await tell(one, one.noise() if one.rng.random() < 0.3 else one.http2(), port)
 
 
 async def tcp_stranger(one: Input) -> str:
     """The port for TCP connections, by a stranger."""
     kind = server_pb2.ShareRequest.DESCRIPTOR
     data = one.noise() if one.rng.random() < 0.5 else one.frames(kind, has_payloads=True)
-    return await _tell(data, "127.0.0.1", one.run.tcp_ports[one.rng.randrange(len(one.run.tcp_ports))])
+    return await tell(one, data, one.rng.choice(one.run.tcp_ports))
 
 
 async def tcp_worker(one: Input) -> str:
@@ -147,7 +64,7 @@ async def tcp_worker(one: Input) -> str:
         answer = server_pb2.ConnectResponse.FromString(await _read(call))
         opening = frame(server_pb2.ShareRequest(open=server_pb2.OpenConnection(nonce=answer.nonce)))
         data = one.frames(server_pb2.ShareRequest.DESCRIPTOR, has_payloads=True, opening=opening)
-        return await _tell(data, "127.0.0.1", answer.port)
+        return await tell(one, data, answer.port, role=Role.WORKER, always=True)
     finally:
         call.cancel()
 
@@ -175,7 +92,7 @@ async def unix_socket(one: Input) -> str:
             reader, writer = await asyncio.open_unix_connection(sock=connection)
             kind = server_pb2.ShareRequest.DESCRIPTOR
             data = one.noise() if one.rng.random() < 0.2 else one.frames(kind, has_payloads=False)
-            return await _converse(reader, writer, data)
+            return (await converse((reader, writer), data))[0]
     finally:
         call.cancel()
         arena.detach()
@@ -185,7 +102,7 @@ async def link_stranger(one: Input) -> str:
     """The port of a worker, by a stranger."""
     kind = worker_pb2.PeerFrame.DESCRIPTOR
     data = one.noise() if one.rng.random() < 0.5 else one.frames(kind, has_payloads=True)
-    return await _tell(data, "127.0.0.1", one.rng.choice(one.run.worker_ports))
+    return await tell(one, data, one.rng.choice(one.run.worker_ports), is_service=False)
 
 
 async def link_worker(one: Input) -> str:
@@ -197,7 +114,7 @@ async def link_worker(one: Input) -> str:
     )
     opening = frame(worker_pb2.PeerFrame(hello=hello))
     data = one.frames(worker_pb2.PeerFrame.DESCRIPTOR, has_payloads=True, opening=opening)
-    return await _tell(data, "127.0.0.1", one.run.worker_ports[which])
+    return await tell(one, data, one.run.worker_ports[which], is_service=False, role=Role.WORKER, always=True)
 
 
 PLACES: Final[dict[str, Callable[[Input], Awaitable[str]]]] = {
@@ -207,13 +124,14 @@ PLACES: Final[dict[str, Callable[[Input], Awaitable[str]]]] = {
     "unix": unix_socket,
     "link-stranger": link_stranger,
     "link-worker": link_worker,
+    **PAGES,
 }
 
 
 def _stub(one: Input, method: str) -> Any:
     server = one.rng.choice(sorted(one.run.servers.values()))
     path = f"/psdist.v1.ServerService/{method}"
-    return one.run.channel(server).stream_stream(path)(metadata=one.run.metadata, timeout=_OPEN_SECONDS)
+    return one.run.channel(server).stream_stream(path)(metadata=one.run.metadata, timeout=OPEN_SECONDS)
 
 
 def _identity(one: Input) -> server_pb2.Identity:
@@ -263,7 +181,7 @@ def _ended(error: grpc.aio.AioRpcError) -> Ended:
 
 async def fuzz(arguments: argparse.Namespace) -> None:
     """Fuzz all places in turns."""
-    run = FuzzedRun()
+    run = FuzzedRun(has_tls=arguments.tls)
     totals = {name: Counter[str]() for name in arguments.only or PLACES}
     began = time.monotonic()
     try:
@@ -292,10 +210,12 @@ async def checked(run: FuzzedRun, name: str, numbers: range, seed: int) -> Count
     try:
         outcomes = await fuzz_place(run, name, numbers, seed)
         await run.refresh()
+        await require_pages(run)
     except* (FuzzFailure, OSError, grpc.aio.AioRpcError, errors.PsdistError, TimeoutError) as group:
         failure = f"{type(group.exceptions[0]).__name__}: {group.exceptions[0]}"
     if (trouble := run.trouble()) or failure:
-        again = f"python -m tests.fuzz.ports --seed {seed} --only {name} --first {numbers.start}"
+        flags = f"--seed {seed} --only {name} --first {numbers.start}{' --tls' if run.certificates else ''}"
+        again = f"python -m tests.fuzz.ports {flags}"
         raise FuzzFailure("\n".join([failure, *trouble, f"again: {again} --inputs {len(numbers)}"]))
     return outcomes
 
@@ -307,6 +227,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first input")
     parser.add_argument("--only", nargs="*", choices=PLACES, default=[])
+    parser.add_argument("--tls", action="store_true", help="ports with TLS: bytes inside and outside of it")
     try:
         asyncio.run(fuzz(parser.parse_args()))
     except FuzzFailure as failure:

@@ -5,6 +5,9 @@ its time; no process may end, log a traceback or grow; and a training run beside
 that may legally change that run go to another one (``--wild``), without a check of its weights. It is started again
 when a call has ended it properly.
 
+With ``--tls`` the calls are made by every pair of a certificate's role and a token's role, and each call that the table
+of ``docs/roles.md`` denies must be denied.
+
 A failure prints the command that repeats it. The state of the processes also depends on the calls before it.
 """
 
@@ -25,7 +28,9 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import MethodDescriptor
 
 from psdist import errors
+from psdist.rights.roles import HEALTH_CHECK
 from psdist.v1 import common_pb2
+from tests.fuzz.callers import Caller, choose
 from tests.fuzz.guard import ALWAYS, why_harmful
 from tests.fuzz.http2 import Ended, body
 from tests.fuzz.messages import MessageGenerator, mutate_bytes, mutate_message
@@ -36,7 +41,7 @@ from tests.fuzz.run import SERVICES, FuzzedRun
 _WAITING: Final = frozenset({
     "Session", "CreateParameters", "DescribeParameters", "Barrier", "Rendezvous", "Drain", "WatchScale", "LeaseRange",
     "SaveSnapshot", "WatchEvents", "Trace", "PushPull", "Push", "Pull", "Share", "Connect", "FetchNorms", "Replicate",
-    "Install",
+    "Install", "Watch",
 })  # fmt: skip
 _MOMENTS: Final = (0.01, 0.2, 0.4)
 _LIMIT_SECONDS: Final = 120.0
@@ -46,8 +51,12 @@ _AT_ONCE: Final = 128
 _GROWTH_MIB: Final = 96
 #: Cancelled, deadline exceeded and resource exhausted: gRPC's own refusals carry no detail.
 _OWN_STATUS: Final = (1, 4, 8)
+_NOT_FOUND: Final = 5
 _UNAVAILABLE: Final = 14
 _LOST: Final = "the connection was lost"
+_DENIED: Final = "permission_denied"
+#: Calls whose requests may claim a role that the caller does not have.
+_BY_REQUEST: Final = ("Register", "Session", "Leave", "SaveSnapshot")
 
 
 class FuzzFailure(Exception):
@@ -61,6 +70,7 @@ class Case:
     method: MethodDescriptor
     role: str
     messages: list[bytes]
+    caller: Caller
 
 
 @dataclass
@@ -78,7 +88,7 @@ class Report:
 
 def methods(only: Sequence[str] = ()) -> list[tuple[str, MethodDescriptor]]:
     """Return role and descriptor of every RPC, or of those named."""
-    found = [(role, one) for role, service in SERVICES.items() for one in service.methods]
+    found = [(role, one) for role, services in SERVICES.items() for service in services for one in service.methods]
     if unknown := set(only) - {one.name for _, one in found}:
         raise SystemExit(f"no RPC is called {', '.join(sorted(unknown))}")
     return [(role, one) for role, one in found if not only or one.name in only]
@@ -86,14 +96,22 @@ def methods(only: Sequence[str] = ()) -> list[tuple[str, MethodDescriptor]]:
 
 def make_case(
     run: FuzzedRun, role: str, method: MethodDescriptor, rng: random.Random, wild: bool, report: Report
-) -> Case:
-    """Return the next call; harmless unless ``wild``. A quarter of them are earlier ones with changed bytes."""
+) -> Case | None:
+    """Return the next call; harmless unless ``wild``. A quarter of them are earlier ones with changed bytes.
+
+    None if all calls of this method by its caller are harmful.
+    """
+    caller = choose(rng, run.callers, path_of(method))
+    wild = wild or not caller.may(path_of(method))
+    if not wild and method.name in ALWAYS:
+        report.skipped[ALWAYS[method.name]] += 1
+        return None
     if report.sent and rng.random() < 0.25:
         sent = list(rng.choice(report.sent))
         at = rng.randrange(len(sent))
         sent[at] = mutate_bytes(rng, sent[at])
         if wild or not _harms(method, sent, run):
-            return Case(method, role, sent)
+            return Case(method, role, sent, caller)
     generator = MessageGenerator(rng, run.known)
     while True:
         messages = _recorded(run, method, rng, generator) if rng.random() < 0.4 else []
@@ -103,7 +121,7 @@ def make_case(
         report.skipped[why] += 1
     sent = [one.SerializeToString() for one in messages]
     report.sent.append(sent)
-    return Case(method, role, sent)
+    return Case(method, role, sent, caller)
 
 
 def _harms(method: MethodDescriptor, sent: Sequence[bytes], run: FuzzedRun) -> bool:
@@ -138,10 +156,11 @@ def _recorded(run: FuzzedRun, method: MethodDescriptor, rng: random.Random, gene
 async def call(run: FuzzedRun, case: Case, rng: random.Random) -> str:
     """Make one call. Return its outcome. Raises FuzzFailure, and ConnectionError if the process cannot be reached."""
     address = run.address if case.role == "scheduler" else rng.choice(sorted(run.servers.values()))
-    waits = case.method.name in _WAITING
-    connection = await run.connection(address)
+    path = path_of(case.method)
+    waits = case.method.name in _WAITING and case.caller.may(path)
+    connection = await run.connection(address, case.caller)
     stream, ended = connection.start(
-        run.request_block(address, path_of(case.method)), body(case.messages), answers_max=_ANSWERS_MAX
+        run.request_block(address, path, case.caller), body(case.messages), answers_max=_ANSWERS_MAX
     )
     limit = rng.choice(_MOMENTS) if waits else _LIMIT_SECONDS
     timer = asyncio.get_running_loop().call_later(limit, connection.cancel, stream)
@@ -154,7 +173,19 @@ async def call(run: FuzzedRun, case: Case, rng: random.Random) -> str:
         timer.cancel()
     if not waits and time.monotonic() - began >= _LIMIT_SECONDS:
         raise FuzzFailure(f"no answer within {_LIMIT_SECONDS:g} s")
-    return verdict(end)
+    outcome = "unknown service" if (path, end.status) == (HEALTH_CHECK, _NOT_FOUND) else verdict(end)
+    check_rights(case.caller, path, outcome)
+    return outcome
+
+
+def check_rights(caller: Caller, path: str, outcome: str) -> None:
+    """Raise FuzzFailure if a caller was denied its right, or was not denied a call that it may not make."""
+    if caller.may(path):
+        is_wrong = outcome == "unauthenticated" or (outcome == _DENIED and path.rpartition("/")[2] not in _BY_REQUEST)
+    else:
+        is_wrong = outcome not in (_DENIED, _LOST)
+    if is_wrong:
+        raise FuzzFailure(f"{caller}: {path} ended with {outcome!r}")
 
 
 def path_of(method: MethodDescriptor) -> str:
@@ -183,15 +214,13 @@ async def fuzz_method(
 ) -> Report:
     """Make calls of one method, several at a time. Raises FuzzFailure with the number of the call."""
     report = Report()
-    if not wild and method.name in ALWAYS:
-        report.skipped[ALWAYS[method.name]] = len(numbers)
-        return report
     left = iter(numbers)
 
     async def work() -> None:
         for number in left:
             rng = random.Random(f"{seed}/{method.name}/{number}")
-            case = make_case(run, role, method, rng, wild, report)
+            if (case := make_case(run, role, method, rng, wild, report)) is None:
+                continue
             try:
                 report.outcomes[await call(run, case, rng)] += 1
             except FuzzFailure as failure:
@@ -216,6 +245,7 @@ class Fuzzer:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.seed, self.wild, self._batch = arguments.seed, arguments.wild, arguments.batch
+        self._has_tls = arguments.tls
         self._until = time.monotonic() + arguments.seconds
         self.restarts = 0
         self.totals: dict[str, Report] = {}
@@ -224,6 +254,10 @@ class Fuzzer:
         #: MiB of each process after the first turn.
         self.base: dict[str, int] = {}
         self._run: FuzzedRun | None = None
+
+    @property
+    def _flags(self) -> str:
+        return (" --wild" if self.wild else "") + (" --tls" if self._has_tls else "")
 
     @property
     def is_over(self) -> bool:
@@ -275,12 +309,12 @@ class Fuzzer:
         elif trouble or error is not None:
             again = f"python -m tests.fuzz.rpcs --seed {self.seed} --only {method.name} --first {numbers.start}"
             text = "\n".join([str(error or ""), *trouble])
-            raise FuzzFailure(f"{text}\nagain: {again} --calls {len(numbers)}{' --wild' if self.wild else ''}")
+            raise FuzzFailure(f"{text}\nagain: {again} --calls {len(numbers)}{self._flags}")
 
     async def run(self) -> FuzzedRun:
         """Return the run, which is started if there is none."""
         if self._run is None:
-            self._run = FuzzedRun()
+            self._run = FuzzedRun(has_tls=self._has_tls)
             await self._run.open()
         return self._run
 
@@ -348,6 +382,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=400, help="calls between two looks at the processes")
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], help="RPCs, separated by commas")
     parser.add_argument("--wild", action="store_true", help="all calls, beside a training that they may change")
+    parser.add_argument("--tls", action="store_true", help="over TLS, by callers of every role")
     arguments = parser.parse_args()
     try:
         asyncio.run(fuzz(arguments))

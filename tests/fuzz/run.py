@@ -1,6 +1,6 @@
 """A live run to fuzz: scheduler, two servers and a trainer as processes, and a member of this process to speak for.
 
-Each process writes to a log of its own, in which tracebacks are looked for.
+Each process writes to a log of its own, in which tracebacks are looked for. All of them serve their HTTP ports.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import shutil
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -21,14 +22,23 @@ from typing import Any, Final
 import numpy as np
 import psutil
 from grpc.aio import Channel
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
 
 import psdist
 from psdist.launcher.plan import SchedulerAddress, ServicesPlan, ServicesSettings
 from psdist.launcher.process import Lifeline, ProcessSpec
-from psdist.settings.config import await_address
+from psdist.monitoring.dashboard_link import listen
+from psdist.rights.roles import Role
+from psdist.rights.tokens import Audience
+from psdist.security.credentials import Credentials
+from psdist.security.roles import service_name
+from psdist.security.tls import TlsFiles
+from psdist.settings.config import TLS_VARIABLES, await_address
 from psdist.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc, server_pb2
-from psdist.wire import auth
+from psdist.wire import auth, channels
 from tests.fuzz import trainer
+from tests.fuzz.callers import Caller, every_caller, write_certificates
 from tests.fuzz.http2 import Http2Connection, connect, request_block
 from tests.fuzz.messages import Known, floats
 from tests.fuzz.recording import Recording, recording
@@ -38,7 +48,6 @@ from tests.support.channels import open_channel
 START_SECONDS: Final = 240.0
 #: No member is to be lost on a busy machine.
 _LEASE_SECONDS: Final = 60.0
-SERVERS: Final = 2
 MEMBER: Final = "fuzz-member"
 _SLICE: Final = 1024
 #: Sets of the member that the fuzzing speaks for.
@@ -56,12 +65,21 @@ _TROUBLE: Final = re.compile(r"Traceback \(most recent call last\)|Fatal Python 
 
 
 class FuzzedRun:
-    """One run with its processes. ``open`` starts them; ``close`` ends them."""
+    """One run with its processes. ``open`` starts them; ``close`` ends them.
 
-    def __init__(self) -> None:
+    has_tls: True for mutual TLS, with a certificate of its role for each process, and calls of every role.
+    servers: servers, each with a copy of all shards.
+    """
+
+    def __init__(self, *, has_tls: bool = False, servers: int = 2) -> None:
+        self._servers_count = servers
         self.directory = Path(tempfile.mkdtemp(prefix="psdist-fuzz-"))
         self.token = secrets.token_urlsafe(32)
         self.run_id = "fuzzed"
+        self.certificates: dict[Role, TlsFiles] = write_certificates(self.directory / "tls") if has_tls else {}
+        self._contexts = {role: _context(files) for role, files in self.certificates.items()}
+        #: Callers of the RPCs: without TLS, the holder of the run's own token.
+        self.callers = every_caller(self.token, self.certificates) if has_tls else [Caller(self.token)]
         self.known = Known()
         self.requests: Recording = {}
         self.address = ""
@@ -70,16 +88,19 @@ class FuzzedRun:
         self.worker_ports: list[int] = []
         #: Ports for TCP connections.
         self.tcp_ports: list[int] = []
+        self.metrics_ports: list[int] = []
+        self.dashboard_port = 0
         self.workers: dict[str, common_pb2.WorkerEntry] = {}
         self.epoch = 0
         self.client: psdist.AsyncClient | None = None
         self._processes: dict[str, subprocess.Popen[str]] = {}
         self._lifeline = Lifeline()
         self._channels: dict[str, Channel] = {}
-        self._connections: dict[str, Http2Connection] = {}
-        self._blocks: dict[tuple[str, str], bytes] = {}
+        self._connections: dict[tuple[str, Role | None], Http2Connection] = {}
+        self._blocks: dict[tuple[str, str, Caller], bytes] = {}
         self._stack = AsyncExitStack()
         self._read: dict[str, int] = {}
+        self._connecting = asyncio.Lock()
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -89,22 +110,25 @@ class FuzzedRun:
 
     async def open(self) -> FuzzedRun:
         """Start the processes, and join as the member."""
-        plan = self._plan()
-        for spec in (plan.scheduler(self._environment), *(plan.server(i, self._environment) for i in range(SERVERS))):
-            name = f"{spec.key.role}-{spec.key.number}"
-            self._start(name, spec)
+        with listen("127.0.0.1", 0) as dashboard:
+            self.dashboard_port = dashboard.getsockname()[1]
+            plan = self._plan(dashboard.fileno())
+            servers = [plan.server(number, self._environment) for number in range(self._servers_count)]
+            for spec in (plan.scheduler(self._environment), *servers):
+                self._start(f"{spec.key.role}-{spec.key.number}", spec)
         self._lifeline.started()
         self.address = await asyncio.to_thread(await_address, self.directory / "scheduler", START_SECONDS)
         training = (sys.executable, "-m", "tests.fuzz.trainer", self.address)
-        self._start("trainer", ProcessSpec(plan.scheduler({}).key, training, self._environment))
+        self._start("trainer", ProcessSpec(plan.scheduler({}).key, training, self._environment), Role.WORKER)
         self.worker_ports = (await self._told("trainer"))["ports"]
         await self._join()
         return self
 
-    def _plan(self) -> ServicesPlan:
+    def _plan(self, dashboard: int) -> ServicesPlan:
+        """Return the processes. dashboard: descriptor of its socket."""
         settings = ServicesSettings(
-            servers=SERVERS,
-            replicas=SERVERS,
+            servers=self._servers_count,
+            replicas=self._servers_count,
             failure_timeout_seconds=_LEASE_SECONDS,
             worker_timeout_seconds=_LEASE_SECONDS,
             storage_path=str(self.directory / "storage"),
@@ -112,8 +136,9 @@ class FuzzedRun:
         )
         link = SchedulerAddress(file=self.directory / "scheduler", run_id=self.run_id)
         return ServicesPlan(
-            settings, self.directory, link, self._lifeline.end_of_children, workers=len(trainer.WORKERS)
-        )
+            settings, self.directory, link, self._lifeline.end_of_children,
+            workers=len(trainer.WORKERS), metrics_port=0, dashboard=dashboard,
+        )  # fmt: skip
 
     @property
     def _environment(self) -> dict[str, str]:
@@ -121,11 +146,15 @@ class FuzzedRun:
         tests = {name: value for name, value in os.environ.items() if "TEST" in name}
         return kept | tests | {"PSDIST_TOKEN": self.token, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
 
-    def _start(self, name: str, spec: ProcessSpec) -> None:
+    def _start(self, name: str, spec: ProcessSpec, role: Role | None = None) -> None:
+        """Start a process. role: of its certificate; None for that of its name."""
+        environment, inherited = dict(spec.environment), spec.descriptors
+        if (files := self.certificates.get(role or Role(spec.key.role))) is not None:
+            environment |= zip(TLS_VARIABLES, map(str, (files.ca, files.cert, files.key)), strict=True)
         with (self.directory / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(
-                spec.argv, env=dict(spec.environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-                text=True, pass_fds=(self._lifeline.end_of_children,) if "trainer" not in name else (),
+                spec.argv, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+                text=True, pass_fds=(self._lifeline.end_of_children, *inherited) if role is None else (),
                 cwd=Path(__file__).parents[2],
             )  # fmt: skip
 
@@ -142,8 +171,9 @@ class FuzzedRun:
         """Join as a member, with sets of every kind, and record its calls."""
         with recording() as self.requests:
             self.client = psdist.AsyncClient(
-                self.address, self.token, worker_id=MEMBER, transport="grpc", connect_timeout=START_SECONDS
-            )
+                self.address, self.token, tls=self.certificates.get(Role.WORKER), worker_id=MEMBER, transport="grpc",
+                connect_timeout=START_SECONDS,
+            )  # fmt: skip
             self._stack.push_async_callback(self.client.close)
             await self.client.connect()
             init = {"w": np.zeros((33, 77), np.float32), "b": np.zeros((), np.float32)}
@@ -173,11 +203,16 @@ class FuzzedRun:
         self.workers = {worker.worker_id: worker for worker in answer.map.workers}
         self.epoch = answer.map.epoch
         if not self.tcp_ports:
+            status = await stub.GetStatus(
+                scheduler_pb2.GetStatusRequest(), metadata=self.metadata, timeout=START_SECONDS
+            )
+            pages = (status.metrics_address, *(member.metrics_address for member in status.members))
+            self.metrics_ports = [int(page.rpartition(":")[2]) for page in pages if page]
             self.tcp_ports = self._tcp_ports()
 
     def _tcp_ports(self) -> list[int]:
-        """Return the listening ports of the servers that are not those of gRPC."""
-        grpc_ports = {int(address.rpartition(":")[2]) for address in self.servers.values()}
+        """Return the listening ports of the servers that are neither of gRPC nor of metrics."""
+        known = {int(address.rpartition(":")[2]) for address in self.servers.values()} | {*self.metrics_ports}
         listening = {
             connection.laddr.port
             for name, process in self._processes.items()
@@ -185,27 +220,41 @@ class FuzzedRun:
             for connection in psutil.Process(process.pid).net_connections("tcp")
             if connection.status == "LISTEN"
         }
-        return sorted(listening - grpc_ports)
+        return sorted(listening - known)
 
     def channel(self, address: str) -> Channel:
-        """Return the channel to a process."""
+        """Return a worker's channel to a process."""
         if address not in self._channels:
-            self._channels[address] = open_channel(address)
+            worker = Credentials(self.token, self.certificates.get(Role.WORKER))
+            self._channels[address] = channels.open_channel(address, worker) if worker.tls else open_channel(address)
         return self._channels[address]
 
-    async def connection(self, address: str) -> Http2Connection:
-        """Return a connection to a process. Raises ConnectionError."""
-        found = self._connections.get(address)
-        if found is None or not found.is_open:
-            host, port = address.split(":")
-            found = self._connections[address] = await connect(host, int(port))
+    def tls(self, host: str, role: Role | None, *, is_service: bool = True) -> dict[str, Any]:
+        """Return the arguments that secure a connection, for asyncio; none without TLS.
+
+        role: of the certificate. is_service: a scheduler or server is dialed, not a worker.
+        """
+        if role is None or not self._contexts:
+            return {}
+        return {"ssl": self._contexts[role], "server_hostname": service_name(host) if is_service else host}
+
+    async def connection(self, address: str, caller: Caller) -> Http2Connection:
+        """Return a caller's connection to a process. Raises ConnectionError."""
+        key = address, caller.stated
+        async with self._connecting:
+            found = self._connections.get(key)
+            if found is None or not found.is_open:
+                host, port = address.split(":")
+                found = self._connections[key] = await connect(host, int(port), **self.tls(host, caller.stated))
         return found
 
-    def request_block(self, address: str, path: str) -> bytes:
-        """Return the headers of a call with the run's token."""
-        if (address, path) not in self._blocks:
-            self._blocks[address, path] = request_block(path, address, self.metadata)
-        return self._blocks[address, path]
+    def request_block(self, address: str, path: str, caller: Caller) -> bytes:
+        """Return the headers of a call with a caller's token."""
+        if (key := (address, path, caller)) not in self._blocks:
+            audience = Audience.SCHEDULER if address == self.address else Audience.SERVER
+            shown = auth.metadata(caller.token, audience)
+            self._blocks[key] = request_block(path, address, shown, "https" if self.certificates else "http")
+        return self._blocks[key]
 
     # --- observing ---
 
@@ -270,6 +319,14 @@ class FuzzedRun:
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
+def _context(files: TlsFiles) -> ssl.SSLContext:
+    """Return a context that dials gRPC and TCP ports."""
+    context = ssl.create_default_context(cafile=files.ca)
+    context.load_cert_chain(files.cert, files.key)
+    context.set_alpn_protocols(["h2"])
+    return context
+
+
 def _known(cluster: common_pb2.ClusterMap, run_id: str) -> Known:
     """Return the values of fields that mean something in a run."""
     workers = [(worker.worker_id, worker.incarnation) for worker in cluster.workers]
@@ -294,7 +351,7 @@ def _known(cluster: common_pb2.ClusterMap, run_id: str) -> Known:
         "codec": (common_pb2.CODEC_RAW, common_pb2.CODEC_RAW, common_pb2.CODEC_SEGMENTS),
         "kind": ("sgd", "adam", "bsp", "ssp", "asp", "constant", "linear"),
         "payload": (floats(_SLICE), floats(2542 % _SLICE), floats(_SLICE, float("nan")), bytes(2 * _SLICE), b""),
-        "protocol_version": (6, 6, 6, 5), "role": (scheduler_pb2.ROLE_WORKER, scheduler_pb2.ROLE_SERVER),
+        "protocol_version": (6, 6, 6, 5, 7), "role": (scheduler_pb2.ROLE_WORKER, scheduler_pb2.ROLE_SERVER),
         "call_id": (0, 0, 1), "attempt": range(4), "digest": (bytes(16),), "written": (b"", b"", bytes(16)),
         "rank": (0, 2, 3, 4, 50), "weight": (1.0, 0.5), "lr_factor": (1.0, 0.5), "grad_norm": (1.0,),
         "size": (1000, 10), "range_size": (10,), "data_epochs": (0, 1), "servers": (1, 2), "workers": (2, 3),
@@ -303,7 +360,14 @@ def _known(cluster: common_pb2.ClusterMap, run_id: str) -> Known:
     return Known(mine * 6 + workers + servers, values)
 
 
+#: By the process that is called.
 SERVICES: Final = {
-    "scheduler": scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"],
-    "server": server_pb2.DESCRIPTOR.services_by_name["ServerService"],
+    "scheduler": (
+        scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"],
+        health_pb2.DESCRIPTOR.services_by_name["Health"],
+    ),
+    "server": (
+        server_pb2.DESCRIPTOR.services_by_name["ServerService"],
+        reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"],
+    ),
 }
