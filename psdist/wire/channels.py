@@ -57,7 +57,7 @@ def open_channel(
 
     credentials: with TLS, each new call uses the files as they are then. The token is metadata of each call.
     silence_seconds: ping a peer after this much silence, and disconnect if it stays silent for as long again.
-    reconnect_seconds: longest pause after a failed attempt to connect; calls in the pause fail at once.
+    reconnect_seconds: longest pause after a failed attempt to connect; calls in the pause fail.
 
     Raises InsecureConnectError if the token would be sent to another machine without encryption.
     """

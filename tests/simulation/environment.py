@@ -206,7 +206,11 @@ class InlineExecutor:
 
 
 def _open_channel(
-    address: str, credentials: Credentials, message_bytes: int = 0, silence_seconds: float = 0.0
+    address: str,
+    credentials: Credentials,
+    message_bytes: int = 0,
+    silence_seconds: float = 0.0,
+    reconnect_seconds: float = 0.0,
 ) -> SimChannel:
     return SimChannel(running().network, address)
 

@@ -44,6 +44,8 @@ class ReplicaManager:
     _due: bool = True
     #: True if something is due as soon as servers confirm what was shown.
     _held_up: bool = False
+    #: Draining servers that the last plan considered. One that waited for a snapshot is marked after the plan is made.
+    _leaving: frozenset[Replica] = frozenset()
 
     def lose(self, epoch: int) -> list[ev.Effect]:
         """Continue without the servers that are gone: promote backups, or mark shards as lost.
@@ -115,9 +117,11 @@ class ReplicaManager:
         confirmed = {server.member_id: liveness[server.member_id].epoch for server in self._members.servers}
         again = self._due or any(until <= now for until in self._unreachable.values())
         again = again or (self._held_up and confirmed != self._confirmed)
+        leaving = frozenset(server.replica for server in self._members.servers if server.draining)
+        again = again or leaving != self._leaving
         if not again and not self._members.changed and not self._registry.changed:
             return []
-        self._confirmed = confirmed
+        self._confirmed, self._leaving = confirmed, leaving
         effects = self._drop_unreachable(now)
         placed = {p.name: p for p in self._placed()}
         plan = replicas.PlacementPlan(

@@ -80,6 +80,21 @@ def test_servers_end_at_once_where_there_is_nothing_to_save(policy: SavePolicy) 
     assert all(isinstance(d.state(call), ev.Drained) for call in calls)
 
 
+@pytest.mark.parametrize("policy", [SavePolicy(at_end=False), SavePolicy()])
+def test_a_server_that_ends_between_two_workers_hands_its_shards_to_the_others(policy: SavePolicy) -> None:
+    d = ready(policy=policy)
+    (worker,) = d.members
+    d.train(5)
+    d.on(ev.Leave(d.number(), caller(worker), "done"))
+    if policy.at_end:
+        d.saved(d.save())
+    d.on(ev.Drain(call := d.number(), "", "server-0"))
+    d.tick()
+    held = [shard for shard in d.entry().shards if shard.primary.server_id == "server-0"]
+    assert held and any(replica.server_id == "server-1" for shard in held for replica in shard.filling)
+    assert not isinstance(d.state(call), ev.Drained)
+
+
 def test_a_run_is_over_when_no_worker_has_been_there_for_the_idle_timeout() -> None:
     """Not before the first worker came, and not while another one is present, or returns within that time."""
     d = Ready(idle_timeout_seconds=5.0)
