@@ -24,6 +24,8 @@ HOST: Final = "127.0.0.1"
 _GREETING: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 #: Time for the other side to react. It may also wait for more bytes.
 _MOMENT_SECONDS: Final = 0.1
+#: Of an answer, about so many bytes are returned.
+_ANSWER_BYTES: Final = 1 << 17
 #: Time to get a connection that the fuzzing speaks on.
 OPEN_SECONDS: Final = 60.0
 _WAYS: Final = ("inside", "inside", "inside", "plaintext", "changed")
@@ -129,7 +131,7 @@ async def converse(streams: Streams, data: bytes) -> tuple[str, bytes]:
                 writer.write(data)
                 await writer.drain()
                 while received := await reader.read(1 << 16):
-                    outcome, answer = "answers", answer or received
+                    outcome, answer = "answers", answer + received if len(answer) < _ANSWER_BYTES else answer
                 outcome = "closes"
     except (ConnectionError, ssl.SSLError):
         outcome = "closes"

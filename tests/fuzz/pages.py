@@ -60,17 +60,21 @@ def _request(one: Input, paths: Sequence[str]) -> bytes:
 
     path = part(rng.choice(paths), _PATHS)
     lines = [f"{part('GET', _METHODS)} {path} {part('HTTP/1.1', _VERSIONS)}", f"Host: {part(f'{HOST}:1', _HOSTS)}"]
-    if rng.random() < 0.8:
+    if (way := rng.random()) < 0.7:
         lines.append(f"Authorization: {part('Bearer', ('bearer', 'Basic', ''))} {part(rng.choice(keys[:2]), keys)}")
-    else:
+    elif way < 0.85:
         lines.append(f"Cookie: psdist-dashboard-{one.run.dashboard_port}={part(keys[1], keys)}")
     lines += rng.sample(_HEADERS, rng.choice((0, 0, 0, 1, 2, 5)))
+    body = part("", _BODIES)
+    if rng.random() < 0.1:
+        lines.append("Transfer-Encoding: chunked")
+        body = rng.choice(_BODIES)
     if rng.random() < 0.05:
         lines.append(f"X-Huge: {'x' * rng.choice((10_000, 70_000, 1_000_000))}")
     if rng.random() < 0.05:
         lines += [f"X-{number}: {number}" for number in range(rng.choice((90, 101, 5000)))]
     lines = lines if rng.random() < 0.95 else lines[:1]
-    return "\r\n".join([*lines, "", part("", _BODIES)]).encode("latin-1")
+    return "\r\n".join([*lines, "", body]).encode("latin-1")
 
 
 def _requests(one: Input, paths: Sequence[str]) -> bytes:
