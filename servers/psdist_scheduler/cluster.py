@@ -154,7 +154,9 @@ class Cluster:
                 continue
             # There are thousands of heartbeats, and no waiting call depends on them.
             passing = ev.Heartbeat | Heard | we.ServerChecked | we.EqualContributions | we.FormGroup | TraceEvent
-            accepted = accepted or not isinstance(event, passing)
+            # Nor on the end of a refused call: repeated wrong requests must cost little.
+            is_refused = isinstance(event, ev.CallEnded) and event.refused
+            accepted = accepted or not (is_refused or isinstance(event, passing))
         if self.failed is not None:
             return self._end_run(self.failed, effects, now)
         return self._commit(effects, now) if accepted else effects

@@ -102,11 +102,11 @@ class OpenCalls:
 
     def call(self) -> AbstractContextManager[tuple[int, Outbox[ev.Value]]]:
         """Return number and outbox of a new call. Its end is posted when the block is left."""
-        return self._open(self._calls, ev.CallEnded)
+        return self._open(self._calls, lambda number, refused: ev.CallEnded(number, refused=refused))
 
     def session(self) -> AbstractContextManager[tuple[int, Outbox[SessionMessage]]]:
         """Return number and outbox of a new session. Its end is posted when the block is left."""
-        return self._open(self._sessions, lambda number: ev.SessionClosed(number, "its session broke"))
+        return self._open(self._sessions, lambda number, _: ev.SessionClosed(number, "its session broke"))
 
     @property
     def map(self) -> common_pb2.ClusterMap:
@@ -114,15 +114,21 @@ class OpenCalls:
         return self.published.message
 
     @contextmanager
-    def _open(self, opened: dict[int, Outbox[T]], ended: Callable[[int], ev.Event]) -> Iterator[tuple[int, Outbox[T]]]:
-        number = next(self._numbers)
+    def _open(
+        self, opened: dict[int, Outbox[T]], ended: Callable[[int, bool], ev.Event]
+    ) -> Iterator[tuple[int, Outbox[T]]]:
+        """Open a call. ended: returns the event of its end, by its number and whether it was refused."""
+        number, refused = next(self._numbers), False
         outbox = opened[number] = Outbox()
         try:
             yield number, outbox
+        except PsdistError:
+            refused = True
+            raise
         finally:
             del opened[number]
             self._attached.discard(number)
-            self._post(ended(number))
+            self._post(ended(number, refused))
 
     def carry_out(self, effect: ev.Effect) -> None:
         """Send an effect to its calls and sessions. Those that are over get nothing."""

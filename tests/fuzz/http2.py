@@ -98,12 +98,14 @@ class Http2Connection(asyncio.Protocol):
         self._window = self._stream_window = 65535
         self._received = 0
         self._decoded: dict[bytes, Headers] = {}
+        #: True once the peer has said goodbye.
+        self._is_leaving = False
 
     @property
     def is_open(self) -> bool:
         """True if calls can be made, and stream numbers are left."""
         is_connected = self._transport is not None and not self._transport.is_closing()
-        return is_connected and self._next_stream < _WINDOW_MAX - 2
+        return is_connected and not self._is_leaving and self._next_stream < _WINDOW_MAX - 2
 
     def close(self) -> None:
         """Close the connection."""
@@ -132,7 +134,7 @@ class Http2Connection(asyncio.Protocol):
 
     def cancel(self, stream: int) -> None:
         """End a call, if it has not ended."""
-        if stream in self._calls and self._transport is not None:
+        if stream in self._calls and self._transport is not None and not self._transport.is_closing():
             self._transport.write(_frame(_RESET, 0, stream, _CANCEL.to_bytes(4)))
             self._end(stream, Ended(_CANCELLED, answers=self._calls[stream].answers))
 
@@ -199,7 +201,7 @@ class Http2Connection(asyncio.Protocol):
         elif kind == _WINDOW:
             self._widen(stream, int.from_bytes(content))
         elif (call := self._calls.get(stream)) is None:
-            return  # It has ended, or the peer says goodbye.
+            self._is_leaving = self._is_leaving or kind == _GOAWAY  # Otherwise the call has ended.
         elif kind == _DATA:
             call.answers += 1
             if call.answers >= call.answers_max:

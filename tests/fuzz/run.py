@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import numpy as np
 import psutil
-from grpc.aio import Channel
+from grpc.aio import AioRpcError, Channel
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
@@ -195,9 +195,11 @@ class FuzzedRun:
     async def refresh(self) -> None:
         """Learn the current members, epoch and addresses."""
         stub = scheduler_pb2_grpc.SchedulerServiceStub(self.channel(self.address))
-        answer = await stub.GetClusterMap(
-            scheduler_pb2.GetClusterMapRequest(), metadata=self.metadata, timeout=START_SECONDS
-        )
+        request = scheduler_pb2.GetClusterMapRequest()
+        try:
+            answer = await stub.GetClusterMap(request, metadata=self.metadata, timeout=START_SECONDS)
+        except AioRpcError:  # The scheduler may have closed the connection at this moment, which was idle.
+            answer = await stub.GetClusterMap(request, metadata=self.metadata, timeout=START_SECONDS)
         self.known = _known(answer.map, self.run_id)
         self.servers = {server.server_id: server.address for server in answer.map.servers}
         self.workers = {worker.worker_id: worker for worker in answer.map.workers}

@@ -279,9 +279,13 @@ class WatchScale:
 
 @dataclass(frozen=True, slots=True)
 class CallEnded:
-    """The peer of a call that still waited is gone. Sessions end by SessionClosed instead."""
+    """A call is over: it was answered, or its peer is gone. Sessions end by SessionClosed instead.
+
+    refused: True if it ended with an error.
+    """
 
     call: int
+    refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)

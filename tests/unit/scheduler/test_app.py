@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +40,20 @@ async def test_the_end_of_a_run_is_tried_again_where_it_was_refused() -> None:
     scheduler.is_over.set()
     await asyncio.wait_for(ending, 30)
     assert [event.servers for event in asked] == [True, True]
+
+
+async def test_only_the_end_of_a_call_that_was_not_refused_lets_others_proceed() -> None:
+    ends: list[Any] = []
+    calls = OpenCalls(ends.append)
+    with calls.call() as (answered, outbox):
+        calls.carry_out(ev.Answer(answered, ev.Done()))
+        await outbox.take()
+    with suppress(SnapshotFailedError), calls.call() as (refused, outbox):
+        calls.carry_out(ev.Refuse(refused, SnapshotFailedError("no space")))
+        await outbox.take()
+    with suppress(SnapshotFailedError), calls.call() as (unread, outbox):
+        raise SnapshotFailedError("its request is wrong")
+    assert ends == [ev.CallEnded(answered), ev.CallEnded(refused, True), ev.CallEnded(unread, True)]
 
 
 @pytest.mark.parametrize(
