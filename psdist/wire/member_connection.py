@@ -70,8 +70,10 @@ class MemberConnection:
         #: Checks callers of this process, by a key that comes with the registration.
         self.verifier: Verifier | None = None
         self._source = source
-        #: Ping the scheduler after this much silence. Set to the run's lease once it is known.
+        #: Ping a peer after this much silence. Set to the run's lease once it is known.
         self.silence_seconds = limits.KEEPALIVE_SECONDS
+        #: The same for the scheduler, which pings of a thousand workers would keep busy: not before the next heartbeat.
+        self._scheduler_silence = limits.KEEPALIVE_SECONDS
         #: Methods of the scheduler. They call the one that is current then.
         self.stub: Any = _Methods(self._current_stub)
         #: Channel and stub of each place that has been tried.
@@ -96,7 +98,7 @@ class MemberConnection:
         if self.address not in self._opened:
             reconnect = _RECONNECT_SECONDS if self.has_standby else 1.0
             channel = channels.open_channel(
-                self.address, self.credentials, limits.CONTROL_MESSAGE_BYTES, self.silence_seconds, reconnect
+                self.address, self.credentials, limits.CONTROL_MESSAGE_BYTES, self._scheduler_silence, reconnect
             )
             self._opened[self.address] = channel, scheduler_pb2_grpc.SchedulerServiceStub(channel)
         return self._opened[self.address][1]
@@ -188,8 +190,10 @@ class MemberConnection:
             raise ServerUnreachableError(error.message) if passing else error from None
         if self.verifier is not None:
             self.verifier.learn(response.peer_key)
-        if response.silence_seconds and response.silence_seconds != self.silence_seconds:
-            self.silence_seconds = response.silence_seconds
+        self.silence_seconds = response.silence_seconds or self.silence_seconds
+        silence = max(self.silence_seconds, response.heartbeat_seconds)
+        if silence != self._scheduler_silence:
+            self._scheduler_silence = silence
             await self.close()  # The next call opens a channel with this limit.
         return response
 

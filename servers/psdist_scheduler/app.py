@@ -108,7 +108,7 @@ async def _serve_run(
         logger.warning("skipped unreadable snapshot: %s", text)
     guard = ConnectionGuard()
     server = channels.make_server(
-        settings.credentials, limits.CONTROL_MESSAGE_BYTES, silence_seconds=settings.failure_timeout_seconds
+        settings.credentials, limits.CONTROL_MESSAGE_BYTES, silence_seconds=cluster.settings.silence_seconds
     )
     server.add_generic_rpc_handlers((Service(scheduler, settings.credentials.token).handler(guard.admit),))
     probe = await add_standard_services(server, SERVICE, reflects=is_loopback(settings.host))

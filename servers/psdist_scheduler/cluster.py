@@ -34,6 +34,17 @@ from psdist_scheduler.events.trace_events import TraceEvent
 from psdist_scheduler.events.worker_events import Heard, StopReported
 from psdist_scheduler.members.formations import GroupFormations
 
+#: Events that no waiting call depends on. There are thousands of heartbeats, so the planners are not asked after each.
+_PASSING: Final = (
+    ev.Heartbeat,
+    Heard,
+    we.ServerChecked,
+    we.EqualContributions,
+    we.FormGroup,
+    tr.TraceRequested,
+    tr.SpansReported,
+    tr.ClockReported,
+)
 _NO_RECORD: Final = (
     "No snapshot has the training progress either. Start afresh under another --run-id; a scheduler with --store, and "
     "--storage-path for snapshots, survives this"
@@ -152,11 +163,9 @@ class Cluster:
             except PsdistError as error:
                 effects += [Refuse(call, error)] if (call := getattr(event, "call", 0)) else []
                 continue
-            # There are thousands of heartbeats, and no waiting call depends on them.
-            passing = ev.Heartbeat | Heard | we.ServerChecked | we.EqualContributions | we.FormGroup | TraceEvent
-            # Nor on the end of a refused call: repeated wrong requests must cost little.
+            # Nor does a waiting call depend on the end of a refused one: repeated wrong requests must cost little.
             is_refused = isinstance(event, ev.CallEnded) and event.refused
-            accepted = accepted or not (is_refused or isinstance(event, passing))
+            accepted = accepted or not (is_refused or isinstance(event, _PASSING))
         if self.failed is not None:
             return self._end_run(self.failed, effects, now)
         return self._commit(effects, now) if accepted else effects

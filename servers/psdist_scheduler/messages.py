@@ -106,9 +106,9 @@ def _next_pushes(numbers: Mapping[str, int]) -> sn.Numbers:
 
 def _activity(report: pb.Activity) -> we.Activity:
     """Convert a worker's report of its wait. Raises LimitExceededError, InvalidNameError and InvalidArgumentError."""
-    numbers = _next_pushes(report.next)
-    partial = tuple(sorted(report.partial))
-    if not set(partial) <= report.next.keys() or len(partial) > len(numbers):
+    numbers = _next_pushes(report.next) if report.next else ()
+    partial = tuple(sorted(report.partial)) if report.partial else ()
+    if partial and (not set(partial) <= report.next.keys() or len(partial) > len(numbers)):
         raise InvalidArgumentError(f"parameters {partial!s:.200} are pushed in part, and have no number in `next`")
     match kind := report.WhichOneof("waits_for"):
         case "step" | "clock":
@@ -225,7 +225,7 @@ def session_event(call: int, request: pb.SessionRequest) -> ev.Event:
     LimitExceededError."""
     match kind := request.WhichOneof("event"):
         case "heartbeat":
-            return _heartbeat(call, request.heartbeat)
+            return heartbeat_event(call, request.heartbeat)
         case "join_answer":
             return make_event(ev.JoinAnswered, call, request.join_answer)
         case "values_answer":
@@ -253,20 +253,31 @@ def session_event(call: int, request: pb.SessionRequest) -> ev.Event:
     raise InvalidArgumentError(f"a session's later messages are heartbeats and answers, not {kind}")
 
 
-def _heartbeat(call: int, heartbeat: pb.SessionRequest.Heartbeat) -> ev.Heartbeat:
-    """Convert a heartbeat, with those statistics that the machine uses."""
-    progress = None
+def heartbeat_event(call: int, heartbeat: pb.SessionRequest.Heartbeat) -> ev.Heartbeat:
+    """Convert a heartbeat, with those statistics that the machine uses. Raises the errors of ``session_event``.
+
+    Written out, and parts that are absent are not looked at: a large run sends hundreds a second, and of a worker's
+    most parts are empty.
+    """
+    progress, activity = None, None
+    versions: tuple[tuple[str, int], ...] = ()
+    heard: tuple[tuple[str, int, float], ...] = ()
+    unreachable: tuple[we.UnreachableServer, ...] = ()
+    if heartbeat.HasField("activity"):
+        activity = _activity(heartbeat.activity)
     if heartbeat.HasField("snapshot"):
         report = heartbeat.snapshot
         waiting_for = report.waiting_for[:TEXT_CHARACTERS_MAX]
         progress = sn.AttemptProgress(report.attempt, report.bytes_done, report.bytes, waiting_for, report.loading)
-    versions = tuple((p.parameters, p.version_max) for p in heartbeat.statistics.parameters)
-    # max returns the 0 if the other argument is NaN.
-    heard = tuple((one.worker_id, one.incarnation, max(0.0, one.age_seconds)) for one in heartbeat.heard[:MEMBERS_MAX])
-    unreachable = tuple(_unreachable(one) for one in heartbeat.unreachable[:UNREACHABLE_REPORTED_MAX])
-    return make_event(
-        ev.Heartbeat, call, heartbeat, versions=versions, progress=progress, heard=heard, unreachable=unreachable
-    )
+    if heartbeat.HasField("statistics"):
+        versions = tuple((p.parameters, p.version_max) for p in heartbeat.statistics.parameters)
+    if heartbeat.heard:
+        # max returns the 0 if the other argument is NaN.
+        heard = tuple((w.worker_id, w.incarnation, max(0.0, w.age_seconds)) for w in heartbeat.heard[:MEMBERS_MAX])
+    if heartbeat.unreachable:
+        unreachable = tuple(_unreachable(one) for one in heartbeat.unreachable[:UNREACHABLE_REPORTED_MAX])
+    waits = tuple(heartbeat.waiting_for)
+    return ev.Heartbeat(call, heartbeat.epoch, versions, waits, progress, heard, activity, unreachable)
 
 
 def _unreachable(report: pb.UnreachableServer) -> we.UnreachableServer:

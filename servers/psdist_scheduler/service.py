@@ -227,13 +227,14 @@ class Service:
         followed = FollowedPushes()
         while (data := await context.read()) is not grpc.aio.EOF:
             request = frames.parse(pb.SessionRequest, data)
+            if request.WhichOneof("event") == "heartbeat":  # From members of both roles.
+                heartbeat = request.heartbeat
+                event = messages.heartbeat_event(number, heartbeat)
+                self._scheduler.post(followed.complete(event, changed_only=heartbeat.changed_only))
+                self._scheduler.keep_report(number, member_id, heartbeat)
+                continue
             messages.check_report(request, role)
-            event = messages.session_event(number, request)
-            if isinstance(event, ev.Heartbeat):
-                event = followed.complete(event, changed_only=request.heartbeat.changed_only)
-            self._scheduler.post(event)
-            if request.HasField("heartbeat"):
-                self._scheduler.keep_report(number, member_id, request.heartbeat)
+            self._scheduler.post(messages.session_event(number, request))
 
 
 def _read_layout(message: common.Layout) -> Layout:

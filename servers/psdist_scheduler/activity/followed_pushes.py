@@ -29,6 +29,8 @@ class FollowedPushes:
             raise LimitExceededError(
                 f"the heartbeats of one session name {count} parameters, over the limit of {PARAMETERS_MAX}"
             )
+        if event.activity.next == self._next:
+            return event
         return replace(event, activity=replace(event.activity, next=self._next))
 
     def _merge(self, reported: Numbers, changed_only: bool) -> None:

@@ -25,7 +25,9 @@ HEARTBEATS_PER_LEASE: Final = 4
 TICKS_PER_LEASE: Final = 8
 LONGEST_TICK_SECONDS: Final = 0.25
 #: Limit for all workers together.
-WORKER_HEARTBEATS_PER_SECOND: Final = 250
+WORKER_HEARTBEATS_PER_SECOND: Final = 150
+#: Pauses between two heartbeats of a worker after which this process pings it: one heartbeat may be late.
+_PAUSES_PER_PING: Final = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,13 @@ class ClusterSettings:
         if role == "server":
             return least
         return max(least, min(workers / WORKER_HEARTBEATS_PER_SECOND, self.worker_lease_seconds / HEARTBEATS_PER_LEASE))
+
+    @property
+    def silence_seconds(self) -> float:
+        """Time in seconds without a byte from a member after which this process pings it: a lease, and in a large run
+        longer than a worker's pause between heartbeats. Pings of a thousand idle workers would cost more than their
+        heartbeats."""
+        return max(self.lease_seconds, _PAUSES_PER_PING * self.heartbeat_of("worker", self.workers_min))
 
     @property
     def tick_seconds(self) -> float:

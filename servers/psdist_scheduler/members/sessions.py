@@ -102,7 +102,7 @@ class Sessions:
         lease = self._settings.lease_of(member.role)
         self._somebody_came(now)
         workers = sum(liveness.role == "worker" for liveness in self.liveness.values())
-        heartbeat = self._settings.heartbeat_of(member.role, workers + 1)
+        heartbeat = self._settings.heartbeat_of(member.role, max(self._settings.workers_min, workers + 1))
         self.liveness[member.member_id] = Liveness(member.role, lease, now, deadline, heartbeat)
 
     def open(self, call: int, member_id: str, now: float) -> int:

@@ -25,6 +25,7 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     def __init__(self, *endings: grpc.StatusCode) -> None:
         self.endings = list(endings)
+        self.answer = pb.RegisterResponse(member_id="worker-0")
         self.hold = asyncio.Event()
         self.asked = asyncio.Event()
 
@@ -33,7 +34,7 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         if self.endings:
             await context.abort(self.endings.pop(0), "ended by the transport")
         await self.hold.wait()
-        return pb.RegisterResponse(member_id="worker-0")
+        return self.answer
 
 
 @pytest.fixture
@@ -59,6 +60,26 @@ async def test_a_registration_that_the_transport_ended_is_tried_again(
     answer = await connection.register(pb.RegisterRequest(), 60.0, (ServerUnreachableError,), failures.append)
     assert answer.member_id == "worker-0"
     assert [type(failure) for failure in failures] == [ServerUnreachableError, ServerUnreachableError]
+
+
+async def test_a_worker_of_a_large_run_pings_servers_within_the_lease_and_the_scheduler_less_often(
+    scheduler: tuple[Scheduler, MemberConnection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, connection = scheduler
+    made.hold.set()
+    made.answer = pb.RegisterResponse(member_id="worker-0", silence_seconds=3.0, heartbeat_seconds=6.0)
+    opened: list[float] = []
+    open_channel = channels.open_channel
+
+    def note(address: str, credentials: Credentials, size: int, silence: float, reconnect: float) -> grpc.aio.Channel:
+        opened.append(silence)
+        return open_channel(address, credentials, size, silence, reconnect)
+
+    monkeypatch.setattr(channels, "open_channel", note)
+    for _ in range(3):
+        await connection.register_once(pb.RegisterRequest())
+    assert opened == [2.0, 6.0], "before the registration, and after it"
+    assert connection.silence_seconds == 3.0
 
 
 async def test_a_name_that_does_not_resolve_yet_is_looked_up_again(

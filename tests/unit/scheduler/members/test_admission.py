@@ -93,13 +93,27 @@ def test_nothing_is_committed_where_all_are_refused() -> None:
 
 def test_many_workers_beat_less_often() -> None:
     settings = ClusterSettings("run")
-    assert [settings.heartbeat_of("worker", workers) for workers in (1, 125, 1000, 4096)] == [0.5, 0.5, 4.0, 7.5]
+    assert [settings.heartbeat_of("worker", workers) for workers in (1, 75, 600, 4096)] == [0.5, 0.5, 4.0, 7.5]
     assert settings.heartbeat_of("server", 4096) == 0.5
     assert replace(settings, worker_lease_seconds=1.0).heartbeat_of("worker", 4096) == 0.25
-    d = Driver(workers_min=1000)
+    d = Driver(workers_min=600)
     for role, expected in (("worker", 4.0), ("server", 0.5)):
         d.on(ev.Register(call := d.number(), PROTOCOL_VERSION, "", role))
         assert d.told[call][-1].heartbeat_seconds == expected
+
+
+def test_idle_workers_are_pinged_only_after_an_overdue_heartbeat() -> None:
+    settings = ClusterSettings("run")
+    assert [replace(settings, workers_min=workers).silence_seconds for workers in (1, 200, 600)] == [2.0, 2.0, 6.0]
+
+
+def test_early_workers_of_a_large_run_do_not_count_as_silent_between_two_heartbeats() -> None:
+    d = Driver(workers_min=600)
+    (worker, session), (_, other) = d.join(), d.join("server")
+    for _ in range(3):
+        d.tick_and_beat(4.0, other)
+        d.beat(session)
+    assert d.cluster.members.sessions.was_steady(worker.member_id, d.now)
 
 
 def server_at(d: Driver, host: str, address: str) -> str:
