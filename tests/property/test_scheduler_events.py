@@ -157,7 +157,7 @@ class Scheduling(RuleBasedStateMachine):
     def end_call(self, data: st.DataObject) -> None:
         call = data.draw(st.sampled_from(sorted(self.waiting)))
         del self.waiting[call]
-        self._post(ev.CallEnded(call))
+        self._post(ev.CallEnded(call, refused=data.draw(st.booleans())))
 
     @precondition(lambda self: self.proposals)
     @rule(data=st.data(), accepted=st.booleans(), version=st.integers(0, 100))
