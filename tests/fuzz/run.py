@@ -15,6 +15,7 @@ import ssl
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -26,6 +27,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 import psdist
+from psdist.errors import SchedulerUnreachableError
 from psdist.launcher.plan import SchedulerAddress, ServicesPlan, ServicesSettings
 from psdist.launcher.process import Lifeline, ProcessSpec
 from psdist.monitoring.dashboard_link import listen
@@ -117,12 +119,24 @@ class FuzzedRun:
             for spec in (plan.scheduler(self._environment), *servers):
                 self._start(f"{spec.key.role}-{spec.key.number}", spec)
         self._lifeline.started()
-        self.address = await asyncio.to_thread(await_address, self.directory / "scheduler", START_SECONDS)
+        self.address = await self._await_address()
         training = (sys.executable, "-m", "tests.fuzz.trainer", self.address)
         self._start("trainer", ProcessSpec(plan.scheduler({}).key, training, self._environment), Role.WORKER)
         self.worker_ports = (await self._told("trainer"))["ports"]
         await self._join()
         return self
+
+    async def _await_address(self) -> str:
+        """Return the scheduler's address. Raises RuntimeError if a process ends instead, SchedulerUnreachableError."""
+        until = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                return await asyncio.to_thread(await_address, self.directory / "scheduler", 1.0)
+            except SchedulerUnreachableError:
+                if trouble := self.trouble():
+                    raise RuntimeError("\n".join(trouble)) from None
+                if time.monotonic() > until:
+                    raise
 
     def _plan(self, dashboard: int) -> ServicesPlan:
         """Return the processes. dashboard: descriptor of its socket."""
