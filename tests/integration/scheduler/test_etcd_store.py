@@ -286,8 +286,13 @@ def test_another_run_and_other_content_are_refused(place: EtcdLocation, client: 
     store = opened(place)
     store.write(Persist(1, (MEMBER,)))
     store.close()
-    with pytest.raises(ConfigurationError, match="belongs to run 'run', not 'other'"):
-        opened(place, "other")
+    everything = (f"{place.prefix}/".encode(), f"{place.prefix}0".encode(), 10.0)
+    before = client.range(*everything)
+    remedy = "belongs to run 'run', not 'other': pass --run-id run, or another prefix"
+    for options in ({}, {"standby": True}):
+        with pytest.raises(ConfigurationError, match=remedy):
+            opened(place, "other", **options)
+        assert client.range(*everything) == before
     head = f"{place.prefix}/head".encode()
     found = client.get(head, 10.0)
     assert found is not None
