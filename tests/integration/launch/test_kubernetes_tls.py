@@ -6,12 +6,8 @@ A network namespace has the names of the pods, which all mean its loopback. Only
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +23,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from tests.support.kustomize import Object, render
+from tests.support.pods import pods, run_pods
 
 pytestmark = [
     pytest.mark.long,
@@ -35,12 +32,6 @@ pytestmark = [
         os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare", "mount"))), reason="needs root and namespaces"
     ),
 ]
-_DRIVER = Path(__file__).parents[2] / "support/scripts/pods_on_loopback.py"
-_MODULES = {
-    "psdist-scheduler": ("-m", "psdist_scheduler"),
-    "psdist-server": ("-m", "psdist_server"),
-    "psdist-worker": ("-c", "from psdist.cli.main import worker; worker()"),
-}
 _TRAINS = """
 import numpy as np, psdist
 with psdist.init() as context:
@@ -94,44 +85,6 @@ class CertManager:
         return bytes(builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
 
 
-def pods(objects: list[Object], path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the pods of a run of one server and two workers, by their host names."""
-    found = {each["kind"]: each["spec"]["template"]["spec"] for each in objects if "template" in each.get("spec", {})}
-    for kind, role, hosts in (
-        ("Deployment", "scheduler", ("psdist-scheduler",)),
-        ("StatefulSet", "server", ("psdist-servers-0.psdist-servers",)),
-        ("Job", "worker", ("psdist-workers-0.psdist-workers", "psdist-workers-1.psdist-workers")),
-    ):
-        for number, host in enumerate(hosts):
-            yield host, pod(found[kind], role, number, host, path)
-
-
-def pod(template: Object, role: str, number: int, host: str, path: Path) -> dict[str, Any]:
-    """Return the process of a pod."""
-    (container,) = template["containers"]
-    fields = {"PSDIST_SERVER_ID": host.partition(".")[0], "POD_NAME": host.partition(".")[0], "POD_INDEX": str(number)}
-    fields |= {"PSDIST_NODE_RANK": str(number), "PSDIST_KERNEL_THREADS": "1"}
-    variables = {each["name"]: each.get("value", fields.get(each["name"])) for each in container["env"]}
-    for name, value in variables.items():
-        for field in fields:
-            value = value.replace(f"$({field})", fields[field])
-        variables[name] = value.replace("/etc/psdist-tls", str(path / "tls" / role))
-    here = {
-        "PSDIST_TOKEN_FILE": str(path / "run/base/token"),
-        "PSDIST_STORE": str(path / "scheduler.sqlite"),
-        "PSDIST_STORAGE_PATH": str(path / "snapshots"),
-    }
-    variables |= {name: value for name, value in here.items() if name in variables}
-    kinds = ("startupProbe", "readinessProbe", "livenessProbe")
-    probes = [[sys.executable, *container[kind]["exec"]["command"][1:]] for kind in kinds if kind in container]
-    return {
-        "name": host,
-        "argv": [sys.executable, *_MODULES[container["command"][0]], *container.get("args", ())],
-        "env": {**os.environ, **variables},
-        "probes": probes,
-    }
-
-
 def test_pods_train_with_the_certificates_of_the_manifests(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(_TRAINS)
     flags = ("--out", str(tmp_path / "run"), "--nodes", "2", "--nservers", "1")
@@ -141,17 +94,8 @@ def test_pods_train_with_the_certificates_of_the_manifests(tmp_path: Path) -> No
     for each in objects:
         if each["kind"] == "Certificate" and not each["spec"].get("isCA"):
             issuer.issue(each["spec"], tmp_path / "tls" / each["metadata"]["name"].removeprefix("psdist-"))
-    found = dict(pods(objects, tmp_path))
-    (tmp_path / "pods.json").write_text(json.dumps(list(found.values())))
-    (tmp_path / "hosts").write_text(f"127.0.0.1 localhost {' '.join(found)}\n")
-    script = 'ip link set lo up && mount --bind "$1" /etc/hosts && exec "$2" "$3" "$4"'
-    ended = subprocess.run(
-        ["unshare", "--net", "--mount", "sh", "-c", script, "sh",
-         tmp_path / "hosts", sys.executable, _DRIVER, tmp_path / "pods.json"],
-        cwd=tmp_path, capture_output=True, text=True,
-    )  # fmt: skip
-    logs = "\n".join(f"--- {file.name}\n{file.read_text()[-4000:]}" for file in sorted(tmp_path.glob("*.log")))
-    assert ended.returncode == 0, ended.stderr + logs
-    assert set(json.loads(ended.stdout).values()) == {0}, ended.stdout + logs
+    host, servers, workers = "psdist-scheduler", ("psdist-servers-0",), ("psdist-workers-0", "psdist-workers-1")
+    statuses, logs = run_pods(list(pods(objects, (host,), servers, workers, tmp_path)), tmp_path)
+    assert set(statuses.values()) == {0}, logs
     for number in range(2):
         assert "trained 0.75 [3. 3. 3.]" in (tmp_path / f"psdist-workers-{number}.psdist-workers.log").read_text(), logs
