@@ -28,6 +28,8 @@ from psdist.wire.scheduler_client import scheduler_at
 #: Workers that join one after another, to measure how long the others wait for a new map.
 NEWCOMERS = 5
 _START_SECONDS = 60.0
+#: Several of the longest pauses between two heartbeats, 7.5 s: sessions that joined together send theirs together.
+_REST_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ def main() -> None:
     parser.add_argument("--store", default=f"{DIRECTORY}/store", help="of the scheduler")
     given = parser.parse_args()
     print(HEADING)
-    print(measure(given.sessions, given.processes, 5.0, given.store).text())
+    print(measure(given.sessions, given.processes, _REST_SECONDS, given.store).text())
 
 
 if __name__ == "__main__":
