@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Final, TypeVar, cast
 
 from google.protobuf.message import Message
@@ -99,7 +99,13 @@ def _from_proto(cls: type[D], message: Message, **converted: Any) -> D:
 
 
 def _plain(cls: Any, source: object, converted: Mapping[str, Any]) -> dict[str, Any]:
-    return {field.name: getattr(source, field.name) for field in fields(cls) if field.name not in converted}
+    return {name: getattr(source, name) for name in _field_names(cls) if name not in converted}
+
+
+@cache
+def _field_names(cls: Any) -> tuple[str, ...]:
+    """Return the names of a dataclass's fields. A whole map converts an entry for each worker."""
+    return tuple(field.name for field in fields(cls))
 
 
 def _name_of(names: Mapping[Any, str], number: int, field: str) -> Any:

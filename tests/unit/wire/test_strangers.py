@@ -66,6 +66,35 @@ def test_a_connection_is_a_members_from_its_first_call_with_the_token(monkeypatc
     assert machine.surplus([first, second, RemoteEnd("10.0.0.1", 3)]) == [second]
 
 
+@pytest.mark.asyncio(loop_scope="session")
+@pytest.mark.parametrize(("count", "is_looked_at"), [(2000 + 1024, False), (2000 + 1025, True)])
+async def test_many_members_alone_are_not_looked_at_each_second(
+    count: int, is_looked_at: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted, looks = asyncio.Event(), []
+
+    def count_descriptors() -> int:
+        if looks or not is_looked_at:
+            counted.set()
+        return count
+
+    def peers(port: int) -> list[RemoteEnd]:
+        looks.append(port)
+        return []
+
+    monkeypatch.setattr(strangers, "_SWEEP_SECONDS", 0)
+    monkeypatch.setattr(strangers, "_count_descriptors", count_descriptors)
+    monkeypatch.setattr(strangers, "peers", peers)
+    guard = ConnectionGuard()
+    for number in range(2000):
+        guard.admit(f"ipv4:10.0.0.1:{number + 1}")
+    guard.watch(7)
+    async with asyncio.timeout(60):
+        await counted.wait()
+    guard.stop()
+    assert looks == [7] * len(looks) and bool(looks) == is_looked_at
+
+
 # --- a real server ----------------------------------------------------------------------------------------------------
 
 
