@@ -1,11 +1,13 @@
 # All tasks of the project. Needs make and Python 3.11 or later; everything else goes into .venv.
 #
 #   make demo     train real digits through two servers and two workers on this machine
-#   make test     all checks, and every test that does not only widen another: a quarter of an hour on two cores
+#   make test     all checks, and the tests of psdist itself, without those that only widen another: ten minutes
+#   make frameworks
+#                 the tests that train by PyTorch, Hugging Face, Lightning, JAX and Ray
 #   make check    lint and types (make lint), drift of the generated stubs, tidiness, the documents (no training)
 #   make docs     the documents as a site in .site, with warnings as errors and all links checked
-#   make verify   everything, in about an hour: test, long, sim, chaos, fuzz, bench. A failed part stops no other; the end is
-#                 one table. Its default numbers are smaller than those of sim and chaos by themselves; pass others as in
+#   make verify   everything, in about an hour: test, frameworks, long, sim, chaos, fuzz, bench. A failed part stops no
+#                 other; the end is one table. Its default numbers are smaller than those of sim and chaos by themselves; pass others as in
 #                 make verify KILLS=100 INTERRUPTS=125 ROUNDS=10000
 #   make long     the tests that make test skips, and hypothesis with more examples
 #   make sim      10,000 simulated runs with faults (SEEDS=n FIRST=n), 10,000 of ordinary life (ORDINARY_SEEDS=n), 5,000 of
@@ -33,6 +35,9 @@ WITH_DOTS = @announced() { echo "$$1"; shift; "$$@" & work=$$!; \
 	while kill -0 $$work 2>/dev/null; do sleep 2; printf .; done & dots=$$!; \
 	wait $$work; status=$$?; kill $$dots 2>/dev/null; echo; return $$status; }; announced
 PYTEST := $(BIN)/python -m pytest
+# Three processes on two cores: some tests wait for leases and for other processes. In the order of the folders: files
+# with few, long tests come before those with many short ones. A hanging test ends its process, which ends the run.
+PYTEST_PARALLEL := $(PYTEST) -n 3 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
 # The variable turns off an advertisement of the theme.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
@@ -64,7 +69,7 @@ PROTOS := $(wildcard proto/psdist/v1/*.proto)
 # The tests of make check.
 CHECKS := tests/test_tidy.py tests/test_structure.py tests/test_prose.py tests/test_proto.py
 
-.PHONY: demo kernels test check lint docs verify long sim chaos fuzz bench proto sync clean
+.PHONY: demo kernels test frameworks check lint docs verify long sim chaos fuzz bench proto sync clean
 .DEFAULT_GOAL := test
 
 # --- environment: the demo needs neither torch nor linters, and does not wait for them -------------------------------
@@ -91,11 +96,12 @@ demo: $(VENV)/.installed
 kernels: $(VENV)/.installed
 	$(WITH_DOTS) "compiling kernels, unless they are in the cache" $(BIN)/python -m psdist_server.kernels
 
-# Three processes on two cores: some tests wait for leases and for other processes. In the order of the folders: files
-# with few, long tests come before those with many short ones. A hanging test ends its process, which ends the run.
 test: $(VENV)/.dev
 	@$(MAKE) --no-print-directory -j 2 kernels lint docs
-	$(PYTEST) -n 3 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder -m "not long"
+	$(PYTEST_PARALLEL) -m "not long and not frameworks"
+
+frameworks: $(VENV)/.dev kernels
+	$(PYTEST_PARALLEL) -m "frameworks and not long"
 
 check: lint docs
 	$(PYTEST) -q $(CHECKS)

@@ -13,6 +13,7 @@ import signal
 import sys
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import psutil
@@ -28,6 +29,8 @@ hypothesis.settings.load_profile("psdist")
 _MARK = "PSDIST_TEST_SESSION"
 #: In which a process whose parent is gone has ended, also on a machine that does much else.
 _ENDING_SECONDS = 30
+#: Folders of tests that train by a framework.
+_FRAMEWORKS = {Path(__file__).parent / "integration" / name for name in ("torch", "frameworks", "jax", "ray")}
 #: Of Linux's headers.
 _CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x00020000, 0x4000, 1 << 18
 #: Variables by which a launcher would speak to the tests themselves.
@@ -93,6 +96,14 @@ def _take_shared_memory_apart() -> None:
     if libc.unshare(_CLONE_NEWNS) == 0:
         libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
         libc.mount(b"psdist-tests", b"/dev/shm", b"tmpfs", 0, None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of frameworks: each of their processes imports one for some seconds."""
+    for item in items:
+        if item.path.parent in _FRAMEWORKS:
+            item.add_marker(pytest.mark.frameworks)
 
 
 @pytest.fixture(scope="session", autouse=True)

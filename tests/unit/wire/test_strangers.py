@@ -71,10 +71,11 @@ def test_a_connection_is_a_members_from_its_first_call_with_the_token(monkeypatc
 async def test_many_members_alone_are_not_looked_at_each_second(
     count: int, is_looked_at: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counted, looks = asyncio.Event(), []
+    counted, counts, looks = asyncio.Event(), [], []
 
     def count_descriptors() -> int:
-        if looks or not is_looked_at:
+        counts.append(count)
+        if len(counts) == 10:
             counted.set()
         return count
 
