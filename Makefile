@@ -1,7 +1,8 @@
 # All tasks of the project. Needs make and Python 3.11 or later; everything else goes into .venv.
 #
 #   make demo     train real digits through two servers and two workers on this machine
-#   make test     all checks, and the tests of psdist itself, without those that only widen another: ten minutes
+#   make test     all checks, and the tests of psdist itself, without those that only widen another: a quarter
+#                 of an hour on two cores
 #   make frameworks
 #                 the tests that train by PyTorch, Hugging Face, Lightning, JAX and Ray
 #   make check    lint and types (make lint), drift of the generated stubs, tidiness, the documents (no training)
