@@ -8,7 +8,8 @@
 #   make check    lint and types (make lint), drift of the generated stubs, tidiness, the documents (no training)
 #   make docs     the documents as a site in .site, with warnings as errors and all links checked
 #   make verify   everything, in about an hour: test, frameworks, long, sim, chaos, fuzz, bench. A failed part stops no
-#                 other; the end is one table. Its default numbers are smaller than those of sim and chaos by themselves; pass others as in
+#                 other; the end is one table. Its default numbers are smaller than those of sim and chaos by
+#                 themselves; pass others as in
 #                 make verify KILLS=100 INTERRUPTS=125 ROUNDS=10000
 #   make long     the tests that make test skips, and hypothesis with more examples
 #   make sim      10,000 simulated runs with faults (SEEDS=n FIRST=n), 10,000 of ordinary life (ORDINARY_SEEDS=n), 5,000 of
