@@ -11,7 +11,7 @@
 #                 other; the end is one table. Its default numbers are smaller than those of sim and chaos by
 #                 themselves; pass others as in
 #                 make verify KILLS=100 INTERRUPTS=125 ROUNDS=10000
-#   make long     the tests that make test skips, and hypothesis with more examples
+#   make long     the tests that only widen others or take too long, and hypothesis with more examples
 #   make sim      10,000 simulated runs with faults (SEEDS=n FIRST=n), 10,000 of ordinary life (ORDINARY_SEEDS=n), 5,000 of
 #                 scripts with several parameter sets (SETS_SEEDS=n), 500 with snapshots (SNAPSHOT_SEEDS=n), 500 that lose
 #                 the scheduler's store or snapshots (LOST_SEEDS=n), 500 that write weights (WRITES_SEEDS=n), 10,000 of groups

@@ -47,7 +47,7 @@ class Part:
 
 
 PARTS: Final = (
-    Part("test", "every check, and every test that does not only widen another"),
+    Part("test", "every check, and the tests of psdist itself"),
     Part("frameworks", "training by PyTorch, Hugging Face, Lightning, JAX and Ray"),
     Part("long", "the other tests, and hypothesis with more examples"),
     Part(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Final
+from typing import Final, get_args
 
 from psdist.errors import FencedError, InvalidArgumentError, PsdistError, RunLostError, copy_error
 from psdist.types import ClusterMap, ServerEntry, WorkerEntry
@@ -41,9 +41,7 @@ _PASSING: Final = (
     we.ServerChecked,
     we.EqualContributions,
     we.FormGroup,
-    tr.TraceRequested,
-    tr.SpansReported,
-    tr.ClockReported,
+    *get_args(TraceEvent),
 )
 _NO_RECORD: Final = (
     "No snapshot has the training progress either. Start afresh under another --run-id; a scheduler with --store, and "

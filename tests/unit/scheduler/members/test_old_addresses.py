@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_driver import Driver
 
 from psdist.errors import DuplicateMemberError, FencedError
 from psdist.types import ClusterMap
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import worker_events as we
+from tests.support.scheduler_driver import Driver
 
 
 def map_of(d: Driver) -> tuple[ClusterMap, int]:
