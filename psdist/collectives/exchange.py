@@ -281,8 +281,7 @@ class Exchange:
                 self.route.on_offer(peer, frame.memory)
             case "failure":
                 error = status.from_detail(frame.failure.error)
-                is_closed = isinstance(error, ClosedError)
-                self._carry_out(self._machine.on_closed(peer, error) if is_closed else self._machine.on_failure(error))
+                self._carry_out(self._machine.on_peer_failure(peer, error, frame.failure.completed))
 
     def on_lost(self, worker: Sender, reason: str) -> None:
         """See ``GroupFrames``."""

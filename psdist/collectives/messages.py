@@ -23,8 +23,8 @@ def encode(group: bytes, effect: SendCall | SendPart | SendFailure) -> bytes:
         case SendPart(_, lane, number, outgoing):
             part = pb.CollectivePart(lane=_lane(group, lane, number), part=outgoing.part)
             return pb.PeerFrame(part=part).SerializeToString()
-        case SendFailure(_, error):
-            failure = pb.CollectiveFailure(group=group, error=status.to_detail(error))
+        case SendFailure(_, error, completed):
+            failure = pb.CollectiveFailure(group=group, error=status.to_detail(error), completed=completed)
             return pb.PeerFrame(failure=failure).SerializeToString()
 
 

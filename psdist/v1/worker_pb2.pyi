@@ -116,9 +116,11 @@ class CollectivePart(_message.Message):
     def __init__(self, lane: _Optional[_Union[CollectiveLane, _Mapping]] = ..., part: _Optional[int] = ...) -> None: ...
 
 class CollectiveFailure(_message.Message):
-    __slots__ = ("group", "error")
+    __slots__ = ("group", "error", "completed")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    COMPLETED_FIELD_NUMBER: _ClassVar[int]
     group: bytes
     error: _common_pb2.ErrorDetail
-    def __init__(self, group: _Optional[bytes] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ...) -> None: ...
+    completed: int
+    def __init__(self, group: _Optional[bytes] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., completed: _Optional[int] = ...) -> None: ...

@@ -20,8 +20,8 @@ from psdist.collectives.core import host_memory
 from psdist.collectives.core import plan as plans
 from psdist.collectives.core.machine import CallLane
 from psdist.collectives.core.plan import Plan
-from psdist.errors import ClosedError, WorkerLostError
-from tests.support.collective_network import CollectiveNetwork
+from psdist.errors import ClosedError, CollectiveMismatchError, WorkerLostError
+from tests.support.collective_network import Call, CollectiveNetwork
 
 Array = NDArray[Any]
 
@@ -203,6 +203,57 @@ def test_every_call_ends_though_ranks_die(made: list[Scenario], seed: int, data:
             made[number].check(rank)
         else:
             assert isinstance(call.error, WorkerLostError) and call.error.details["rank"] in map(str, network.dead)
+
+
+@given(scenarios(), st.integers(0, 1 << 30), st.data())
+def test_a_result_at_the_rank_that_dies_is_a_result_at_all(
+    made: list[Scenario], seed: int, data: st.DataObject
+) -> None:
+    size = made[0].size
+    network, victim = network_of(size, seed, made), data.draw(st.integers(0, size - 1))
+    events, death = 0, data.draw(st.integers(0, 60))
+    started = {
+        (number, rank): network.start(rank, one.plan(rank)) for number, one in enumerate(made) for rank in range(size)
+    }
+
+    def happened() -> None:
+        nonlocal events
+        events += 1
+        if events == death:
+            network.kill(victim)
+
+    network.run(happened)
+    for (number, rank), call in started.items():
+        if started[number, victim].has_ended and started[number, victim].error is None:
+            assert call.error is None, "a call failed that had its result at the rank that was lost"
+            made[number].check(rank)
+
+
+def end_by_calls_that_differ(size: int, seed: int) -> None:
+    """Make two calls, and then, as each rank has their results, one that is another at one rank."""
+    rng = random.Random(seed)
+    made = [Scenario(rng.choice(KINDS), size, rng.choice([3, 120]), DTYPES[0], "sum", 0, number) for number in range(2)]
+    network, odd = network_of(size, seed, made), rng.randrange(size)
+    started = {(one, rank): network.start(rank, one.plan(rank)) for one in made for rank in range(size)}
+    last: dict[int, Call] = {}
+
+    def start_last() -> None:
+        for rank in range(size):
+            if rank not in last and all(call.has_ended for (_, other), call in started.items() if other == rank):
+                array = np.zeros(2 + (rank == odd))
+                last[rank] = network.start(rank, calls.all_reduce(rank, size, array, array, "sum"))
+
+    network.run(start_last)
+    for (one, rank), call in started.items():
+        assert call.has_ended and call.error is None, f"a later call took the result: seed {seed}"
+        one.check(rank)
+    assert all(isinstance(call.error, CollectiveMismatchError) for call in last.values()) and len(last) == size
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_call_that_differs_takes_no_result_of_those_before(size: int) -> None:
+    for seed in range(100):
+        end_by_calls_that_differ(size, seed)
 
 
 @given(scenarios(), st.integers(0, 1 << 30))

@@ -30,7 +30,7 @@ from psdist.collectives.core.machine import (
 )
 from psdist.collectives.core.plan import Bytes, Plan
 from psdist.collectives.core.registered_buffers import RegisteredBuffers
-from psdist.errors import ClosedError, PsdistError
+from psdist.errors import PsdistError
 
 
 def mapped_by(rank: int, memories: list[Bytes]) -> list[Bytes]:
@@ -178,9 +178,8 @@ class CollectiveNetwork:
                 if place is not None:
                     place[:] = received
                 self._carry_out(target, machine.on_part(source, lane, number, outgoing.part))
-            case SendFailure(_, error):
-                is_closed = isinstance(error, ClosedError)
-                self._carry_out(target, machine.on_closed(source, error) if is_closed else machine.on_failure(error))
+            case SendFailure(_, error, completed):
+                self._carry_out(target, machine.on_peer_failure(source, error, completed))
 
     def _end(self, source: int, target: int, link: _Link) -> None:
         link.has_ended = False

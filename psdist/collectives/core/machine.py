@@ -7,7 +7,8 @@ is received in its place.
 
 Invariants: A peer is at most one call of a lane ahead, because no call ends before all of its ranks have announced it.
 Every call ends: with its result, or with an error that all ranks of the call learn. A call that needs nothing more from
-a lost rank ends with its result. After a failure the group makes no more calls.
+a lost rank ends with its result. A collective that has its result at a rank which fails later gets it at the others,
+too, unless they are lost. After a failure the group makes no more calls.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from psdist.collectives.core.header import NOWHERE, Header, mismatch
 from psdist.collectives.core.plan import Bytes, Outgoing, Plan
 from psdist.collectives.core.routes import GroupRoute, Moves
 from psdist.errors import (
+    ClosedError,
     InvalidArgumentError,
     LimitExceededError,
     PsdistError,
@@ -66,10 +68,11 @@ class SendPart:
 
 @dataclass(frozen=True, slots=True)
 class SendFailure:
-    """Tell a peer that the group has failed here."""
+    """Tell a peer that the group has failed here. completed: number of collectives that have their results here."""
 
     peer: int
     error: PsdistError
+    completed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +145,8 @@ class GroupMachine:
         self.peers = [peer for peer in range(size) if peer != rank]
         #: Error that ended the group.
         self.broken: PsdistError | None = None
+        #: Error of a failed peer, which ends the group once the collective under way has its result.
+        self._failing: PsdistError | None = None
         #: Way for large data besides parts, once this rank can go it.
         self.route: GroupRoute | None = None
         self._lanes: dict[CallLane, _Calls] = {}
@@ -168,8 +173,8 @@ class GroupMachine:
 
         Raises the error that ended the group, WorkerLostError if a rank of the call is gone, and LimitExceededError.
         """
-        if self.broken is not None:
-            raise self.broken
+        if (error := self.broken or self._failing) is not None:
+            raise error
         for peer in plan.peers:
             if peer in self.lost:
                 raise self.lost[peer]
@@ -193,6 +198,10 @@ class GroupMachine:
     def _begin(self, lane: CallLane, calls: _Calls) -> None:
         """Announce the first call of the queue, and process what peers have announced before."""
         call = calls.queue[0]
+        for peer in call.plan.peers:
+            if peer in self.lost:
+                self._fail(self.lost[peer])
+                return
         call.plan.start()
         for peer in call.plan.peers:
             call.unsent[peer] = 1
@@ -250,7 +259,10 @@ class GroupMachine:
         del self._unended[calls.queue.popleft().call_id]
         calls.number += 1
         self._effects.append(CallDone(call.call_id))
-        if calls.queue:
+        if self._failing is not None:
+            if lane == COLLECTIVES:
+                self._end(self._failing)
+        elif calls.queue:
             self._begin(lane, calls)
 
     # --- peers --------------------------------------------------------------------------------------------------------
@@ -310,20 +322,34 @@ class GroupMachine:
         """Process the loss of a rank. Calls that need nothing more from it continue."""
         return self._lose(peer, WorkerLostError(f"rank {peer} is gone: {reason}", rank=peer))
 
-    def on_closed(self, peer: int, error: PsdistError) -> list[Effect]:
-        """Process the end of the group at a rank that has closed it. Calls that need nothing more from it continue."""
-        return self._lose(peer, error)
-
     def _lose(self, peer: int, error: PsdistError) -> list[Effect]:
         if peer in self.lost:
             return []
         self.lost[peer] = error
-        if self.broken is None and any(call.needs(peer) for calls in self._lanes.values() for call in calls.queue):
+        # Calls that wait for their turn fail when it comes.
+        if self.broken is None and peer in needed_ranks(self):
             self._fail(error)
         return self._taken()
 
+    def on_peer_failure(self, peer: int, error: PsdistError, completed: int) -> list[Effect]:
+        """Process the end of the group at a peer, which has informed the others, too.
+
+        If the peer has closed the group, calls that need nothing more from it continue. Otherwise the group ends.
+
+        completed: number of collectives that had their results there. One of them that is under way gets its result
+            first: all ranks have made it, and the peer has sent all that they need.
+        """
+        if isinstance(error, ClosedError):
+            return self._lose(peer, error)
+        self.lost.setdefault(peer, error)
+        calls = self._lanes.get(COLLECTIVES)
+        if self.broken is None and calls is not None and calls.queue and calls.number < completed:
+            self._failing = self._failing or error
+            return []
+        return self.on_failure(self._failing or error)
+
     def on_failure(self, error: PsdistError) -> list[Effect]:
-        """End the group after its failure at a peer, or the end of all links. Peers are not informed."""
+        """End the group. Peers are not informed."""
         if self.broken is None:
             self._end(error)
         return self._taken()
@@ -343,8 +369,8 @@ class GroupMachine:
         Raises the error that ended the group, or that of a lost rank if no other has announced one: the message might
         have been its own.
         """
-        if self.broken is not None:
-            raise self.broken
+        if (error := self.broken or self._failing) is not None:
+            raise error
         for lane, calls in self._lanes.items():
             if lane.target == self.rank and lane.tag == tag and lane.source in calls.early and not calls.queue:
                 return lane.source
@@ -367,7 +393,8 @@ class GroupMachine:
 
     def _fail(self, error: PsdistError) -> None:
         self._end(error)
-        self._effects += [SendFailure(peer, error) for peer in self.peers if peer not in self.lost]
+        completed = self._lanes[COLLECTIVES].number if COLLECTIVES in self._lanes else 0
+        self._effects += [SendFailure(peer, error, completed) for peer in self.peers if peer not in self.lost]
 
     def _end(self, error: PsdistError) -> None:
         self.broken = error
