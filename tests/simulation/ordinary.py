@@ -4,12 +4,13 @@ Scripts hold the interpreter, or compute for longer than any lease. They meet at
 limit. They count by the parameters' step, or by their own loop. The run is stopped at any moment, as by an interrupted
 launcher: every worker gets SIGTERM, the last snapshot is requested, and everything ends. Then the same command
 continues from that point, perhaps with other settings. Alternatively single workers are stopped, and the others keep
-training.
+training. A server may end while no worker is there.
 
 In a run without faults, in which nobody is busy for longer than its lease:
 
 * no push is dropped;
 * no script sees an error;
+* a server that ends leaves its shards to the others, and is not kept waiting;
 * a stopped run ends with a snapshot of every answered push, in BSP at a step that all workers have made.
 
 In other runs an error must be true: workers reported as deadlocked are waiting for each other.
@@ -55,6 +56,8 @@ RATES: Final = (1.0, 2.0, 0.5)
 CONVERGE_SECONDS: Final = 1500.0
 #: Largest number of consecutive barrier calls with a time limit.
 _TRIES: Final = 30
+#: Virtual seconds within which an idle server in a run without faults hands over its shards.
+_DRAIN_SECONDS: Final = 10.0
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class OrdinaryOptions(SnapshotOptions):
     stop_seconds: latest time of a stop.
     lost_exits: fraction of the SystemExits raised in a script that are lost.
     rates: True if phases have learning rates of their own.
+    drains: True if a server ends when the workers of a phase have left.
     """
 
     own_loop: bool = False
@@ -85,6 +89,7 @@ class OrdinaryOptions(SnapshotOptions):
     stop_seconds: float = 3.0
     lost_exits: float = 0.0
     rates: bool = False
+    drains: bool = False
 
     @property
     def peaceful(self) -> bool:
@@ -146,6 +151,7 @@ def draw(seed: int) -> OrdinaryOptions:
         stop_seconds=rng.choice((1.0, 3.0, 10.0)),
         lost_exits=rng.choice((0.0, 0.0, 0.5)),
         rates=rng.random() < 0.4,
+        drains=rng.random() < 0.4,
     )
 
 
@@ -405,6 +411,22 @@ class OrdinaryWorld(SnapshotWorld):
                 self.loop.call_on(node, script.handler.signal)
             await self.loop.after(rng.expovariate(1.0) * 0.02)
 
+    async def end_a_server(self) -> None:
+        """Let a server end, if the others can hold its shards, while no worker is there."""
+        servers = sorted(set(self.hosts) - self.stopped_servers)
+        if not self.options.peaceful or len(servers) <= self.options.replicas:
+            return
+        server = self._life_rng.choice(servers)
+        self.stopped_servers.add(server)
+        self.loop.start(self.loop.node("operator", "host-o"), self._drain(server, self.hosts[server].me.server_id))
+        until = self.loop.time() + _DRAIN_SECONDS
+        while not self.server_nodes[server].dead:
+            await self.loop.after(0.1)
+            if self.loop.time() > until:
+                self.oracle.violation(f"server {server} was not drained within {_DRAIN_SECONDS:g} s")
+                return
+        self.counts["a server ended without workers"] += 1
+
     async def save_at_the_end(self) -> None:
         """Request a last snapshot, as a launcher does when the workers have ended."""
         stub: Any = scheduler_pb2_grpc.SchedulerServiceStub(rpc.SimChannel(self.network, SCHEDULER))
@@ -471,6 +493,8 @@ async def play_phases(world: OrdinaryWorld) -> None:
             await world.stop(kind)
         await faults
         await world.all_finished()
+        if options.drains:
+            await world.end_a_server()
         await world.save_at_the_end()
         if kind == "all":
             world.phase_ended()

@@ -13,9 +13,11 @@ from psdist.client import participation
 from psdist.client.session import activity, barriers, stopping
 from psdist.optim import SGD
 from psdist_scheduler.coordination import coordinated_shutdown, deadlocks
+from psdist_scheduler.events.cluster_events import Effect
 from psdist_scheduler.events.cluster_state import ClusterSettings
 from psdist_scheduler.members import barriers as scheduler_barriers
 from psdist_scheduler.placement import registry
+from psdist_scheduler.placement.replica_manager import ReplicaManager
 from psdist_scheduler.snapshots.schedule import EndSnapshot, EndState
 from psdist_scheduler.snapshots.snapshots import Snapshots
 from tests.simulation import ordinary
@@ -166,3 +168,17 @@ def _before_it_is_sent(put: Put) -> None:
 
     all_waits = activity.Activities.waits
     put(activity.Activities, "waits", waits)
+
+
+@_ablation(
+    "shards are moved from a server that ends when nothing else changes",
+    **{**_STOPS, "drains": True, "servers": 2, "replicas": 1},
+)
+def _drains_unplanned(put: Put) -> None:
+    known = ReplicaManager.plan
+
+    def plan(self: ReplicaManager, epoch: int, now: float) -> list[Effect]:
+        self._leaving = frozenset(server.replica for server in self._members.servers if server.draining)
+        return known(self, epoch, now)
+
+    put(ReplicaManager, "plan", plan)

@@ -30,6 +30,7 @@ PATHS = (
     "resumed",
     "began from a snapshot",
     "a worker was told of a snapshot",
+    "a server ended without workers",
 )
 #: Safeguards whose absence is detected within a few seeds.
 QUICK = (
@@ -37,6 +38,7 @@ QUICK = (
     "an arrival that is withdrawn does not count",
     "workers that end together agree on a step",
     "workers that wait for each other are found",
+    "shards are moved from a server that ends when nothing else changes",
 )
 
 
