@@ -8,9 +8,10 @@ LimitExceededError before other code sees them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import cache, lru_cache
+from operator import attrgetter
 from typing import Any, Final, TypeVar, cast
 
 from google.protobuf.message import Message
@@ -95,6 +96,9 @@ def _to_proto(message: type[M], value: Any, **converted: Any) -> M:
 def _from_proto(cls: type[D], message: Message, **converted: Any) -> D:
     """Build a dataclass from the fields of a message. ``converted`` overrides fields that have another type on the
     wire."""
+    read: Any = None if converted else _reader(cast(Any, cls))
+    if read is not None:
+        return cls(*read(message))
     return cls(**_plain(cls, message, converted), **converted)
 
 
@@ -104,8 +108,16 @@ def _plain(cls: Any, source: object, converted: Mapping[str, Any]) -> dict[str, 
 
 @cache
 def _field_names(cls: Any) -> tuple[str, ...]:
-    """Return the names of a dataclass's fields. A whole map converts an entry for each worker."""
+    """Return the names of a dataclass's fields."""
     return tuple(field.name for field in fields(cls))
+
+
+@cache
+def _reader(cls: Any) -> Callable[[object], tuple[Any, ...]] | None:
+    """Return a function that returns the values of a dataclass's fields, several times as fast as ``_plain``: a whole
+    map converts an entry for each worker. None for one field or none."""
+    names = _field_names(cls)
+    return attrgetter(*names) if len(names) > 1 else None
 
 
 def _name_of(names: Mapping[Any, str], number: int, field: str) -> Any:

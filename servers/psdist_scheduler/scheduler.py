@@ -2,8 +2,9 @@
 
 ``post`` passes an event to the machine immediately. A single task, ``run``, carries out effects in order, and makes the
 changes of several events durable in one commit. Workers' registrations wait for that task, and those that arrived
-meanwhile share an epoch, because each epoch is sent to everybody. A failed write ends the scheduler, so that nothing is
-sent that is not durable.
+meanwhile share an epoch, because each epoch is sent to everybody; in a large run they wait a little longer, so that its
+members spend a bounded share of their time on learning of each other. A failed write ends the scheduler, so that
+nothing is sent that is not durable.
 
 ``service`` handles RPCs, ``open_calls`` the calls that effects answer.
 """
@@ -17,7 +18,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from typing import Any, Final
 
 from psdist import __version__
 from psdist.errors import NoStorageError
@@ -51,6 +52,9 @@ logger = logging.getLogger("psdist.scheduler")
 #: Number of events that the status report shows.
 EVENTS_SHOWN = 100
 
+#: Least time between epochs of registrations, for each member: it works for some 0.2 ms on an epoch.
+_EPOCH_SECONDS_PER_MEMBER: Final = 0.001
+
 
 class Scheduler:
     """The machine, its store, and its storage."""
@@ -67,14 +71,15 @@ class Scheduler:
         #: True if the run has ended in an orderly way, so that nothing of it is needed any more.
         self.has_ended = False
         self.history = EventHistory(store.load_events())
-        self._loop = asyncio.get_running_loop()
-        self.started = self._loop.time()
+        self.started = self.time()
         self._store = store
         # sqlite3 blocks until the disk has answered.
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
         #: Effects to carry out, and registrations of workers to pass to the machine.
         self._queue: deque[Effect | Register] = deque()
         self._pending = asyncio.Event()
+        #: True until the members had time to learn of the last workers: further registrations wait.
+        self._holds_workers = False
         self._stopping = False
         self._probes = Probes(cluster.settings.lease_seconds / 2, self.post)
         self._enqueue(cluster.start(self.started))
@@ -86,7 +91,7 @@ class Scheduler:
         if isinstance(event, Register) and event.role == "worker":
             self._enqueue([event])
         else:
-            self._enqueue(self.cluster.on(event, self._loop.time()))
+            self._enqueue(self.cluster.on(event, self.time()))
 
     async def run(self) -> None:
         """Carry out effects, forever. Raises the errors of the store."""
@@ -101,7 +106,7 @@ class Scheduler:
             self._store.check()
             changes = [effect for effect in batch if isinstance(effect, Persist)]
             if changes:
-                await self._loop.run_in_executor(self._writer, self._store.write, merge(changes))
+                await asyncio.get_running_loop().run_in_executor(self._writer, self._store.write, merge(changes))
             news = [record for effect in batch if (record := self._carry_out(effect)) is not None]
             if news and self._store.keeps_events:
                 # The run does not depend on the history.
@@ -112,7 +117,18 @@ class Scheduler:
         queued, self._queue = self._queue, deque()
         joining = [event for event in queued if isinstance(event, Register)]
         effects = [effect for effect in queued if not isinstance(effect, Register)]
-        return effects + self.cluster.on_all(joining, self._loop.time())
+        if self._holds_workers:
+            self._queue.extend(joining)
+        elif joining:
+            effects += self.cluster.on_all(joining, self.time())
+            self._holds_workers = True
+            members = len(self.cluster.members.sessions.by_call)
+            asyncio.get_running_loop().call_later(members * _EPOCH_SECONDS_PER_MEMBER, self._admit_workers)
+        return effects
+
+    def _admit_workers(self) -> None:
+        self._holds_workers = False
+        self._pending.set()
 
     async def tick(self) -> None:
         """Notify the machine of the passage of time, forever."""
@@ -120,8 +136,8 @@ class Scheduler:
             await asyncio.sleep(self.cluster.settings.tick_seconds)
             self._store.check()
             self.post(Tick())
-            self.reports.tick(self.cluster, self._loop.time())
-            if self.cluster.machines.exit_requests.is_over(self._loop.time()):
+            self.reports.tick(self.cluster, self.time())
+            if self.cluster.machines.exit_requests.is_over(self.time()):
                 self.is_over.set()
 
     def stop(self) -> None:
@@ -151,7 +167,7 @@ class Scheduler:
 
     def time(self) -> float:
         """Return the time of the machine's clock."""
-        return self._loop.time()
+        return asyncio.get_running_loop().time()
 
     def status(self) -> pb.GetStatusResponse:
         now = self.time()
@@ -173,7 +189,7 @@ class Scheduler:
         the numbers of others to its own."""
         records = self.history.after(number, count)
         if records and self._store.keeps_events:
-            await self._loop.run_in_executor(self._writer, lambda: None)  # It makes writes in order.
+            await asyncio.get_running_loop().run_in_executor(self._writer, lambda: None)  # It makes writes in order.
         return records
 
     def keep_report(self, call: int, member_id: str, heartbeat: pb.SessionRequest.Heartbeat) -> None:

@@ -6,6 +6,7 @@ An ablation sets the options that make its fault likely; all other options are d
 
 from __future__ import annotations
 
+import asyncio
 import builtins
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -302,7 +303,8 @@ def _publish_first(put: Put) -> None:
                 self._carry_out(effect)
             changes = [effect for effect in batch if isinstance(effect, Persist)]
             if changes:
-                await self._loop.run_in_executor(self._writer, self._store.write, scheduler.merge(changes))
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(self._writer, self._store.write, scheduler.merge(changes))
 
     put(scheduler.Scheduler, "run", run)
 

@@ -4,7 +4,7 @@ Scripts hold the interpreter, or compute for longer than any lease. They meet at
 limit. They count by the parameters' step, or by their own loop. The run is stopped at any moment, as by an interrupted
 launcher: every worker gets SIGTERM, the last snapshot is requested, and everything ends. Then the same command
 continues from that point, perhaps with other settings. Alternatively single workers are stopped, and the others keep
-training. A server may end while no worker is there.
+training. A server may end when the workers have left.
 
 In a run without faults, in which nobody is busy for longer than its lease:
 
@@ -412,7 +412,7 @@ class OrdinaryWorld(SnapshotWorld):
             await self.loop.after(rng.expovariate(1.0) * 0.02)
 
     async def end_a_server(self) -> None:
-        """Let a server end, if the others can hold its shards, while no worker is there."""
+        """Let a server end, if the others can hold its shards, when all workers have left."""
         servers = sorted(set(self.hosts) - self.stopped_servers)
         if not self.options.peaceful or len(servers) <= self.options.replicas:
             return

@@ -7,8 +7,11 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+import pytest
+
 from psdist.errors import DuplicateMemberError, PsdistError
 from psdist.wire.limits import PROTOCOL_VERSION
+from psdist_scheduler import scheduler as driver
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.cluster_state import ClusterSettings, EventRecord
@@ -127,3 +130,25 @@ async def test_who_is_gone_before_it_is_registered_harms_nobody() -> None:
         gone.cancel()
         store.go_on(2)
         assert isinstance(await stays, ev.Registered)
+
+
+async def test_registrations_of_a_large_run_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "_EPOCH_SECONDS_PER_MEMBER", 3600.0)
+    async with running() as (scheduler, store):
+        store.go_on(1000)
+        first = await register(scheduler, 0)
+        assert isinstance(first, ev.Registered)
+        with scheduler.calls.call() as (number, _):
+            scheduler.post(ev.SessionOpened(number, first.member.member_id, first.member.incarnation))
+            assert isinstance(await register(scheduler, 1), ev.Registered), "nobody was told of another one before"
+            epoch = scheduler.cluster.epoch
+            others = []
+            for rank in (2, 3):
+                others.append(asyncio.create_task(register(scheduler, rank)))
+                await asyncio.sleep(0)
+                await scheduler.events_after(0, 1)  # A turn of the task that carries out effects.
+            scheduler.post(ev.Tick())
+            assert not any(task.done() for task in others) and scheduler.cluster.epoch == epoch
+            scheduler._admit_workers()
+            assert all(isinstance(answer, ev.Registered) for answer in await asyncio.gather(*others))
+            assert scheduler.cluster.epoch == epoch + 1
