@@ -1,15 +1,17 @@
 # All tasks of the project. Needs make and Python 3.11 or later; everything else goes into .venv.
 #
 #   make demo     train real digits through two servers and two workers on this machine
-#   make test     all checks, and the tests of psdist itself, without those that only widen another: a quarter
-#                 of an hour on two cores
+#   make test     all checks, and the tests of psdist's parts, without those that only widen another: some minutes
+#   make clusters
+#                 the tests of whole clusters: launchers, engines, faults, snapshots, monitoring, devices,
+#                 compression, examples
 #   make frameworks
 #                 the tests that train by PyTorch, Hugging Face, Lightning, JAX and Ray
 #   make check    lint and types (make lint), drift of the generated stubs, tidiness, the documents (no training)
 #   make docs     the documents as a site in .site, with warnings as errors and all links checked
-#   make verify   everything, in about an hour: test, frameworks, long, sim, chaos, fuzz, bench. A failed part stops no
-#                 other; the end is one table. Its default numbers are smaller than those of sim and chaos by
-#                 themselves; pass others as in
+#   make verify   everything, in about an hour: test, clusters, frameworks, long, sim, chaos, fuzz, bench. A failed part
+#                 stops no other; the end is one table. Its default numbers are smaller than those of sim and chaos
+#                 by themselves; pass others as in
 #                 make verify KILLS=100 INTERRUPTS=125 ROUNDS=10000
 #   make long     the tests that only widen others or take too long, and hypothesis with more examples
 #   make sim      10,000 simulated runs with faults (SEEDS=n FIRST=n), 10,000 of ordinary life (ORDINARY_SEEDS=n), 5,000 of
@@ -71,7 +73,7 @@ PROTOS := $(wildcard proto/psdist/v1/*.proto)
 # The tests of make check.
 CHECKS := tests/test_tidy.py tests/test_structure.py tests/test_prose.py tests/test_proto.py
 
-.PHONY: demo kernels test frameworks check lint docs verify long sim chaos fuzz bench proto sync clean
+.PHONY: demo kernels test clusters frameworks check lint docs verify long sim chaos fuzz bench proto sync clean
 .DEFAULT_GOAL := test
 
 # --- environment: the demo needs neither torch nor linters, and does not wait for them -------------------------------
@@ -100,7 +102,10 @@ kernels: $(VENV)/.installed
 
 test: $(VENV)/.dev
 	@$(MAKE) --no-print-directory -j 2 kernels lint docs
-	$(PYTEST_PARALLEL) -m "not long and not frameworks"
+	$(PYTEST_PARALLEL) -m "not long and not clusters and not frameworks"
+
+clusters: $(VENV)/.dev kernels
+	$(PYTEST_PARALLEL) -m "clusters and not long"
 
 frameworks: $(VENV)/.dev kernels
 	$(PYTEST_PARALLEL) -m "frameworks and not long"

@@ -29,8 +29,15 @@ hypothesis.settings.load_profile("psdist")
 _MARK = "PSDIST_TEST_SESSION"
 #: In which a process whose parent is gone has ended, also on a machine that does much else.
 _ENDING_SECONDS = 30
-#: Folders of tests that train by a framework.
-_FRAMEWORKS = {Path(__file__).parent / "integration" / name for name in ("torch", "frameworks", "jax", "ray")}
+#: Folders of the tests that other targets than ``make test`` run, by their marker.
+_PARTS = {
+    "clusters": (
+        "integration/launch", "integration/faults", "integration/snapshots", "integration/metrics",
+        "integration/device", "integration/compression", "integration/project", "chaos",
+    ),
+    "frameworks": ("integration/torch", "integration/frameworks", "integration/jax", "integration/ray"),
+}  # fmt: skip
+_MARKERS = {Path(__file__).parent / folder: name for name, folders in _PARTS.items() for folder in folders}
 #: Of Linux's headers.
 _CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x00020000, 0x4000, 1 << 18
 #: Variables by which a launcher would speak to the tests themselves.
@@ -100,10 +107,11 @@ def _take_shared_memory_apart() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of frameworks: each of their processes imports one for some seconds."""
+    """Mark the tests that take long together: those of whole clusters, and of frameworks, which take seconds to
+    import."""
     for item in items:
-        if item.path.parent in _FRAMEWORKS:
-            item.add_marker(pytest.mark.frameworks)
+        if (marker := _MARKERS.get(item.path.parent)) is not None:
+            item.add_marker(marker)
 
 
 @pytest.fixture(scope="session", autouse=True)
