@@ -48,7 +48,9 @@ class Part:
 
 PARTS: Final = (
     Part("test", "every check, and the tests of psdist's parts"),
-    Part("clusters", "whole clusters: launchers, engines, faults, snapshots, monitoring, devices, compression, examples"),
+    Part(
+        "clusters", "whole clusters: launchers, engines, faults, snapshots, monitoring, devices, compression, examples"
+    ),
     Part("frameworks", "training by PyTorch, Hugging Face, Lightning, JAX and Ray"),
     Part("long", "the other tests, and hypothesis with more examples"),
     Part(
