@@ -108,6 +108,10 @@ class OpenCalls:
         """Return number and outbox of a new session. Its end is posted when the block is left."""
         return self._open(self._sessions, lambda number, _: ev.SessionClosed(number, "its session broke"))
 
+    def is_open(self, number: int) -> bool:
+        """True until the block of a call is left."""
+        return number in self._calls
+
     @property
     def map(self) -> common_pb2.ClusterMap:
         """The map that was published last, for answers."""

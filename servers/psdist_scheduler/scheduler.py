@@ -52,8 +52,10 @@ logger = logging.getLogger("psdist.scheduler")
 #: Number of events that the status report shows.
 EVENTS_SHOWN = 100
 
-#: Least time between epochs of registrations, for each member: it works for some 0.2 ms on an epoch.
+#: Least time between epochs of registrations, for each member: it works for some 0.2 ms on an epoch. The most is well
+#: below the time limit of a registration.
 _EPOCH_SECONDS_PER_MEMBER: Final = 0.001
+_LONGEST_PAUSE_SECONDS: Final = 2.0
 
 
 class Scheduler:
@@ -113,9 +115,10 @@ class Scheduler:
                 self._writer.submit(self._store.write_events, news)
 
     def _take(self) -> list[Effect]:
-        """Return the effects to carry out, in order. Waiting registrations are passed to the machine first."""
+        """Return the effects to carry out, in order. Waiting registrations whose callers are not gone are passed to the
+        machine first."""
         queued, self._queue = self._queue, deque()
-        joining = [event for event in queued if isinstance(event, Register)]
+        joining = [event for event in queued if isinstance(event, Register) and self.calls.is_open(event.call)]
         effects = [effect for effect in queued if not isinstance(effect, Register)]
         if self._holds_workers:
             self._queue.extend(joining)
@@ -123,7 +126,8 @@ class Scheduler:
             effects += self.cluster.on_all(joining, self.time())
             self._holds_workers = True
             members = len(self.cluster.members.sessions.by_call)
-            asyncio.get_running_loop().call_later(members * _EPOCH_SECONDS_PER_MEMBER, self._admit_workers)
+            pause = min(members * _EPOCH_SECONDS_PER_MEMBER, _LONGEST_PAUSE_SECONDS)
+            asyncio.get_running_loop().call_later(pause, self._admit_workers)
         return effects
 
     def _admit_workers(self) -> None:

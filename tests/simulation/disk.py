@@ -17,7 +17,7 @@ from psdist.errors import LeadershipLostError
 from psdist_scheduler.events.cluster_events import Persist
 from psdist_scheduler.events.cluster_state import EventRecord, StoredState
 from psdist_scheduler.stores.sqlite_store import SqliteStore
-from tests.simulation.loop import Node, SimLoop
+from tests.simulation.loop import Node, SimLoop, set_done, set_error
 
 #: Time after which a write of a frozen process is tried again.
 _PAUSED_SECONDS = 0.05
@@ -90,11 +90,11 @@ class Writing:
         if not self._disk.is_led_by(self.leader):
             loop.trace(f"refused {self.changes.epoch}")
             error = LeadershipLostError("another scheduler has taken the leader key")
-            loop.call_on(node, future.set_exception, error)
+            loop.call_on(node, set_error, future, error)
             return
         self._disk.durable.append(self.changes)
         loop.trace(f"durable {self.changes.epoch}")
-        loop.call_on(node, future.set_result, None)
+        loop.call_on(node, set_done, future)
 
 
 class DiskStore:

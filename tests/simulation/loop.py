@@ -203,7 +203,7 @@ class SimLoop(asyncio.AbstractEventLoop):
     async def after(self, seconds: float) -> None:
         """Wait for ``seconds`` of virtual time."""
         future = self.create_future()
-        timer = self.call_later(seconds, _set_done, future)
+        timer = self.call_later(seconds, set_done, future)
         try:
             await future
         finally:
@@ -352,12 +352,12 @@ class SimLoop(asyncio.AbstractEventLoop):
         try:
             result = func(*args)
         except Exception as error:
-            self.call_soon(_set_error, future, error)
+            self.call_soon(set_error, future, error)
             return future
         if hasattr(result, "begin"):
             result.begin(self, self.current(), future)
         else:
-            self.call_soon(_set_done, future, result)
+            self.call_soon(set_done, future, result)
         return future
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
@@ -408,12 +408,14 @@ def _sorted(data: bytes) -> bytes:
     return np.sort(np.frombuffer(data, np.uint8)).tobytes()
 
 
-def _set_done(future: asyncio.Future[Any], result: Any = None) -> None:
+def set_done(future: asyncio.Future[Any], result: Any = None) -> None:
+    """Set a result, unless the task that waits for it was cancelled."""
     if not future.done():
         future.set_result(result)
 
 
-def _set_error(future: asyncio.Future[Any], error: BaseException) -> None:
+def set_error(future: asyncio.Future[Any], error: BaseException) -> None:
+    """Set an error, unless the task that waits for it was cancelled."""
     if not future.done():
         future.set_exception(error)
 

@@ -8,7 +8,7 @@ is received in its place.
 Invariants: A peer is at most one call of a lane ahead, because no call ends before all of its ranks have announced it.
 Every call ends: with its result, or with an error that all ranks of the call learn. A call that needs nothing more from
 a lost rank ends with its result. A collective that has its result at a rank which fails later gets it at the others,
-too, unless they are lost. After a failure the group makes no more calls.
+too, unless another rank is lost or gives it up. After a failure the group makes no more calls.
 """
 
 from __future__ import annotations
@@ -165,6 +165,7 @@ class GroupMachine:
             assert len(calls.early) < self.size, "a peer announced two calls ahead"
             assert not self.broken or not calls.queue, "a failed group has calls"
             assert all(not call.called for call in list(calls.queue)[1:]), "a call began before its turn"
+            assert all(call.called <= call.unsent.keys() for call in calls.queue), "a call was not announced"
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
@@ -269,8 +270,8 @@ class GroupMachine:
 
     def on_call(self, peer: int, lane: CallLane, number: int, header: Header, data: Bytes) -> list[Effect]:
         """Process a peer's announcement. Raises InvalidArgumentError if it makes no sense."""
-        if self.broken is not None:
-            return []
+        if self.broken is not None or (self._failing is not None and lane != COLLECTIVES):
+            return []  # Calls of other lanes that have not begun fail with the group.
         calls = self._calls_of(lane)
         if calls.queue and number == calls.number:
             if self._match(lane, calls, peer, header, data):

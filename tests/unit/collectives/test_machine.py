@@ -11,7 +11,7 @@ import pytest
 from psdist.collectives import calls
 from psdist.collectives.core import machine as machines
 from psdist.collectives.core.header import Header
-from psdist.collectives.core.machine import COLLECTIVES, CallLane, GroupMachine
+from psdist.collectives.core.machine import COLLECTIVES, CallDone, CallLane, GroupMachine
 from psdist.collectives.core.plan import Plan
 from psdist.errors import (
     ClosedError,
@@ -143,6 +143,27 @@ def test_a_call_that_needs_nothing_more_from_a_lost_rank_has_its_result() -> Non
     assert first.error is None and second.error is None
     after = network.start(0, calls.barrier(0, 2))
     assert isinstance(after.error, WorkerLostError) and after.error.details["rank"] == "1"
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_a_message_that_has_not_begun_fails_with_the_group(sends: bool) -> None:
+    machine = GroupMachine(0, 3)
+    whole = [calls.all_gather(rank, 3, np.zeros(10**6), np.zeros((3, 10**6))) for rank in range(3)]
+    collective = machine.start(COLLECTIVES, whole[0])[0]
+    for peer in (1, 2):
+        machine.on_call(peer, COLLECTIVES, 0, whole[peer].header(0), NOTHING)
+    lane = CallLane(0, 2) if sends else CallLane(2, 0)
+    mine, theirs = (calls.send(NOTHING, 2), calls.receive(NOTHING, 0)) if sends else (
+        calls.receive(NOTHING, 2), calls.send(NOTHING, 0)
+    )  # fmt: skip
+    first, second = (machine.start(lane, mine)[0] for _ in range(2))
+    machine.on_call(2, lane, 0, theirs.header(0), NOTHING)
+    assert machine.on_peer_failure(1, CollectiveMismatchError("differs"), 1) == [], "rank 1 has the collective's result"
+    assert machine.on_sent(2, lane, first) == [CallDone(first)]
+    assert machine.on_call(2, lane, 1, theirs.header(0), NOTHING) == [], "a call ended that was never announced"
+    machine.validate()
+    ended = {effect.call_id for effect in machine.on_lost(2, "killed") if isinstance(effect, CallDone)}
+    assert ended == {collective, second}
 
 
 def test_closing_ends_the_calls_of_all_ranks() -> None:

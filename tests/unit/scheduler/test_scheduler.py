@@ -130,10 +130,12 @@ async def test_who_is_gone_before_it_is_registered_harms_nobody() -> None:
         gone.cancel()
         store.go_on(2)
         assert isinstance(await stays, ev.Registered)
+        assert [worker.rank for worker in scheduler.cluster.members.workers] == [1]
 
 
 async def test_registrations_of_a_large_run_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "_EPOCH_SECONDS_PER_MEMBER", 3600.0)
+    monkeypatch.setattr(driver, "_LONGEST_PAUSE_SECONDS", 3600.0)
     async with running() as (scheduler, store):
         store.go_on(1000)
         first = await register(scheduler, 0)
