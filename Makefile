@@ -1,7 +1,8 @@
 # All tasks of the project. Needs make and Python 3.11 or later; everything else goes into .venv.
 #
 #   make demo     train real digits through two servers and two workers on this machine
-#   make test     all checks, and the tests of psdist's parts, without those that only widen another: some minutes
+#   make test     all checks, and the tests of psdist's parts, without those that only widen another: twelve
+#                 minutes on two cores
 #   make clusters
 #                 the tests of whole clusters: launchers, engines, faults, snapshots, monitoring, devices,
 #                 compression, examples

@@ -52,8 +52,8 @@ logger = logging.getLogger("psdist.scheduler")
 #: Number of events that the status report shows.
 EVENTS_SHOWN = 100
 
-#: Least time between epochs of registrations, for each member: it works for some 0.2 ms on an epoch. The most is well
-#: below the time limit of a registration.
+#: Least time between epochs of registrations, for each member. A member needs 0.1 ms to read the change of a map of 100
+#: workers, and 0.4 ms for one of 1,000. The longest pause is well below the time limit of a registration.
 _EPOCH_SECONDS_PER_MEMBER: Final = 0.001
 _LONGEST_PAUSE_SECONDS: Final = 2.0
 

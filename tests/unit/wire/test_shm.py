@@ -48,24 +48,28 @@ def nothing_left() -> Iterator[None]:
     yield
     gc.collect()
     after = descriptors(), sockets(), mappings()
-    assert all(left <= others for left, others in zip(after, before, strict=True)), (before, after)
+    left = [now - others for now, others in zip(after, before, strict=True)]
+    assert not any(left), left
 
 
-def descriptors() -> int:
-    """Return open memory files, and files received over a socket."""
-    targets = []
+def descriptors() -> set[str]:
+    """Return the descriptors of memory files, with their inodes, those received over a socket included."""
+    found = set()
     for number in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # the listing's own
-            targets.append(os.readlink(f"/proc/self/fd/{number}"))
-    return sum("memfd:" in target for target in targets)
+            target = os.readlink(f"/proc/self/fd/{number}")
+            if "memfd:" in target:
+                found.add(f"{number} {target} {os.stat(f'/proc/self/fd/{number}').st_ino}")
+    return found
 
 
 def sockets() -> set[str]:
     return {path.name for path in fd_passing.DIRECTORY.glob("psdist-*")}
 
 
-def mappings() -> int:
-    return Path("/proc/self/maps").read_text().count("memfd:psdist")
+def mappings() -> set[str]:
+    """Return the lines of mapped memory files, with addresses and inodes."""
+    return {line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:psdist" in line}
 
 
 # --- arenas -----------------------------------------------------------------------------------------------------------
