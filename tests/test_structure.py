@@ -1,4 +1,4 @@
-"""The shape of the product code: which modules and folders import which, one class per name, and how wide classes are.
+"""The shape of the product code: which modules and folders import which, and whether the architecture page names them.
 
 Only the syntax is read. ``test_tidy`` has the function that parses modules.
 """
@@ -7,25 +7,14 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
 
 from tests.codemap import END, PAGE, START, codemap
-from tests.test_tidy import MODULES, ROOT, imports, module_name, nodes, parsed, text_of
-
-FOLDER_MODULES_MAX = 16
-METHODS_MAX = 25
-ATTRIBUTES_MAX = 15
-
-#: Wider classes, with their numbers of methods and attributes, and the reason for each. These numbers may only fall.
-WIDE = {
-    # The public API: one method for each thing that a script can ask for.
-    "AsyncClient": (28, 15),
-    "AsyncParameters": (26, 6),
-}
+from tests.test_tidy import MODULES, ROOT, imports, module_name, nodes, parsed
 
 #: Constants named like a limit outside ``psdist.wire.limits``, by module. This list may only shrink.
 LIMITS_ELSEWHERE = {
@@ -102,23 +91,7 @@ def circles(arrows: Mapping[str, Iterable[str]]) -> list[set[str]]:
     return found
 
 
-def widths(node: ast.ClassDef) -> tuple[int, int]:
-    """Count methods and attributes: fields, and names that methods set on self. A property and its setter are one."""
-    methods = len({inner.name for inner in node.body if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef)})
-    fields = {inner.target.id for inner in node.body if isinstance(inner, ast.AnnAssign) and _is_name(inner.target)}
-    stored = {
-        inner.attr
-        for inner in ast.walk(node)
-        if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store) and text_of(inner.value) == "self"
-    }
-    return methods, len(fields | stored)
-
-
 _FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-def _is_name(node: ast.expr) -> bool:
-    return isinstance(node, ast.Name)
 
 
 def classes() -> list[tuple[str, ast.ClassDef]]:
@@ -142,11 +115,6 @@ def test_circles_are_seen(arrows: dict[str, str], found: list[set[str]]) -> None
     assert circles(arrows) == found
 
 
-def test_width_is_seen() -> None:
-    (node,) = ast.parse("class A:\n    x: int\n    def f(self): self.y, self.x = 1, 2\n    async def g(self): ...").body
-    assert isinstance(node, ast.ClassDef) and widths(node) == (2, 2)
-
-
 def test_imports_for_type_checkers_are_seen() -> None:
     tree = ast.parse("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import psdist.types")
     assert "psdist.types" in imports("a", tree, with_typing=True) - imports("a", tree)
@@ -163,35 +131,6 @@ def test_folders_import_one_way() -> None:
         if module not in (FACADE, f"{FACADE}.__main__"):  # Names for what the folders define.
             arrows[folder(module)] |= {folder(other) for other in imported(module, path) - {FACADE}} - {folder(module)}
     assert not circles(arrows)
-
-
-def test_folders_are_small() -> None:
-    sizes = Counter(folder(module) for module, path in PRODUCT.items() if path.name != "__init__.py")
-    assert {name: size for name, size in sizes.items() if size > FOLDER_MODULES_MAX} == {}
-
-
-def test_a_class_name_is_one_class() -> None:
-    where: dict[str, list[str]] = defaultdict(list)
-    for module, node in classes():
-        where[node.name].append(module)
-    assert {name: modules for name, modules in where.items() if len(modules) > 1} == {}
-
-
-def test_classes_are_narrow() -> None:
-    complaints = []
-    for module, node in classes():
-        allowed = WIDE.get(node.name, (METHODS_MAX, ATTRIBUTES_MAX))
-        if any(has > most for has, most in zip(widths(node), allowed, strict=True)):
-            complaints.append(
-                f"{module}.{node.name} has {widths(node)} methods and attributes, over {allowed}: split it"
-            )
-    assert not complaints, "\n" + "\n".join(complaints)
-
-
-def test_the_list_of_wide_classes_is_true() -> None:
-    seen = {node.name: widths(node) for _, node in classes() if node.name in WIDE}
-    assert {name: seen.get(name) for name in WIDE} == WIDE, "a class is narrower now: lower its numbers"
-    assert all(methods > METHODS_MAX or attributes > ATTRIBUTES_MAX for methods, attributes in seen.values())
 
 
 def limits(tree: ast.Module) -> set[str]:
