@@ -124,7 +124,12 @@ class Mesh:
             self._waiting.remove(group)
             members = [workers[rank] for rank in group.ranks]
             if silent := [worker for worker in members if not worker.address and worker.rank != self._mine.rank]:
-                group.abandon(PeerUnreachableError(f"{silent[0].worker_id} (rank {silent[0].rank}) accepts no links"))
+                group.abandon(
+                    PeerUnreachableError(
+                        f"{silent[0].worker_id} (rank {silent[0].rank}) accepts no links, for a reason in its log: "
+                        "beyond one machine give the run TLS, or set PSDIST_INSECURE=1 on a private network"
+                    )
+                )
                 continue
             names = name_members(members)
             self._opened[names] += 1

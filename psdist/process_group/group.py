@@ -35,7 +35,8 @@ logger = logging.getLogger("psdist")
 
 BACKEND: Final = "psdist_servers"
 _NAME: Final = "psdist/collectives"
-_REDUCTIONS: Final[dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
+#: By the names of ReduceOp.
+REDUCTIONS: Final[dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
     "SUM": torch.add,
     "AVG": torch.add,
     "PRODUCT": torch.mul,
@@ -121,12 +122,12 @@ class PsdistGroup(dist.ProcessGroup):
         return _done(outputs)
 
     def _reduce(self, tensor: Tensor, operation: Any) -> None:
-        name = next((name for name in _REDUCTIONS if operation == getattr(dist.ReduceOp, name)), None)
+        name = next((name for name in REDUCTIONS if operation == getattr(dist.ReduceOp, name)), None)
         if name is None:
             raise InvalidArgumentError(
-                f"the process group of psdist has no {operation!r:.60}: use one of {', '.join(_REDUCTIONS)}"
+                f"the process group of psdist has no {operation!r:.60}: use one of {', '.join(REDUCTIONS)}"
             )
-        result = reduce(_REDUCTIONS[name], self._gather(tensor))
+        result = reduce(REDUCTIONS[name], self._gather(tensor))
         tensor.copy_(result / self._world_size if name == "AVG" else result)
 
     def open(self) -> AllGather:

@@ -13,31 +13,39 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from datetime import timedelta
+from functools import reduce
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Backend
 
 from psdist.client.context import Context, init, is_placed
 from psdist.client.process import loop
 from psdist.collectives.group import AsyncWorkerGroup
 from psdist.errors import InvalidArgumentError, PsdistError, WaitTimeoutError
 from psdist.process_group import own_run
+from psdist.process_group.checks import Checks
+from psdist.process_group.forms import FORMER_NAMES, call, opaque
+from psdist.process_group.group import REDUCTIONS
 from psdist.process_group.monitored import monitored_error
 from psdist.process_group.sparse import all_reduce_sparse
-from psdist.process_group.work import CollectiveWork, SeveralWorks, TensorMemory, rows, set_rows
+from psdist.process_group.work import CollectiveWork, SeveralWorks, TensorMemory, apart, rows, set_rows
 from psdist.settings import group_marks
 from psdist.torch_backend import NAME
 
 _OPS: Final = {name: name.lower() for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")}
 
 
+@opaque
 class _GroupBase(dist.ProcessGroup):
-    """Place, time limit and messages of a group.
+    """Place, time limit and messages of a group. To torch it is its own backend, for tensors on the CPU.
 
     timeout: time limit of calls without one of their own.
     """
+
+    supports_coalescing = supports_shrinking = supports_splitting = supports_time_estimate = False
 
     def __init__(self, group: AsyncWorkerGroup, timeout: timedelta) -> None:
         super().__init__(group.rank, group.size)  # type: ignore[call-arg]  # missing in torch's stubs
@@ -45,6 +53,8 @@ class _GroupBase(dist.ProcessGroup):
         self._limit = timeout
         #: Set once the last work of several calls has ended.
         self._several_calls: asyncio.Event | None = None
+        #: Collectives made.
+        self._sequence = 0
         #: Works made since ``_start_coalescing``, or None outside of it.
         self._coalesced: list[CollectiveWork] | None = None
 
@@ -59,6 +69,26 @@ class _GroupBase(dist.ProcessGroup):
         """Name that torch has given to the group."""
         return str(dist.distributed_c10d._world.pg_names.get(self, ""))
 
+    @property
+    def options(self) -> Any:
+        """Options of the backend, with the time limit."""
+        return Backend.Options(NAME, self._limit)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device | str) -> Any:
+        if torch.device(device).type != "cpu":
+            raise InvalidArgumentError(f"No backend type associated with device type {device}: psdist has the CPU's")
+        return self
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: ranks count collectives from 0."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._sequence
+
     def size(self) -> int:
         """Number of ranks."""
         return self._group.size
@@ -72,6 +102,8 @@ class _GroupBase(dist.ProcessGroup):
         """Set the time limit of calls without one of their own."""
         self._limit = timeout
 
+    _set_default_timeout = set_timeout
+
     def shutdown(self) -> None:
         """End the group."""
         loop.shared().call(self._group.close(), ending=True)
@@ -80,12 +112,14 @@ class _GroupBase(dist.ProcessGroup):
 
     def send(self, tensors: Sequence[Tensor], target: int, tag: int) -> dist.Work:
         """Send a tensor to a rank."""
+        self._check_message("send", tensors)
         given = TensorMemory(tensors[0]).array
         sent = self._group.send(given, target, tag, timeout=self._seconds(None))
         return self._record(CollectiveWork(sent, tensors, f"{NAME}:send", tensors))
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> dist.Work:
         """Receive a tensor from a rank."""
+        self._check_message("recv", tensors)
 
         async def received() -> int:
             memory = TensorMemory(tensors[0])
@@ -97,6 +131,7 @@ class _GroupBase(dist.ProcessGroup):
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> dist.Work:
         """Receive a tensor from the first rank that sends one."""
+        self._check_message("recv_anysource", tensors)
 
         async def received() -> int:
             memory = TensorMemory(tensors[0])
@@ -123,6 +158,7 @@ class _GroupBase(dist.ProcessGroup):
     def _work(
         self, name: str, calls: Iterable[Coroutine[Any, Any, Any]], tensors: Sequence[Any], inputs: Sequence[Tensor]
     ) -> CollectiveWork:
+        self._sequence += 1
         before = self._several_calls
 
         async def together() -> None:
@@ -138,8 +174,11 @@ class _GroupBase(dist.ProcessGroup):
                 call.close()
             raise
 
-    def _work_of_several_calls(self, name: str, call: Coroutine[Any, Any, None], tensor: Tensor) -> CollectiveWork:
+    def _work_of_several_calls(
+        self, name: str, call: Coroutine[Any, Any, None], tensors: Sequence[Tensor]
+    ) -> CollectiveWork:
         """Return a work whose calls follow from each other's results. The next work begins after it."""
+        self._sequence += 1
         before, ended = self._several_calls, asyncio.Event()
         self._several_calls = ended
 
@@ -152,13 +191,17 @@ class _GroupBase(dist.ProcessGroup):
             finally:
                 ended.set()
 
-        return self._record(CollectiveWork(alone(), [tensor], f"{NAME}:{name}", [tensor]))
+        return self._record(CollectiveWork(alone(), tensors, f"{NAME}:{name}", tensors))
+
+    def _check_message(self, name: str, tensors: Sequence[Tensor]) -> None:
+        checks = Checks(name, self._group.size)
+        checks.single(tensors)
+        checks.dense(tensors)
 
     def _cut(self, tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """Return each rank's part of a tensor. sizes: rows of each; empty for equal parts."""
         if sizes:
             return list(torch.split(tensor, list(sizes)))
-        if tensor.size(0) % self._group.size:
-            raise InvalidArgumentError(f"{tensor.size(0)} rows cannot be divided among {self._group.size} ranks")
         return list(tensor.reshape(self._group.size, -1).unbind())
 
     def _seconds(self, opts: Any) -> float | None:
@@ -169,17 +212,18 @@ class _GroupBase(dist.ProcessGroup):
 
     @staticmethod
     def _op(opts: Any) -> str:
-        operation = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         for name, op in _OPS.items():
-            if operation == getattr(dist.ReduceOp, name):
+            if opts.reduceOp == getattr(dist.ReduceOp, name):
                 return op
-        raise InvalidArgumentError(f"the backend psdist has no {operation!r:.60}: use one of {', '.join(_OPS)}")
+        raise InvalidArgumentError(f"the backend psdist has no {opts.reduceOp!r:.60}: use one of {', '.join(_OPS)}")
 
 
+@opaque
 class LinkGroup(_GroupBase):
     """Collectives of some workers of a run, by torch's names."""
 
-    def barrier(self, opts: Any = None) -> dist.Work:
+    @call
+    def barrier(self, opts: Any) -> dist.Work:
         """Wait for all ranks."""
         return self._work("barrier", [self._group.barrier(timeout=self._seconds(opts))], [], [])
 
@@ -197,147 +241,220 @@ class LinkGroup(_GroupBase):
         except WaitTimeoutError as error:
             raise monitored_error(error, self._group.rank, limit, wait_all_ranks) from error
 
-    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        """Reduce the tensors of all ranks."""
-        op, limit = self._op(opts), self._seconds(opts)
-        if len(tensors) == 1 and tensors[0].layout is torch.sparse_coo:
-            return self._work_of_several_calls(
-                "sparse_all_reduce", all_reduce_sparse(self._group, tensors[0], op, limit), tensors[0]
-            )
+    @call
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
+        """Reduce the tensors of all ranks and lists to one, which all of them become."""
+        op, limit, checks = self._op(opts), self._seconds(opts), Checks("allreduce", self._group.size)
+        checks.some(tensors)
+        checks.alike(tensors[1:], tensors[0])
+        if tensors[0].layout is torch.sparse_coo:
+            checks.sparse(op, tensors)
+            summed = all_reduce_sparse(self._group, tensors, op, limit)
+            return self._work_of_several_calls("sparse_all_reduce", summed, tensors)
+        checks.reduced(op, tensors)
+        own = tensors[0] if len(tensors) == 1 else _combined(tensors, op)
+        return self._work("all_reduce", [self._reduced(own, tensors, op, limit)], tensors, tensors)
 
-        async def reduced(tensor: Tensor) -> None:
-            memory = TensorMemory(tensor, is_reduced=True)
-            await self._group.all_reduce(memory.array, op, out=memory.array, timeout=limit)
-            memory.finish()
+    async def _reduced(self, own: Tensor, tensors: Sequence[Tensor], op: str, limit: float | None) -> None:
+        """Reduce ``own``, and copy the result to ``tensors``."""
+        memory = TensorMemory(own)
+        await self._group.all_reduce(memory.array, op, out=memory.array, timeout=limit)
+        memory.finish()
+        _spread(own, tensors)
 
-        return self._work("all_reduce", map(reduced, tensors), tensors, tensors)
+    @call
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
+        """Reduce several tensors of all ranks, each by itself."""
+        op, limit, checks = self._op(opts), self._seconds(opts), Checks("allreduce_coalesced", self._group.size)
+        checks.some(tensors)
+        checks.same_kind(tensors)
+        checks.reduced(op, tensors)
+        calls = (self._reduced(own, [tensor], op, limit) for own, tensor in zip(apart(tensors), tensors, strict=True))
+        return self._work("all_reduce", calls, tensors, tensors)
 
-    allreduce_coalesced = allreduce
-
+    @call
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
         """Reduce the tensors of all ranks at the root."""
-        op, limit, root = self._op(opts), self._seconds(opts), opts.rootRank
+        op, limit, root, checks = self._op(opts), self._seconds(opts), opts.rootRank, Checks("reduce", self._group.size)
+        checks.root(root)
+        checks.root_tensor(opts.rootTensor, tensors)
+        checks.single(tensors)
+        checks.reduced(op, tensors)
 
-        async def reduced(tensor: Tensor) -> None:
-            memory = TensorMemory(tensor, is_reduced=True)
+        async def reduced() -> None:
+            memory = TensorMemory(tensors[0])
             out = memory.array if self._group.rank == root else None
             await self._group.reduce(memory.array, root, op, out=out, timeout=limit)
             if out is not None:
                 memory.finish()
 
-        return self._work("reduce", map(reduced, tensors), tensors, tensors)
+        return self._work("reduce", [reduced()], tensors, tensors)
 
+    @call
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
-        """Copy the root's tensors to all ranks."""
+        """Copy one of the root's tensors to all tensors of all ranks."""
+        root, limit, checks = opts.rootRank, self._seconds(opts), Checks("broadcast", self._group.size)
+        checks.root(root)
+        checks.root_tensor(opts.rootTensor, tensors)
+        checks.dense(tensors)
+        checks.alike(tensors[1:], tensors[0])
+        tensor = tensors[opts.rootTensor]
 
-        async def copied(tensor: Tensor) -> None:
+        async def copied() -> None:
             memory = TensorMemory(tensor)
-            await self._group.broadcast(memory.array, opts.rootRank, out=memory.array, timeout=self._seconds(opts))
+            await self._group.broadcast(memory.array, root, out=memory.array, timeout=limit)
             memory.finish()
+            _spread(tensor, tensors)
 
-        return self._work("broadcast", map(copied, tensors), tensors, tensors)
+        return self._work("broadcast", [copied()], tensors, tensors)
 
-    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        """Collect the tensors of all ranks."""
+    @call
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> dist.Work:
+        """Collect the tensors of all ranks, rank by rank, in each of the lists ``outputs``."""
+        limit, checks = self._seconds(opts), Checks("allgather", self._group.size)
+        checks.pairs(outputs, inputs)
+        checks.dense(inputs)
+        checks.alike(inputs, inputs[0])
+        for number, places in enumerate(outputs):
+            checks.length(number, places, self._group.size * len(inputs))
+            checks.alike(places, inputs[0])
+
+        async def gathered(number: int, tensor: Tensor) -> None:
+            found = await self._group.all_gather(TensorMemory(tensor).array, timeout=limit)
+            for places in outputs:
+                set_rows(places[number :: len(inputs)], found)
+
+        return self._work("all_gather", map(gathered, range(len(inputs)), inputs), _flat_if_one(outputs), inputs)
+
+    @call
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
+    ) -> dist.Work:
+        """Collect several tensors, each by itself. ``outputs`` has a list for each rank."""
+        limit, checks = self._seconds(opts), Checks("allgather_coalesced", self._group.size)
+        checks.some(inputs, "input ")
+        checks.dense(inputs)
+        if len(outputs) != self._group.size:
+            checks.refuse(f"output lists should be equal to world size: {len(outputs)} and {self._group.size}")
+        for places in outputs:
+            checks.each_alike(places, inputs)
 
         async def gathered(places: Sequence[Tensor], tensor: Tensor) -> None:
-            found = await self._group.all_gather(TensorMemory(tensor).array, timeout=self._seconds(opts))
-            set_rows(places, found)
+            set_rows(places, await self._group.all_gather(TensorMemory(tensor).array, timeout=limit))
 
-        return self._work("all_gather", map(gathered, outputs, inputs), outputs, inputs)
+        return self._work("all_gather", map(gathered, zip(*outputs, strict=True), inputs), outputs, inputs)
 
-    def allgather_coalesced(
-        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
-    ) -> dist.Work:
-        """Collect lists of tensors. ``outputs`` has a list for each rank."""
-        return self.allgather([list(one) for one in zip(*outputs, strict=True)], inputs, opts)
-
-    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
+    @call
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work:
         """Collect the tensors of all ranks in one."""
-        return self.all_gather_single_coalesced([output], [tensor], opts)
+        return self._gather_single("all_gather_single", [output], [input], opts)
 
-    #: Name of ``all_gather_single`` before torch 2.12.
-    _allgather_base = all_gather_single  # type: ignore[assignment]  # typed otherwise
-
-    def all_gather_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> dist.Work:
+    @call
+    def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> dist.Work:
         """Collect several tensors of all ranks, each in one."""
+        return self._gather_single("all_gather_single_coalesced", outputs, inputs, opts)
+
+    def _gather_single(self, name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> dist.Work:
+        limit, checks = self._seconds(opts), Checks(name, self._group.size)
+        checks.pairs(outputs, inputs)
+        for output, tensor in zip(outputs, inputs, strict=True):
+            checks.whole(output, tensor)
 
         async def gathered(output: Tensor, tensor: Tensor) -> None:
             memory, given = TensorMemory(output), TensorMemory(tensor)
             out = memory.array.reshape(self._group.size, *given.array.shape)
-            await self._group.all_gather(given.array, out=out, timeout=self._seconds(opts))
+            await self._group.all_gather(given.array, out=out, timeout=limit)
             memory.finish()
 
         return self._work("all_gather", map(gathered, outputs, inputs), outputs, inputs)
 
-    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]  # typed otherwise
-
+    @call
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> dist.Work:
         """Collect the tensors of all ranks at the root."""
+        root, limit, checks = opts.rootRank, self._seconds(opts), Checks("gather", self._group.size)
+        checks.root(root)
+        checks.single(inputs, "input ")
+        checks.dense(inputs)
+        checks.rows(outputs, "output", is_root=self._group.rank == root, like=inputs[0])
 
         async def gathered() -> None:
-            given = TensorMemory(inputs[0]).array
-            found = await self._group.gather(given, opts.rootRank, timeout=self._seconds(opts))
+            found = await self._group.gather(TensorMemory(inputs[0]).array, root, timeout=limit)
             if found is not None:
                 set_rows(outputs[0], found)
 
-        return self._work("gather", [gathered()], outputs, inputs)
+        return self._work("gather", [gathered()], _flat_if_one(outputs), inputs)
 
+    @call
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> dist.Work:
         """Give each rank one of the root's tensors."""
+        root, limit, checks = opts.rootRank, self._seconds(opts), Checks("scatter", self._group.size)
+        checks.root(root)
+        checks.single(outputs, "output ")
+        checks.dense(outputs)
+        checks.rows(inputs, "input", is_root=self._group.rank == root, like=outputs[0])
 
         async def scattered() -> None:
             memory = TensorMemory(outputs[0])
-            given = rows(inputs[0]) if self._group.rank == opts.rootRank else None
-            await self._group.scatter(given, opts.rootRank, out=memory.array, timeout=self._seconds(opts))
+            given = rows(inputs[0]) if self._group.rank == root else None
+            await self._group.scatter(given, root, out=memory.array, timeout=limit)
             memory.finish()
 
         return self._work("scatter", [scattered()], outputs, [tensor for given in inputs for tensor in given])
 
-    def reduce_scatter(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
-    ) -> dist.Work:
+    @call
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> dist.Work:
         """Reduce lists of tensors. Rank r receives the result of the r-th."""
-        op = self._op(opts)
+        op, limit, checks = self._op(opts), self._seconds(opts), Checks("reduce_scatter", self._group.size)
+        checks.pairs(outputs, inputs)
+        checks.reduced(op, outputs)
+        for number, (output, given) in enumerate(zip(outputs, inputs, strict=True)):
+            checks.length(number, given, self._group.size)
+            checks.alike(given, output)
 
         async def reduced(output: Tensor, given: Sequence[Tensor]) -> None:
-            memory = TensorMemory(output, is_reduced=True)
-            await self._group.reduce_scatter(
-                rows(given, is_reduced=True), op, out=memory.array, timeout=self._seconds(opts)
-            )
+            memory = TensorMemory(output)
+            await self._group.reduce_scatter(rows(given), op, out=memory.array, timeout=limit)
             memory.finish()
 
         return self._work(
             "reduce_scatter", map(reduced, outputs, inputs), outputs, [t for given in inputs for t in given]
         )
 
-    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
+    @call
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work:
         """Reduce a tensor. Each rank receives a part of the result."""
-        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
+        return self._scatter_single("reduce_scatter_single", [output], [input], opts)
 
-    #: Name of ``reduce_scatter_single`` before torch 2.12.
-    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]  # typed otherwise
-
+    @call
     def reduce_scatter_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
     ) -> dist.Work:
         """Reduce several tensors. Each rank receives a part of each result."""
-        op = self._op(opts)
+        return self._scatter_single("reduce_scatter_single_coalesced", outputs, inputs, opts)
+
+    def _scatter_single(self, name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> dist.Work:
+        op, limit, checks = self._op(opts), self._seconds(opts), Checks(name, self._group.size)
+        checks.pairs(outputs, inputs)
+        for output, tensor in zip(outputs, inputs, strict=True):
+            checks.whole(tensor, output)
+        checks.reduced(op, outputs)
 
         async def reduced(output: Tensor, tensor: Tensor) -> None:
-            memory = TensorMemory(output, is_reduced=True)
-            given = TensorMemory(tensor, is_reduced=True).array.reshape(self._group.size, *memory.array.shape)
-            await self._group.reduce_scatter(given, op, out=memory.array, timeout=self._seconds(opts))
+            memory = TensorMemory(output)
+            given = TensorMemory(tensor).array.reshape(self._group.size, *memory.array.shape)
+            await self._group.reduce_scatter(given, op, out=memory.array, timeout=limit)
             memory.finish()
 
         return self._work("reduce_scatter", map(reduced, outputs, inputs), outputs, inputs)
 
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]  # typed otherwise
-
-    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
+    @call
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> dist.Work:
         """Send a tensor to each rank, and receive one from each."""
+        checks = Checks("alltoall", self._group.size)
+        for tensors in (outputs, inputs):
+            checks.length(0, tensors, self._group.size)
+        checks.same_kind([*outputs, *inputs])
+        checks.dense([*outputs, *inputs])
         return self._work("all_to_all", [self._exchange(outputs, inputs, self._seconds(opts))], outputs, inputs)
 
     async def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], limit: float | None) -> None:
@@ -347,27 +464,58 @@ class LinkGroup(_GroupBase):
         for one in memory:
             one.finish()
 
+    @call
     def all_to_all_single(
-        self, output: Tensor, tensor: Tensor, taken: Sequence[int], given: Sequence[int], opts: Any = None
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        opts: Any,
     ) -> dist.Work:
-        """Send a part of a tensor to each rank. taken, given: rows of each part; empty for equal parts."""
+        """Send a part of a tensor to each rank. Sizes are rows of each part; empty for equal parts."""
+        checks = Checks("all_to_all_single", self._group.size)
+        checks.splits(output, output_split_sizes)
+        checks.splits(input, input_split_sizes)
+        checks.same_kind([output, input])
+        if not input.is_contiguous():
+            checks.refuse("Tensors must be contiguous: give the contiguous() of the input")
         memory = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
-        parts, limit = self._cut(memory, taken), self._seconds(opts)
+        parts, limit = self._cut(memory, output_split_sizes), self._seconds(opts)
 
         async def exchanged() -> None:
-            await self._exchange(parts, self._cut(tensor, given), limit)
+            await self._exchange(parts, self._cut(input, input_split_sizes), limit)
             if memory is not output:
                 output.copy_(memory)
 
-        return self._work("all_to_all", [exchanged()], [output], [tensor])
+        return self._work("all_to_all", [exchanged()], [output], [input])
 
-    #: Name of ``all_to_all_single`` before torch 2.12.
-    alltoall_base = all_to_all_single  # type: ignore[assignment]  # typed otherwise
+
+for _former, _name in FORMER_NAMES.items():
+    setattr(LinkGroup, _former, getattr(LinkGroup, _name))
+
+
+def _combined(tensors: Sequence[Tensor], op: str) -> Tensor:
+    """Return a new tensor: the reduction of a rank's own tensors."""
+    combined = reduce(REDUCTIONS[op.upper()], tensors)
+    return combined / len(tensors) if op == "avg" else combined
+
+
+def _spread(tensor: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copy a tensor to all of a list but itself."""
+    for other in tensors:
+        if other is not tensor:
+            other.copy_(tensor)
+
+
+def _flat_if_one(lists: Sequence[Sequence[Tensor]]) -> Sequence[Any]:
+    """Return the value of c10d's futures for outputs in lists: the list itself if it is the only one."""
+    return lists[0] if len(lists) == 1 else lists
 
 
 def make_group(options: Any, _: Any, context: Callable[[], Context] = init) -> LinkGroup:
     """Return a process group for torch. options: rank, size, members, time limit and store, as torch gives them."""
-    if context is init and options.group_size > 1 and not is_placed():
+    if context is init and not is_placed():
         place = own_run.join(options.store, options.group_rank, options.group_size)
     else:
         place = context()

@@ -15,21 +15,25 @@ from __future__ import annotations
 import asyncio
 import atexit
 import json
+import multiprocessing
 import os
 import socket
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import util
 from pathlib import Path
 from typing import Any, Final
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore  # missing in torch's stubs
 
 from psdist import addresses
 from psdist.client.context import Context, init, init_for_all
 from psdist.client.process import loop
 from psdist.client.process.blocking import on_loop
-from psdist.errors import ConfigurationError, PsdistError, WorkerLostError
+from psdist.errors import ConfigurationError, PsdistError, WaitTimeoutError, WorkerLostError
 from psdist.link import process_state
 from psdist.settings.config import INSECURE_VARIABLE
 from psdist.settings.flags import is_switched_on
@@ -41,51 +45,90 @@ _POLL_SECONDS: Final = 0.1
 
 
 def join(store: Any, rank: int, size: int) -> Context:
-    """Join the run of these ranks. store: torch's.
+    """Join the run of these ranks. store: torch's. The environment may state another place, such as a launcher's.
 
     Raises ConfigurationError if these are not all ranks, if they are on several machines, or if rank 0 could not start
-    the run.
+    the run; WaitTimeoutError if ranks are missing for the store's time limit.
     """
     if dist.is_initialized() and size < dist.get_world_size():
         raise ConfigurationError(
             f"the first group of the backend psdist has {size} of {dist.get_world_size()} ranks: all of them start the "
             "run together. Make a group of all ranks with it first"
         )
-    for name, value in (("RANK", rank), ("WORLD_SIZE", size), ("LOCAL_RANK", rank)):
-        os.environ.setdefault(name, str(value))  # Processes of torch.multiprocessing have none of them.
-    key = f"psdist/run/{os.environ.get(_ATTEMPT, '')}"  # torchrun's store outlives its attempts.
-    if rank == 0:
-        return _start(store, key, size)
-    found = json.loads(store.get(key))
+    # torchrun's store outlives its attempts.
+    shared = PrefixStore(f"psdist/run/{os.environ.get(_ATTEMPT, '')}", store)
+    shared.set(f"host/{rank}", _host())
+    hosts = [_host_of(shared, other, size) for other in range(size)]
+    with _placed(rank, hosts):
+        context = _start(shared, hosts) if rank == 0 else _follow(shared)
+    if multiprocessing.parent_process() is None:
+        atexit.register(_end, context, rank, os.getpid())
+    else:  # Such a process runs no functions of atexit if it was forked.
+        util.Finalize(None, _end, (context, rank, os.getpid()), exitpriority=0)
+    return context
+
+
+def _host_of(shared: PrefixStore, rank: int, size: int) -> str:
+    try:
+        return shared.get(f"host/{rank}").decode()
+    except dist.DistStoreError as error:
+        raise WaitTimeoutError(
+            f"rank {rank} of {size} did not call init_process_group within the time limit: {str(error).splitlines()[0]}"
+        ) from None
+
+
+@contextmanager
+def _placed(rank: int, hosts: Sequence[str]) -> Iterator[None]:
+    """Let the environment state this process's place: the given one may be that of a parent, or of another launcher."""
+    here = [number for number, host in enumerate(hosts) if host == hosts[rank]]
+    place = {
+        "RANK": rank, "WORLD_SIZE": len(hosts), "LOCAL_RANK": here.index(rank), "LOCAL_WORLD_SIZE": len(here),
+    }  # fmt: skip
+    before = {name: os.environ.get(name) for name in place}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _follow(shared: PrefixStore) -> Context:
+    """Join the run that rank 0 has started."""
+    found = json.loads(shared.get("run"))
     if "error" in found:
         raise ConfigurationError(f"rank 0 could not start the run: {found['error']}")
-    if found["host"] != _host() and addresses.is_loopback(addresses.parse_address(found["scheduler"])[0]):
-        raise ConfigurationError(
-            f"rank {rank} is on {_host()} and rank 0 on {found['host']}, whose scheduler listens on loopback: start "
-            "the script once per node with 'psdist-worker', which has torchrun's flags. If the network is private, "
-            f"{INSECURE_VARIABLE}=1 on all nodes lets torchrun start it, too, without encryption"
-        )
     context = init(scheduler=found["scheduler"], token=found["token"], run_id=found["run_id"], tls=False)
     if found["scope"] == process_state.own_scope() != "":
         loop.shared().call(on_loop(lambda: _watch(context, found["pid"])))
     return context
 
 
-def _start(store: Any, key: str, size: int) -> Context:
+def _start(shared: PrefixStore, hosts: Sequence[str]) -> Context:
     try:
-        context, others = init_for_all(size, _address(size))
+        context, others = init_for_all(len(hosts), _address(hosts))
     except PsdistError as error:
-        store.set(key, json.dumps({"error": error.message}))
+        shared.set("run", json.dumps({"error": error.message}))
         raise
-    store.set(key, json.dumps({"host": _host(), "pid": os.getpid(), "scope": process_state.own_scope(), **others}))
-    atexit.register(_await_others, context, os.getpid())
+    shared.set("run", json.dumps({"pid": os.getpid(), "scope": process_state.own_scope(), **others}))
     return context
 
 
-def _address(size: int) -> str | None:
-    """Return the address on which the scheduler is to listen; None for loopback."""
-    spans_machines = int(os.environ.get("LOCAL_WORLD_SIZE", size)) < size
-    return addresses.own_address() if spans_machines and is_switched_on(os.environ, INSECURE_VARIABLE) else None
+def _address(hosts: Sequence[str]) -> str | None:
+    """Return the address on which the scheduler is to listen; None for loopback. Raises ConfigurationError."""
+    other = next((rank for rank, host in enumerate(hosts) if host != hosts[0]), None)
+    if other is None:
+        return None
+    if not is_switched_on(os.environ, INSECURE_VARIABLE):
+        raise ConfigurationError(
+            f"rank {other} is on {hosts[other]} and rank 0 on {hosts[0]}: start the script once per node with "
+            f"'psdist-worker', which has torchrun's flags. If the network is private, {INSECURE_VARIABLE}=1 on all "
+            "nodes lets torchrun start it, too, without encryption"
+        )
+    return addresses.own_address()
 
 
 def _watch(context: Context, pid: int) -> None:
@@ -113,13 +156,15 @@ def _host() -> str:
     return f"{socket.gethostname()}/{Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()[:8]}"
 
 
-def _await_others(context: Context, pid: int) -> None:
-    """Wait until the other workers have left, up to a limit. Their calls that need this rank fail first."""
+def _end(context: Context, rank: int, pid: int) -> None:
+    """Leave the run at the end of this process. Rank 0 waits for the others, up to a limit; their calls that need it
+    fail first."""
     if os.getpid() != pid:
         return
-    pause, until = threading.Event(), time.monotonic() + _END_SECONDS
     with suppress(PsdistError):
         if dist.is_initialized():
             dist.destroy_process_group()
-        while len(context.info().workers) > 1 and time.monotonic() < until:
+        pause, until = threading.Event(), time.monotonic() + _END_SECONDS
+        while rank == 0 and len(context.info().workers) > 1 and time.monotonic() < until:
             pause.wait(_POLL_SECONDS)
+    context._close_at_exit()

@@ -31,6 +31,7 @@ from psdist.collectives import SILENCE_SECONDS
 from psdist.collectives.group import AsyncWorkerGroup
 from psdist.collectives.incoming import Sender
 from psdist.errors import ClosedError, InvalidArgumentError, PeerUnreachableError, WaitTimeoutError, check_integer
+from psdist.process_group.forms import FORMER_NAMES, FORMS, opaque
 from psdist.process_group.link_group import LinkGroup
 from psdist.torch_backend import NAME
 from psdist.types import check_name
@@ -38,11 +39,8 @@ from psdist.wire.limits import HANDLE_CHARACTERS_MAX, WORLD_MAX
 
 #: Calls that are passed to the members of the moment. torch and torchft call them by name.
 _CALLS: Final = (
-    "all_gather_single", "all_gather_single_coalesced", "all_to_all_single", "allgather", "allgather_coalesced",
-    "allgather_into_tensor_coalesced", "allreduce", "allreduce_coalesced", "alltoall", "alltoall_base", "barrier",
-    "broadcast", "gather", "recv", "recv_anysource", "reduce", "reduce_scatter", "reduce_scatter_single",
-    "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "scatter", "send", "size",
-    "_allgather_base", "_reduce_scatter_base", "_start_coalescing", "_end_coalescing", "monitored_barrier",
+    *FORMS, *FORMER_NAMES, "send", "recv", "recv_anysource", "size", "monitored_barrier", "_start_coalescing",
+    "_end_coalescing", "_get_sequence_number_for_group", "_set_sequence_number_for_group",
 )  # fmt: skip
 
 
@@ -215,6 +213,7 @@ def _pass_on(name: str) -> Callable[..., Any]:
 
 for _name in _CALLS:
     setattr(ReconfigurableGroup, _name, _pass_on(_name))
+opaque(ReconfigurableGroup)
 
 
 def _connect(store_addr: str, timeout: timedelta) -> Store:

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import reduce
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from psdist.collectives.group import AsyncWorkerGroup
-from psdist.errors import InvalidArgumentError, ShapeMismatchError
+from psdist.errors import ShapeMismatchError
 from psdist.process_group.work import TensorMemory
 
 
-async def all_reduce_sparse(group: AsyncWorkerGroup, tensor: Tensor, op: str, timeout: float | None) -> None:
-    """Add the sparse tensors (COO, on the CPU) of all ranks into ``tensor``.
+async def all_reduce_sparse(group: AsyncWorkerGroup, tensors: Sequence[Tensor], op: str, timeout: float | None) -> None:
+    """Add the sparse tensors (COO, on the CPU, of one shape) of all ranks and lists into each of ``tensors``.
 
-    op: "sum" or "avg"; InvalidArgumentError for others.
+    op: "sum" or "avg".
     timeout: seconds for each of the calls.
 
     Raises ShapeMismatchError if the ranks' shapes differ, or a rank announces more values than the shape has places.
     """
-    if op not in ("sum", "avg") or tensor.device.type != "cpu":
-        raise InvalidArgumentError(
-            f"all_reduce of a sparse tensor on {tensor.device} with {op}: use SUM or AVG on the CPU"
-        )
-    own = tensor.detach().coalesce()
+    own = reduce(torch.add, [tensor.detach() for tensor in tensors]).coalesce()
     facts = await group.all_gather(np.array([own._nnz(), own.sparse_dim(), *own.shape]), timeout=timeout)
     if len({tuple(row) for row in facts[:, 1:]}) > 1:
         raise ShapeMismatchError(
@@ -39,7 +37,8 @@ async def all_reduce_sparse(group: AsyncWorkerGroup, tensor: Tensor, op: str, ti
     indices = await _gather_uneven(group, own.indices().t(), facts[:, 0], timeout)
     values = await _gather_uneven(group, own.values(), facts[:, 0], timeout)
     total = torch.sparse_coo_tensor(indices.t(), values, own.shape, check_invariants=True).coalesce()
-    tensor.copy_(total / group.size if op == "avg" else total)
+    for tensor in tensors:
+        tensor.copy_(total / (group.size * len(tensors)) if op == "avg" else total)
 
 
 async def _gather_uneven(group: AsyncWorkerGroup, rows: Tensor, counts: np.ndarray, timeout: float | None) -> Tensor:

@@ -6,10 +6,9 @@ import asyncio
 import threading
 from collections.abc import Coroutine, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final
 
-import ml_dtypes
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -23,40 +22,38 @@ from torch._C._autograd import (
 
 from psdist.client.process import loop
 from psdist.client.process.sigterm import sigterm
-from psdist.collectives.core.reductions import DTYPES
-from psdist.errors import (
-    ClosedError,
-    DTypeMismatchError,
-    InvalidArgumentError,
-    PsdistError,
-    WaitTimeoutError,
-    copy_error,
-)
+from psdist.errors import ClosedError, PsdistError, WaitTimeoutError, copy_error
 from psdist.process_group.callback_threads import CallbackThreads
+from psdist.process_group.forms import opaque
+from psdist.torch.values import as_array
 
 _callbacks: Final = CallbackThreads()
+#: C++ knows the values of Python's futures as Python objects only, and those of this function as lists of tensors.
+_TYPED: Final = """
+def value_after(ended: Future[None], tensors: List[Tensor]) -> List[Tensor]:
+    torch.jit.wait(ended)
+    return tensors
+
+def typed(ended: Future[None], tensors: List[Tensor]) -> Future[List[Tensor]]:
+    return torch.jit.fork(value_after, ended, tensors)
+"""
+
+
+@cache
+def _typed() -> Any:
+    return torch.jit.CompilationUnit(_TYPED).typed
 
 
 class TensorMemory:
     """Contiguous memory of a tensor for a call: its own if possible. array: the same memory for numpy.
 
-    Dtypes that numpy lacks become bytes, which can be moved but not reduced.
-
-    is_reduced: True for a call that computes. DTypeMismatchError is raised if numpy lacks the dtype.
+    tensor: dense, on the CPU. If numpy lacks the dtype, it can be moved but not reduced.
     """
 
-    def __init__(self, tensor: Tensor, *, is_reduced: bool = False) -> None:
-        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-            raise InvalidArgumentError(
-                f"a tensor on {tensor.device} with layout {tensor.layout} cannot be sent: use dense tensors on the CPU"
-            )
-        if is_reduced and not _has_arithmetic(tensor.dtype):
-            raise DTypeMismatchError(
-                f"tensors of {tensor.dtype} can be moved, but not reduced: convert them to float32"
-            )
+    def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor.detach()
         self._flat = self._tensor.resolve_conj().resolve_neg().contiguous()
-        self.array = _as_numpy(self._flat)
+        self.array = as_array(self._flat)
 
     def finish(self) -> None:
         """Copy the result to the tensor."""
@@ -64,23 +61,9 @@ class TensorMemory:
             self._tensor.copy_(self._flat)
 
 
-def _as_numpy(tensor: Tensor) -> NDArray[Any]:
-    if tensor.dtype == torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    if _has_arithmetic(tensor.dtype):
-        return tensor.numpy()
-    return tensor.reshape(-1).view(torch.uint8).numpy()
-
-
-def _has_arithmetic(dtype: torch.dtype) -> bool:
-    return str(dtype).removeprefix("torch.") in DTYPES
-
-
-def rows(tensors: Sequence[Tensor], *, is_reduced: bool = False) -> NDArray[Any]:
-    """Return a new array with a row for each tensor, which have one shape. is_reduced: as for ``TensorMemory``."""
-    if len({(tensor.shape, tensor.dtype) for tensor in tensors}) > 1:
-        raise InvalidArgumentError("a list of tensors has several shapes or dtypes: give tensors of one")
-    return np.stack([TensorMemory(tensor, is_reduced=is_reduced).array for tensor in tensors])
+def rows(tensors: Sequence[Tensor]) -> NDArray[Any]:
+    """Return a new array with a row for each tensor. They have one shape and dtype."""
+    return np.stack([TensorMemory(tensor).array for tensor in tensors])
 
 
 def set_rows(tensors: Sequence[Tensor], found: NDArray[Any]) -> None:
@@ -91,6 +74,26 @@ def set_rows(tensors: Sequence[Tensor], found: NDArray[Any]) -> None:
         memory.finish()
 
 
+def apart(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors, with a copy in the place of each whose memory overlaps that of another."""
+    found = list(tensors)
+    spans = sorted((*_span(tensor), number) for number, tensor in enumerate(tensors) if tensor.numel())
+    end, last = -1, -1
+    for first, after, number in spans:
+        if first < end:
+            found[number], found[last] = tensors[number].clone(), tensors[last].clone()
+        if after > end:
+            end, last = after, number
+    return found
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return the addresses of a tensor's first byte, and of the one after its last."""
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()
+
+
+@opaque
 class CollectiveWork(dist.Work):
     """A call in progress.
 
@@ -171,6 +174,9 @@ class CollectiveWork(dist.Work):
             self._started = started
             # torch's C++ code sees errors of a callback, but none that were set from Python.
             self._future = started.then(self._checked)
+            if [getattr(tensor, "dtype", None) for tensor in self._tensors] == [torch.float16]:
+                # DistributedDataParallel's hook FP16_COMPRESS, which is in C++, demands a list of tensors.
+                self._future = _typed()(self._future, self._tensors)
             has_ended = self._ended.is_set()
         if has_ended:
             started.set_result(self._tensors)
@@ -189,6 +195,7 @@ class CollectiveWork(dist.Work):
         return self._tensors
 
 
+@opaque
 class SeveralWorks(dist.Work):
     """Calls in progress as one."""
 

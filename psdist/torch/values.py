@@ -7,6 +7,7 @@ graph is refused, as after a step of torch's own optimizers.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, Final
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from psdist import optim
 from psdist.client.sync_client import Client
+from psdist.collectives.core.reductions import DTYPES
 from psdist.consistency import Consistency, check_weight
 
 #: Optimizer of a parameter set that is never pushed to.
@@ -130,6 +132,40 @@ def _plain(tensor: Tensor) -> NDArray[np.float32]:
     return array
 
 
+class _Memory:
+    """Memory of a tensor for ``numpy.asarray``. The array keeps it, and it keeps the tensor."""
+
+    __slots__ = ("__array_interface__", "_tensor")
+
+    def __init__(self, tensor: Tensor, dtype: np.dtype[Any]) -> None:
+        self._tensor = tensor
+        self.__array_interface__ = {
+            "version": 3, "data": (tensor.data_ptr(), False), "shape": tuple(tensor.shape), "typestr": dtype.str,
+        }  # fmt: skip
+
+
+@cache
+def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any] | None:
+    """Return numpy's dtype, or None if collectives cannot reduce arrays of it."""
+    name = str(dtype).removeprefix("torch.")
+    return np.dtype(name) if name in DTYPES else None
+
+
+def as_array(tensor: Tensor) -> NDArray[Any]:
+    """Return an array on the memory of a contiguous tensor on the CPU.
+
+    Dtypes that numpy lacks become bytes, in one dimension.
+
+    ``tensor.numpy()`` would mark the storage for good: nobody could resize it any more, as FSDP does.
+    """
+    dtype = numpy_dtype(tensor.dtype)
+    if dtype is None:
+        tensor, dtype = tensor.reshape(-1).view(torch.uint8), np.dtype(np.uint8)
+    if dtype.kind != "V":
+        return np.asarray(_Memory(tensor, dtype))
+    return np.asarray(_Memory(tensor, np.dtype(np.int16))).view(dtype)  # bfloat16, which the protocol cannot name.
+
+
 def as_bytes(tensor: Tensor) -> NDArray[np.float32]:
     """Return the bytes of a tensor of any dtype, as numbers of 0 to 255; float32[bytes]."""
     return raw_bytes(tensor).astype(np.float32)
@@ -137,8 +173,7 @@ def as_bytes(tensor: Tensor) -> NDArray[np.float32]:
 
 def raw_bytes(tensor: Tensor) -> NDArray[np.uint8]:
     """Return the bytes of a tensor of any dtype. They may share its memory."""
-    array: NDArray[np.uint8] = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return array
+    return as_array(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8))
 
 
 def from_bytes(array: NDArray[Any], like: Tensor) -> Tensor:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from psdist.client.session.cluster_view import ClusterView
-from psdist.errors import ConfigurationError, WorkerLostError
+from psdist.errors import ConfigurationError, WaitTimeoutError, WorkerLostError
 from psdist.process_group import own_run
 
 _HEAD = """
@@ -107,50 +109,67 @@ def test_a_run_of_some_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         own_run.join(dist.HashStore(), 0, 2)
 
 
-@pytest.mark.parametrize(
-    ("found", "text"),
-    [
-        ({"error": "no memory"}, "rank 0 could not start the run: no memory"),
-        (
-            {"host": "elsewhere/1", "scheduler": "127.0.0.1:1"},
-            "rank 1 is on .* and rank 0 on elsewhere/1, .* once per node with 'psdist-worker'.* PSDIST_INSECURE=1 on",
-        ),
-    ],
-)
-def test_a_run_that_cannot_be_joined(found: dict[str, str], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
-        monkeypatch.setenv(name, value)
+def _store(hosts: Sequence[str], **found: object) -> dist.HashStore:
+    """Return the store of a run of which rank 0 has told ``found``."""
+    store = dist.HashStore()
+    for rank, host in enumerate(hosts):
+        store.set(f"psdist/run//host/{rank}", host)
+    store.set("psdist/run//run", json.dumps(found))
+    return store
+
+
+def test_a_run_that_rank_0_could_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    with pytest.raises(ConfigurationError, match="rank 0 could not start the run: no memory"):
+        own_run.join(_store(["one"], error="no memory"), 1, 2)
+
+
+def test_a_rank_that_never_calls_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     store = dist.HashStore()
-    store.set("psdist/run/", json.dumps(found))
-    with pytest.raises(ConfigurationError, match=text):
-        own_run.join(store, 1, 2)
+    store.set_timeout(timedelta(milliseconds=1))
+    with pytest.raises(WaitTimeoutError, match=r"rank 1 of 3 did not call init_process_group"):
+        own_run.join(store, 0, 3)
 
 
-def test_ranks_of_another_machine_join_if_rank_0_lets_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
-        monkeypatch.setenv(name, value)
+def test_the_given_place_comes_before_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in processes that a script starts, whose environment has the number of nodes, or an outer launcher's place."""
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
-    store, place = dist.HashStore(), {"scheduler": "192.0.2.1:7", "token": "secret", "run_id": "one"}
-    store.set("psdist/run/", json.dumps({"host": "elsewhere/1", "pid": 1, "scope": "elsewhere", **place}))
-    monkeypatch.setattr(own_run, "init", lambda **given: given)
-    assert own_run.join(store, 1, 2) == place | {"tls": False}
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "7")):
+        monkeypatch.setenv(name, value)
+    seen: dict[str, str | None] = {}
+
+    def init(**given: Any) -> SimpleNamespace:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        seen.update({name: os.environ.get(name) for name in names} | given)
+        return SimpleNamespace()
+
+    monkeypatch.setattr(own_run, "init", init)
+    monkeypatch.setattr(own_run.atexit, "register", lambda *_: None)
+    monkeypatch.setattr(own_run, "_host", lambda: "two")
+    place = {"scheduler": "192.0.2.1:7", "token": "secret", "run_id": "one"}
+    own_run.join(_store(["one", "two", "two"], scope="elsewhere", pid=1, **place), 2, 4 - 1)
+    expected = {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert seen == expected | place | {"tls": False}
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]) == ("0", "1", "7")
+    assert "LOCAL_WORLD_SIZE" not in os.environ
 
 
-@pytest.mark.parametrize(
-    ("local_size", "insecure", "spans"), [("2", "1", False), ("1", "", False), ("1", "0", False), ("1", "yes", True)]
-)
-def test_the_scheduler_listens_beyond_loopback_only_if_told_to(
-    local_size: str, insecure: str, spans: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", local_size)
-    monkeypatch.setenv("PSDIST_INSECURE", insecure)
+def test_the_scheduler_listens_beyond_loopback_only_if_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_run.addresses, "own_address", lambda: "192.0.2.1")
-    assert own_run._address(2) == ("192.0.2.1" if spans else None)
+    monkeypatch.delenv("PSDIST_INSECURE", raising=False)
+    assert own_run._address(["one", "one"]) is None
+    with pytest.raises(
+        ConfigurationError, match=r"rank 2 is on two and rank 0 on one: .* per node with 'psdist-worker'.*_INSECURE=1"
+    ):
+        own_run._address(["one", "one", "two"])
+    monkeypatch.setenv("PSDIST_INSECURE", "yes")
+    assert own_run._address(["one", "two"]) == "192.0.2.1"
+    assert own_run._address(["one", "one"]) is None
     monkeypatch.setenv("PSDIST_INSECURE", "perhaps")
-    if local_size == "1":
-        with pytest.raises(ConfigurationError, match="PSDIST_INSECURE: 'perhaps' is neither 1 nor 0"):
-            own_run._address(2)
+    with pytest.raises(ConfigurationError, match="PSDIST_INSECURE: 'perhaps' is neither 1 nor 0"):
+        own_run._address(["one", "two"])
 
 
 @pytest.fixture
