@@ -48,7 +48,7 @@ def join(store: Any, rank: int, size: int) -> Context:
     """Join the run of these ranks. store: torch's. The environment may state another place, such as a launcher's.
 
     Raises ConfigurationError if these are not all ranks, if they are on several machines, or if rank 0 could not start
-    the run; WaitTimeoutError if ranks are missing for the store's time limit.
+    the run, or another rank not join it; WaitTimeoutError if a rank is missing for the store's time limit.
     """
     if dist.is_initialized() and size < dist.get_world_size():
         raise ConfigurationError(
@@ -58,9 +58,9 @@ def join(store: Any, rank: int, size: int) -> Context:
     # torchrun's store outlives its attempts.
     shared = PrefixStore(f"psdist/run/{os.environ.get(_ATTEMPT, '')}", store)
     shared.set(f"host/{rank}", _host())
-    hosts = [_host_of(shared, other, size) for other in range(size)]
+    hosts = [_told_by(other, shared, "host") for other in range(size)]
     with _placed(rank, hosts):
-        context = _start(shared, hosts) if rank == 0 else _follow(shared)
+        context = _start(shared, hosts) if rank == 0 else _follow(shared, rank)
     if multiprocessing.parent_process() is None:
         atexit.register(_end, context, rank, os.getpid())
     else:  # Such a process runs no functions of atexit if it was forked.
@@ -68,12 +68,14 @@ def join(store: Any, rank: int, size: int) -> Context:
     return context
 
 
-def _host_of(shared: PrefixStore, rank: int, size: int) -> str:
+def _told_by(rank: int, shared: PrefixStore, what: str) -> str:
+    """Return what a rank has put into the store. Raises WaitTimeoutError."""
     try:
-        return shared.get(f"host/{rank}").decode()
+        return shared.get(f"{what}/{rank}").decode()
     except dist.DistStoreError as error:
         raise WaitTimeoutError(
-            f"rank {rank} of {size} did not call init_process_group within the time limit: {str(error).splitlines()[0]}"
+            f"rank {rank} did not join the run within the time limit of init_process_group: "
+            f"{str(error).splitlines()[0]}"
         ) from None
 
 
@@ -96,24 +98,33 @@ def _placed(rank: int, hosts: Sequence[str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _follow(shared: PrefixStore) -> Context:
+def _follow(shared: PrefixStore, rank: int) -> Context:
     """Join the run that rank 0 has started."""
     found = json.loads(shared.get("run"))
     if "error" in found:
         raise ConfigurationError(f"rank 0 could not start the run: {found['error']}")
-    context = init(scheduler=found["scheduler"], token=found["token"], run_id=found["run_id"], tls=False)
+    try:
+        context = init(scheduler=found["scheduler"], token=found["token"], run_id=found["run_id"], tls=False)
+    except PsdistError as error:
+        shared.set(f"joined/{rank}", error.message)
+        raise
+    shared.set(f"joined/{rank}", "")
     if found["scope"] == process_state.own_scope() != "":
         loop.shared().call(on_loop(lambda: _watch(context, found["pid"])))
     return context
 
 
 def _start(shared: PrefixStore, hosts: Sequence[str]) -> Context:
+    """Start the run, and wait until the others have joined: if this process ended first, they would find nothing."""
     try:
         context, others = init_for_all(len(hosts), _address(hosts))
     except PsdistError as error:
         shared.set("run", json.dumps({"error": error.message}))
         raise
     shared.set("run", json.dumps({"pid": os.getpid(), "scope": process_state.own_scope(), **others}))
+    for rank in range(1, len(hosts)):
+        if error_text := _told_by(rank, shared, "joined"):
+            raise ConfigurationError(f"rank {rank} could not join the run: {error_text}")
     return context
 
 

@@ -1,4 +1,5 @@
-"""PyTorch's own tests of a torch.distributed backend, run with the backend ``psdist`` and with gloo.
+"""PyTorch's own tests of torch.distributed, run with the backend ``psdist`` and with gloo.
 
-The tests are those of ``_DistTestBase`` in PyTorch's wheel. A test that passes with gloo must pass with psdist.
+They are ``_DistTestBase`` in PyTorch's wheel, and files of its source. A test that passes with gloo must pass with
+psdist.
 """

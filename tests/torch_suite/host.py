@@ -1,8 +1,9 @@
 """Host of the tests of one file of PyTorch: ``host.py BACKEND FILE OUTCOMES [NAME...]``.
 
-Each outcome is a line of the file OUTCOMES. For the backend ``psdist`` every group that the tests ask of gloo is one of
-psdist, and nothing else is changed. Ranks are forked from this process, which has imported what they need, with both
-backends.
+Tests of the names were run before. Each outcome is a line of the file OUTCOMES.
+
+For the backend ``psdist`` every group that the tests ask of gloo is one of psdist, and nothing else is changed. Ranks
+are forked from this process, which has imported what they need, with both backends.
 """
 
 from __future__ import annotations
@@ -142,8 +143,8 @@ class Outcomes(unittest.TestResult):
     addExpectedFailure = addUnexpectedSuccess = addSuccess
 
 
-def main(backend: str, file: str, outcomes: str, *names: str) -> None:
-    """Run the tests of a file, or those with the given names."""
+def main(backend: str, file: str, outcomes: str, *before: str) -> None:
+    """Run the tests of a file, but not those with the names ``before``."""
     os.environ["DISTRIBUTED_TESTS_DEFAULT_TIMEOUT"] = str(_LIMIT)
     os.environ["BACKEND"] = "gloo"
     path = Path(file)
@@ -157,7 +158,7 @@ def main(backend: str, file: str, outcomes: str, *names: str) -> None:
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     found = unittest.defaultTestLoader.loadTestsFromModule(module)
-    chosen = [test for test in tests_in(found) if not names or test.id().partition(".")[2] in names]
+    chosen = [test for test in tests_in(found) if test.id().partition(".")[2] not in before]
     unittest.TestSuite(chosen).run(Outcomes(Path(outcomes)))
 
 

@@ -4,47 +4,107 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from typing import Final, NamedTuple
 
-from tests.torch_suite.suite import Outcome
+from tests.torch_suite.files import REASONS
+from tests.torch_suite.suite import Outcome, worse
 
-_HEAD = """# PyTorch's tests of a backend
+Outcomes = Mapping[str, Outcome]
 
-PyTorch's wheel has the tests by which its own backends are tested: `DistributedTest._DistTestBase` in
-`torch.testing._internal.distributed.distributed_test`. `python -m tests.torch_suite` runs each of them with the backend
-`psdist` and with gloo, on the CPU, in {sizes} processes that `psdist run` starts, and writes this page. It fails if a
-test passes with gloo and not with psdist.
+_HEAD: Final = """# PyTorch's tests of a backend
 
-Most tests ask for the name of the backend before they run. psdist gives the answers of gloo there, and, for the tests
-that are for MPI only, those of MPI. Nothing else of the tests is changed. `torch.distributed.monitored_barrier` itself
-refuses every name but gloo's; its tests call the method of the group instead.
+`make torch-suite` runs PyTorch's own tests with the backend `psdist` and with gloo, on the CPU, and writes this page.
+It fails if a test passes with gloo and not with psdist, unless a reason is known.
 
 PyTorch {version}.
+
+## Files of PyTorch's source
+
+The files are from Debian's source package `pytorch` {files_version}, since PyTorch's wheel lacks them. A test that
+fails with both, for example because PyTorch {version} has changed since, says nothing about either. Ranks are started
+as the tests do it, without a launcher of psdist; they are forked, with both backends. For psdist each group that a test
+asks of gloo is one of psdist: `init_process_group`, `new_group`, `ProcessGroupGloo`. `torch.distributed.get_backend`
+gives tests both names. Nothing else of them is changed.
+
+| file | passed with both | failed with both | passed with gloo only | with psdist only | skipped |
+|---|---|---|---|---|---|
+{rows}
+
+{reasons}
+
+## Tests in PyTorch's wheel
+
+`DistributedTest._DistTestBase` in `torch.testing._internal.distributed.distributed_test`, in {sizes} processes that
+`psdist run` starts. Most tests ask for the name of the backend before they run. psdist gives the answers of gloo there,
+and, for the tests that are for MPI only, those of MPI. Nothing else of the tests is changed.
+`torch.distributed.monitored_barrier` itself refuses every name but gloo's; in both parts its tests call the method of
+the group instead.
 
 | outcome | gloo | psdist |
 |---|---|---|
 """
 
 
-def page(gloo: Mapping[str, Outcome], psdist: Mapping[str, Outcome], version: str, sizes: str) -> str:
+class Files(NamedTuple):
+    """Outcomes of test files, by file. version: of PyTorch's source."""
+
+    version: str
+    gloo: Mapping[str, Outcomes]
+    psdist: Mapping[str, Outcomes]
+
+
+def page(gloo: Outcomes, psdist: Outcomes, files: Files, version: str, sizes: str) -> str:
     """Return the page. version: of PyTorch. sizes: numbers of processes."""
     counts = [Counter(outcome.outcome for outcome in found.values()) for found in (gloo, psdist)]
     rows = [f"| {kind} | {counts[0][kind]} | {counts[1][kind]} |" for kind in ("passed", "failed", "skipped")]
-    parts = [_HEAD.format(version=version, sizes=sizes) + "\n".join(rows)]
+    head = _HEAD.format(
+        version=version, sizes=sizes, files_version=files.version, rows=_rows(files), reasons=_reasons(files)
+    )
+    parts = [head + "\n".join(rows)]
     passed = [name for name, outcome in psdist.items() if outcome.outcome == "passed"]
     both = [name for name in passed if gloo[name].outcome == "passed"]
-    parts += ["## Passed with both", _listed(both)]
-    parts += ["## Passed with psdist only", _listed([name for name in passed if name not in both])]
+    parts += ["### Passed with both", _listed(both)]
+    parts += ["### Passed with psdist only", _listed([name for name in passed if name not in both])]
     if failed := [name for name, outcome in psdist.items() if outcome.outcome == "failed"]:
-        parts += ["## Failed with psdist", _table({name: psdist[name] for name in failed})]
-    parts += ["## Skipped, by PyTorch's reason", _table({n: o for n, o in psdist.items() if o.outcome == "skipped"})]
+        parts += ["### Failed with psdist", _table({name: psdist[name] for name in failed})]
+    parts += ["### Skipped, by PyTorch's reason", _table({n: o for n, o in psdist.items() if o.outcome == "skipped"})]
     return "\n\n".join(parts) + "\n"
+
+
+def _rows(files: Files) -> str:
+    """Return a row for each file, and one for all."""
+    total: Counter[tuple[str, str]] = Counter()
+    lines = []
+    for file, gloo in files.gloo.items():
+        psdist = files.psdist[file]
+        counts = Counter((outcome.outcome, psdist[name].outcome) for name, outcome in gloo.items() if name in psdist)
+        total += counts
+        lines.append(_row(f"`{file}`", counts))
+    return "\n".join([*lines, _row("all", total)])
+
+
+def _row(name: str, counts: Counter[tuple[str, str]]) -> str:
+    cases = (("passed", "passed"), ("failed", "failed"), ("passed", "failed"), ("failed", "passed"))
+    skipped = sum(count for pair, count in counts.items() if "skipped" in pair)
+    return f"| {name} | {' | '.join(str(counts[pair]) for pair in cases)} | {skipped} |"
+
+
+def _reasons(files: Files) -> str:
+    """Return a table of the differences that have a reason."""
+    names = [name for file, gloo in files.gloo.items() for name in worse(gloo, files.psdist[file])]
+    rows = [f"| `{name}` | {REASONS.get(name, 'none')} |" for name in names]
+    return (
+        "\n".join(["| passes with gloo only | reason |", "|---|---|", *rows])
+        if rows
+        else "No test passes with gloo only."
+    )
 
 
 def _listed(names: list[str]) -> str:
     return ", ".join(f"`{name.removeprefix('test_')}`" for name in sorted(names)) or "None."
 
 
-def _table(outcomes: Mapping[str, Outcome]) -> str:
+def _table(outcomes: Outcomes) -> str:
     """Return a table of names by reason."""
     by_reason: dict[str, list[str]] = defaultdict(list)
     for name, outcome in outcomes.items():

@@ -18,24 +18,11 @@ from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
-from unittest import mock
+
+from tests.torch_suite.host import BackendName, open_monitored_barrier
 
 #: Time for the slowest rank to end a test that has failed on the others.
 _LIMIT: Final = timedelta(seconds=400)
-
-
-class BackendName(str):
-    """Name of a backend that the tests also take for gloo's, because both run the same tests."""
-
-    __slots__ = ()
-
-    def __eq__(self, other: object) -> bool:
-        return other == "gloo" or str.__eq__(self, other)  # type: ignore[arg-type]
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    __hash__ = str.__hash__
 
 
 def load(backend: str, gates: str) -> ModuleType:
@@ -55,22 +42,8 @@ def load(backend: str, gates: str) -> ModuleType:
         names.append(backend)
     for feature in ("gpu", "cuda", "ddp", "subgroup"):
         tests.DistTestCases.backend_feature[feature].add(backend)
-    _open_monitored_barrier()
+    open_monitored_barrier()
     return tests
-
-
-def _open_monitored_barrier() -> None:
-    """Let ``dist.monitored_barrier``, which refuses every name but gloo's, call the method of any group."""
-    import torch.distributed as dist
-    from torch.distributed import distributed_c10d
-
-    gated = distributed_c10d.monitored_barrier
-
-    def opened(*args: Any, **kwargs: Any) -> None:
-        with mock.patch.object(distributed_c10d, "get_backend", return_value="gloo"):
-            gated(*args, **kwargs)
-
-    dist.monitored_barrier = opened
 
 
 def make_case(tests: ModuleType) -> type[Any]:

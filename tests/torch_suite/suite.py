@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from tests.test_tidy import ROOT
 from tests.torch_suite import rank
 
 _SECONDS: Final = 3600
@@ -62,7 +63,7 @@ def _start(backend: str, gates: str, tests: Sequence[str], world_size: int, dire
     (directory / "tests.json").write_text(json.dumps(list(tests)), encoding="utf-8")
     command = [sys.executable, "-W", "ignore", "-m", "psdist", "run", "--max-restarts", "0"]
     command += ["--nproc-per-node", str(world_size), rank.__file__, backend, gates, str(directory)]
-    environment = os.environ | {"TMPDIR": str(directory)}
+    environment = os.environ | {"TMPDIR": str(directory), "PYTHONPATH": str(ROOT)}
     with log.open("a", encoding="utf-8") as output:
         subprocess.run(command, stdout=output, stderr=output, timeout=_SECONDS, check=False, env=environment)
 
@@ -88,4 +89,5 @@ def _merged(outcomes: Sequence[Outcome]) -> Outcome:
 
 def worse(gloo: Mapping[str, Outcome], psdist: Mapping[str, Outcome]) -> list[str]:
     """Return the tests that pass with gloo and do not pass with psdist."""
-    return [name for name in gloo if gloo[name].outcome == "passed" and psdist[name].outcome != "passed"]
+    missing = Outcome("failed", "the test did not run")
+    return [name for name in gloo if gloo[name].outcome == "passed" != psdist.get(name, missing).outcome]

@@ -20,7 +20,6 @@ from psdist import torch_backend
 from psdist.errors import InvalidArgumentError, ShapeMismatchError
 from psdist.process_group.link_group import LinkGroup, make_group
 from psdist.process_group.sparse import all_reduce_sparse
-from psdist.process_group.work import TensorMemory
 
 _HEAD = """
 from datetime import timedelta
@@ -110,6 +109,53 @@ if rank < 2:
 dist.barrier()
 pending = [dist.all_reduce(torch.full((300_000,), 1.0), async_op=True) for _ in range(5)]
 assert all(work.wait() and work.is_success() for work in pending)
+for used in (given, moved, complex_sum, strided, *found, whole, part, taken, *uneven, scattered, reduced, received):
+    used.untyped_storage().resize_(0)  # FSDP does so between uses.
+scattered = torch.ones(1)
+"""
+
+_FORMS = """
+from torch.distributed import distributed_c10d as c10d
+
+world, total = dist.group.WORLD, size * (size + 1) / 2
+mine = lambda *shape, **kind: torch.full(shape or (2,), rank + 1.0, **kind)
+places = lambda: [torch.zeros(2) for _ in range(size)]
+pair = [mine(), mine()]
+assert world.allreduce(pair).get_future().wait()[1][0] == 2 * total == pair[0][0]
+assert world.allreduce(mine(), op=dist.ReduceOp.MAX).get_future().wait()[0].tolist() == [size] * 2
+assert world.allgather([places()], [mine()]).get_future().wait()[1].tolist() == [2.0] * 2
+several = [[torch.zeros(2) for _ in range(2 * size)] for _ in range(2)]
+assert world.allgather(several, [mine(), -mine()]).get_future().wait()[1][3].tolist() == [-2.0] * 2
+at_root = world.gather(places() if rank == 1 else [], mine(), root=1).get_future().wait()
+assert rank != 1 or [one[0] for one in at_root] == [1.0, 2.0, 3.0]
+assert world.broadcast(mine(), root=1).get_future().wait()[0][0] == 2
+assert world.reduce([mine()], 1).get_future().wait()[0][0] == (total if rank == 1 else rank + 1)
+assert world.allreduce(mine(dtype=torch.float16)).get_future().wait()[0][0] == total
+sparse = [torch.sparse_coo_tensor([[rank]], mine(1), (size,)) for _ in range(2)]
+world.allreduce(sparse).wait()
+assert sparse[1].to_dense().tolist() == [2.0, 4.0, 6.0]
+twice = mine()
+c10d.all_reduce_coalesced([twice, twice])
+assert twice[0] == total
+count = world._get_sequence_number_for_group()
+world.barrier(timeout=timedelta(seconds=60)).wait()
+assert world._get_sequence_number_for_group() == count + 1
+assert world.options._timeout == timedelta(seconds=120)
+assert world._device_types == [torch.device("cpu")] and world._get_backend(torch.device("cpu")) is world
+assert c10d._get_pg_default_device(world) == torch.device("cpu")
+if rank == 0:  # What is refused is no call: the group stays in step.
+    for refused in (
+        lambda: world.broadcast(mine(), root=9), lambda: dist.all_gather_single(torch.ones(1), mine()),
+        lambda: dist.all_to_all_single(torch.ones(size, 2), torch.ones(2, size).t()),
+        lambda: world.allreduce([mine(), mine(3)]), lambda: world.gather([places()[1:]], mine()),
+    ):
+        try:
+            refused()
+        except ValueError as error:
+            assert "psdist::" in str(error), error
+        else:
+            raise AssertionError
+dist.barrier()
 """
 
 _GROUPS = """
@@ -191,6 +237,33 @@ for net in (model, alone):
         net(batch).square().mean().backward()
         optimizer.step()
 assert torch.allclose(model.module.weight, alone.weight, atol=1e-6)
+
+
+def train(model, steps=3):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.full((4, 8), (1.0 + rank + step) / 8)).square().mean().backward()
+        optimizer.step()
+    with FullyShardedDataParallel.summon_full_params(model):
+        return torch.cat([weight.detach().flatten() for weight in model.parameters()])
+
+
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+weights = []
+for kind in ("plain", "fp16", "compiled", "sharded"):
+    torch.manual_seed(1)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    if kind == "sharded":
+        net = FullyShardedDataParallel(net, device_id=torch.device('cpu'))
+    else:
+        net = DistributedDataParallel(net)
+    if kind == "fp16":
+        net._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    weights.append(train(torch.compile(net, backend="eager") if kind == "compiled" else net))
+    assert torch.allclose(weights[-1], weights[0], atol=1e-3 if kind == "fp16" else 1e-6), kind
 try:
     dist.all_reduce(torch.ones(2 + (rank == 1)))
 except psdist.errors.CollectiveMismatchError as error:
@@ -200,7 +273,7 @@ except psdist.errors.CollectiveMismatchError as error:
 
 
 def test_all_calls_groups_and_ddp(tmp_path: Path) -> None:
-    output = launched(tmp_path, _CALLS + _GROUPS + _DDP, 3)
+    output = launched(tmp_path, _CALLS + _FORMS + _GROUPS + _DDP, 3)
     assert output.count("done") == output.count("closed") == output.count("differs") == 3
     assert "monitored Ranks 1, 2 failed to pass monitoredBarrier in 200 ms" in output
     assert output.count("torch.float8_e4m3fn can be moved, but not reduced") == 3
@@ -208,8 +281,6 @@ def test_all_calls_groups_and_ddp(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_sent_is_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match="use dense tensors on the CPU"):
-        TensorMemory(torch.eye(2).to_sparse())
     with pytest.raises(InvalidArgumentError, match=r"has no .*PREMUL_SUM.*: use one of SUM, AVG"):
         LinkGroup._op(SimpleNamespace(reduceOp=dist.ReduceOp.PREMUL_SUM))
     options = SimpleNamespace(global_ranks_in_group=[], group_size=2, group_rank=1)
@@ -225,7 +296,7 @@ async def test_a_rank_cannot_announce_more_sparse_values_than_a_tensor_has_place
     group: Any = SimpleNamespace(all_gather=all_gather, size=2)
     tensor = torch.sparse_coo_tensor([[0], [1]], torch.ones(1), (2, 2), check_invariants=True)
     with pytest.raises(ShapeMismatchError, match=rf"announce \[1, {count}\] values .* 4 places"):
-        await all_reduce_sparse(group, tensor, "sum", None)
+        await all_reduce_sparse(group, [tensor], "sum", None)
 
 
 def test_torch_finds_the_backend_of_an_installed_package() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore  # missing in torch's stubs
 
 from psdist.client.session.cluster_view import ClusterView
 from psdist.errors import ConfigurationError, WaitTimeoutError, WorkerLostError
@@ -49,16 +50,21 @@ if os.environ.get("KILLED") == str(dist.get_rank()) and attempt == "0":
 dist.barrier()
 print("done", dist.get_rank(), attempt)
 """
-_SPAWNED = """
+_STARTED = """
 def main(rank):
-    os.environ["MASTER_ADDR"] = "localhost"
+    os.environ["WORLD_SIZE"] = "1"  # As PyTorch's examples have it: the number of nodes.
     start(rank=rank, world_size=2, init_method=f"file://{__file__}.store")
-    dist.destroy_process_group()
-    print("done", rank)
+    group = dist.new_group([1])
+    if rank == 1:  # Rank 0 ends meanwhile: it must wait.
+        for _ in range(100):
+            dist.all_reduce(torch.ones(1), group=group)
+        assert len(psdist.init().info().workers) == 2
+    assert os.environ["WORLD_SIZE"] == "1"
+    print("done", rank, flush=True)
 
 
 if __name__ == "__main__":
-    torch.multiprocessing.spawn(main, nprocs=2)
+    torch.multiprocessing.start_processes(main, nprocs=2, start_method="%s")
 """
 
 
@@ -96,9 +102,9 @@ def test_a_killed_rank_ends_the_others(tmp_path: Path) -> None:
     assert status == 1 and "WorkerLostError: rank 0 is gone" in output, output
 
 
-@pytest.mark.long
-def test_processes_of_torch_multiprocessing(tmp_path: Path) -> None:
-    status, output = ran(tmp_path / "script.py", _SPAWNED)
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
+def test_processes_of_torch_multiprocessing(tmp_path: Path, method: str) -> None:
+    status, output = ran(tmp_path / "script.py", _STARTED % method)
     assert status == 0 and output.count("done") == 2, output
 
 
@@ -128,8 +134,19 @@ def test_a_rank_that_never_calls_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     store = dist.HashStore()
     store.set_timeout(timedelta(milliseconds=1))
-    with pytest.raises(WaitTimeoutError, match=r"rank 1 of 3 did not call init_process_group"):
+    with pytest.raises(
+        WaitTimeoutError, match=r"rank 1 did not join the run within the time limit of init_process_group"
+    ):
         own_run.join(store, 0, 3)
+
+
+def test_a_rank_that_cannot_join_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_run, "init_for_all", lambda *_: (None, {}))
+    shared = PrefixStore("run", dist.HashStore())
+    shared.set("joined/1", "")
+    shared.set("joined/2", "no memory")
+    with pytest.raises(ConfigurationError, match="rank 2 could not join the run: no memory"):
+        own_run._start(shared, ["one"] * 3)
 
 
 def test_the_given_place_comes_before_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,9 +166,11 @@ def test_the_given_place_comes_before_that_of_the_environment(monkeypatch: pytes
     monkeypatch.setattr(own_run.atexit, "register", lambda *_: None)
     monkeypatch.setattr(own_run, "_host", lambda: "two")
     place = {"scheduler": "192.0.2.1:7", "token": "secret", "run_id": "one"}
-    own_run.join(_store(["one", "two", "two"], scope="elsewhere", pid=1, **place), 2, 4 - 1)
+    store = _store(["one", "two", "two"], scope="elsewhere", pid=1, **place)
+    own_run.join(store, 2, 3)
     expected = {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     assert seen == expected | place | {"tls": False}
+    assert store.get("psdist/run//joined/2") == b""
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]) == ("0", "1", "7")
     assert "LOCAL_WORLD_SIZE" not in os.environ
 
