@@ -10,11 +10,14 @@
 #                 the tests that train by PyTorch, Hugging Face, Lightning, JAX and Ray
 #   make check    lint and types (make lint), drift of the generated stubs, tidiness, the documents (no training)
 #   make docs     the documents as a site in .site, with warnings as errors and all links checked
-#   make verify   everything, in about an hour: test, clusters, frameworks, long, sim, chaos, fuzz, bench. A failed part
-#                 stops no other; the end is one table. Its default numbers are smaller than those of sim and chaos
+#   make verify   everything, in about an hour and a half: test, clusters, frameworks, long, torch-suite, sim, chaos,
+#                 fuzz, bench. A failed part stops no other; the end is one table. Its default numbers are smaller than those of sim and chaos
 #                 by themselves; pass others as in
 #                 make verify KILLS=100 INTERRUPTS=125 ROUNDS=10000
 #   make long     the tests that only widen others or take too long, and hypothesis with more examples
+#   make torch-suite
+#                 PyTorch's own tests of torch.distributed on psdist and on gloo: rewrites docs/torch-suite.md. Their
+#                 source is a Debian package; where it cannot be had, nothing runs
 #   make sim      10,000 simulated runs with faults (SEEDS=n FIRST=n), 10,000 of ordinary life (ORDINARY_SEEDS=n), 5,000 of
 #                 scripts with several parameter sets (SETS_SEEDS=n), 500 with snapshots (SNAPSHOT_SEEDS=n), 500 that lose
 #                 the scheduler's store or snapshots (LOST_SEEDS=n), 500 that write weights (WRITES_SEEDS=n), 10,000 of groups
@@ -74,7 +77,7 @@ PROTOS := $(wildcard proto/psdist/v1/*.proto)
 # The tests of make check.
 CHECKS := tests/test_tidy.py tests/test_structure.py tests/test_prose.py tests/test_proto.py
 
-.PHONY: demo kernels test clusters frameworks check lint docs verify long sim chaos fuzz bench proto sync clean
+.PHONY: demo kernels test clusters frameworks check lint docs verify long torch-suite sim chaos fuzz bench proto sync clean
 .DEFAULT_GOAL := test
 
 # --- environment: the demo needs neither torch nor linters, and does not wait for them -------------------------------
@@ -129,6 +132,9 @@ long: $(VENV)/.dev kernels
 	$(PYTEST) -n 2 --dist loadfile -m long tests --ignore tests/chaos
 	$(PYTEST) -n 2 --dist loadfile --hypothesis-profile=full tests/property
 
+torch-suite: $(VENV)/.dev kernels
+	$(BIN)/python -m tests.torch_suite
+
 proto: $(VENV)/.dev
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS:proto/%=%)
 
@@ -173,5 +179,5 @@ fuzz: $(VENV)/.dev kernels
 	$(BIN)/python -m tests.fuzz.etcd --inputs $(CALLS)
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis psdist-runs .bench .fuzz .site
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis psdist-runs .bench .fuzz .site .torch-suite
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

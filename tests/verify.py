@@ -1,7 +1,7 @@
 """``make verify``: all tests, part by part, and one table at the end.
 
-A failed part stops no other; the exit status is 1 if any failed. The numbers here make the whole take about an hour on
-two cores; those of the environment, or passed to make, override them.
+A failed part stops no other; the exit status is 1 if any failed. The numbers here make the whole take about an hour and
+a half on two cores; those of the environment, or passed to make, override them.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ PARTS: Final = (
     ),
     Part("frameworks", "training by PyTorch, Hugging Face, Lightning, JAX and Ray"),
     Part("long", "the other tests, and hypothesis with more examples"),
+    Part("torch-suite", "PyTorch's tests of torch.distributed on psdist and on gloo, where their source can be had"),
     Part(
         "sim",
         "{SEEDS} simulated runs, {ORDINARY_SEEDS} of ordinary life, {SETS_SEEDS} with several sets, "

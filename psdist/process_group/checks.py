@@ -7,6 +7,7 @@ with those of c10d, which scripts and PyTorch's tests know.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NoReturn
 
 import torch
@@ -19,8 +20,17 @@ from psdist.torch.values import numpy_dtype
 Tensors = Sequence[Tensor]
 
 
+@cache
+def _check_meaning(op: str, dtype: torch.dtype) -> None:
+    if (known := numpy_dtype(dtype)) is None:
+        raise DTypeMismatchError(f"tensors of {dtype} can be moved, but not reduced: convert them to float32")
+    check_op(op, known)
+
+
 class Checks:
     """Checks of one call. name: of the call. size: number of ranks."""
+
+    __slots__ = ("_name", "_size")
 
     def __init__(self, name: str, size: int) -> None:
         self._name = name
@@ -112,11 +122,7 @@ class Checks:
         """Check that ``op`` has a meaning for tensors. Raises DTypeMismatchError, too."""
         self.dense(tensors)
         for tensor in tensors:
-            if (dtype := numpy_dtype(tensor.dtype)) is None:
-                raise DTypeMismatchError(
-                    f"tensors of {tensor.dtype} can be moved, but not reduced: convert them to float32"
-                )
-            check_op(op, dtype)
+            _check_meaning(op, tensor.dtype)
 
     def rows(self, lists: Sequence[Tensors], kind: str, *, is_root: bool, like: Tensor) -> None:
         """Check the list of a root's tensors, one for each rank, and that others give none. kind: "input", "output"."""

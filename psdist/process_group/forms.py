@@ -73,12 +73,17 @@ def call(method: Callable[..., Any]) -> Any:
         [*arguments, *(parameter(name, parameter.POSITIONAL_OR_KEYWORD, default=None) for name in chosen)]
     )
 
+    is_listed = count > 0 and form.depths[0] > 0
+
     @wraps(method)
     def made(self: Any, *given: Any, **named: Any) -> Any:
-        is_plain = len(given) == count + 1 and type(given[count]) is form.options and not named
-        if not is_plain or (count and isinstance(given[0], Tensor) == (form.depths[0] > 0)):
-            given = _plain(form, signature, given, named)
-        return method(self, *given)
+        if named or (count and isinstance(given[0] if given else None, Tensor) == is_listed):
+            return method(self, *_plain(form, signature, given, named))
+        if len(given) == count + 1 and type(given[count]) is form.options:
+            return method(self, *given)
+        if len(given) == count:
+            return method(self, *map(_nested, given, form.depths), form.options())
+        return method(self, *_plain(form, signature, given, named))
 
     return made
 

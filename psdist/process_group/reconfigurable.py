@@ -189,6 +189,11 @@ class ReconfigurableGroup(dist.ProcessGroup):
         self.abort()
         self._members = None
 
+    def broadcast_one(self, tensor: torch.Tensor, root: int) -> dist.Work:
+        """Copy the root's tensor to all members."""
+        work: dist.Work = self.members.broadcast(tensor, root)
+        return work
+
     # torchft asks groups that are not derived from its own class for the errors of their backends.
 
     @property

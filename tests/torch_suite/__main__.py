@@ -3,7 +3,7 @@
 The exit status is 1 if a test passes with gloo and not with psdist, unless ``REASONS`` has a reason for it. PATTERN as
 an argument runs the files and the tests of the wheel whose names contain it, and writes nothing.
 
-Without PyTorch's source nothing is run: the last line says why, and the exit status is 0.
+Without PyTorch's source only the tests of the wheel are run, a line says why, and nothing is written.
 """
 
 from __future__ import annotations
@@ -24,13 +24,10 @@ _BACKENDS = ("gloo", "psdist")
 
 def main(pattern: str = "") -> int:
     """Run the tests. Returns the exit status."""
-    try:
-        place, files_version = files.source()
-    except files.SourceUnavailableError as error:
-        print(f"skipped: PyTorch's test files cannot be had: {error}")
-        return 0
+    place, files_version = _source()
+    chosen = [name for name in files.FILES if pattern in name and files_version]
     with tempfile.TemporaryDirectory() as directory:
-        found = {name: _compared(place / name, Path(directory)) for name in files.FILES if pattern in name}
+        found = {name: _compared(place, name, Path(directory)) for name in chosen}
         tests = [name for name in suite.names() if pattern in name]
         logs = {backend: Path(directory) / backend for backend in _BACKENDS}
         gloo, psdist = (suite.run(backend, tests, _RANKS, logs[backend]) for backend in _BACKENDS)
@@ -38,7 +35,7 @@ def main(pattern: str = "") -> int:
             print(logs["psdist"].read_text(encoding="utf-8"), file=sys.stderr)
         for name, pair in found.items():
             is_worse |= _report(name, *pair)
-    if not pattern:
+    if not pattern and files_version:
         by_backend = [{name: pair[number] for name, pair in found.items()} for number in range(2)]
         version = torch.__version__.partition("+")[0]
         text = page(gloo, psdist, Files(files_version, *by_backend), version, str(_RANKS))
@@ -46,9 +43,19 @@ def main(pattern: str = "") -> int:
     return is_worse
 
 
-def _compared(file: Path, directory: Path) -> tuple[Outcomes, Outcomes]:
-    gloo, psdist = (files.run(backend, file, directory / f"{file.stem}.{backend}") for backend in _BACKENDS)
-    print(f"{file.name}: {len(gloo)} tests", flush=True)
+def _source() -> tuple[Path, str]:
+    """Return the folder of PyTorch's test files, and their version; empty if they cannot be had."""
+    try:
+        return files.source()
+    except files.SourceUnavailableError as error:
+        print(f"the files of PyTorch's source are skipped: {error}")
+        return Path(), ""
+
+
+def _compared(place: Path, name: str, directory: Path) -> tuple[Outcomes, Outcomes]:
+    log = name.replace("/", ".")
+    gloo, psdist = (files.run(backend, place / name, directory / f"{log}.{backend}") for backend in _BACKENDS)
+    print(f"{name}: {len(gloo)} tests", flush=True)
     return gloo, psdist
 
 

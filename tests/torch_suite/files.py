@@ -29,11 +29,67 @@ _FETCH_SECONDS: Final = 900
 #: A test takes up to 120 s for each of its ranks' time limits.
 _FILE_SECONDS: Final = 3600
 
-#: Below test/distributed.
-FILES: Final = ("test_c10d_gloo.py",)
+#: Below test/distributed: files with tests that need no GPU and communicate.
+FILES: Final = (
+    "test_c10d_gloo.py",
+    "test_c10d_common.py",
+    "test_c10d_pypg.py",
+    "test_c10d_object_collectives.py",
+    "test_c10d_logger.py",
+    "test_c10d_spawn_gloo.py",
+    "test_collective_utils.py",
+    "test_functional_api.py",
+    "test_pg_wrapper.py",
+    "test_backends.py",
+    "test_device_mesh.py",
+    "test_dynamo_distributed.py",
+    "algorithms/test_join.py",
+    "optim/test_zero_redundancy_optimizer.py",
+    "_composable/test_replicate.py",
+    "_composable/test_replicate_with_compiler.py",
+    "_shard/sharded_tensor/test_sharded_tensor.py",
+    "checkpoint/test_checkpoint.py",
+    "checkpoint/test_file_system_checkpoint_cpu.py",
+    "checkpoint/test_format_utils.py",
+    "checkpoint/test_state_dict.py",
+    "checkpoint/test_state_dict_utils.py",
+    "checkpoint/e2e/test_e2e_save_and_load.py",
+    "checkpoint/e2e/test_fine_tuning.py",
+    "checkpoint/e2e/test_fsdp_ep.py",
+    "checkpoint/e2e/test_pipeline.py",
+    "checkpoint/fsdp/test_fsdp_dsd.py",
+    "_tensor/test_api.py",
+    "_tensor/test_common_rules.py",
+    "_tensor/test_dtensor.py",
+    "_tensor/test_embedding_ops.py",
+    "_tensor/test_experimental_ops.py",
+    "_tensor/test_init.py",
+    "_tensor/test_math_ops.py",
+    "_tensor/test_matrix_ops.py",
+    "_tensor/test_optimizers.py",
+    "_tensor/test_redistribute.py",
+    "_tensor/debug/test_comm_mode.py",
+    "_tensor/experimental/test_local_map.py",
+    "tensor/parallel/test_parallelize_api.py",
+    "tensor/parallel/test_tp_examples.py",
+    "tensor/parallel/test_tp_style.py",
+    "pipelining/test_schedule.py",
+)
 
+_WRAPPER: Final = (
+    "tests torch's C++ class around groups with `TORCH_DISTRIBUTED_DEBUG=DETAIL`, which takes C++ backends only. "
+    "psdist compares all calls of the ranks, in each mode. Its `CollectiveMismatchError` has another text, and ends "
+    "the group"
+)
 #: Tests that pass with gloo and not with psdist, and why that is right.
-REASONS: Final[dict[str, str]] = {}
+REASONS: Final[dict[str, str]] = {
+    "TestMiscCollectiveUtilsCPU.test_create_pg_cpu": "asks that the group's name be `gloo`",
+    "ProcessGroupGlooWrapperTest.test_collective_hang": _WRAPPER,
+    "ProcessGroupGlooWrapperTest.test_collectives_op_mismatch": _WRAPPER,
+    "ProcessGroupGlooWrapperTest.test_collectives_op_mismatch_debug_mode": _WRAPPER,
+    "ProcessGroupGlooWrapperTest.test_collective_shape_mismatch_debug_mode": _WRAPPER,
+    "ProcessGroupGlooWrapperTest.test_collective_shape_mismatch_debug_mode_off": _WRAPPER,
+}
 
 
 class SourceUnavailableError(Exception):

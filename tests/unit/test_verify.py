@@ -52,7 +52,7 @@ def test_the_end_of_all_is_that_of_the_worst(
     monkeypatch.delenv("KILLS", raising=False)
     for failing in (True, False):
         assert verify.main() == failing
-        assert ran == ["test", "clusters", "frameworks", "long", "sim", "chaos", "fuzz", "bench"]
+        assert ran == ["test", "clusters", "frameworks", "long", "torch-suite", "sim", "chaos", "fuzz", "bench"]
         assert len(capsys.readouterr().out.splitlines()) > len(ran)
         ran.clear()
 

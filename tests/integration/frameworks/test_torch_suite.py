@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.test_tidy import ROOT
-from tests.torch_suite import suite
-from tests.torch_suite.page import page
+from tests.torch_suite import files, suite
+from tests.torch_suite.page import Files, page
 from tests.torch_suite.suite import Outcome
 
 RANKS = 4
@@ -26,8 +26,10 @@ def test_what_passes_with_gloo_passes_with_psdist(tmp_path: Path) -> None:
 
 def test_the_page_lists_every_test() -> None:
     text = (ROOT / "docs/torch-suite.md").read_text(encoding="utf-8")
-    listed = sorted(f"test_{name}" for name in re.findall(r"`(\w+)`", text.partition("## ")[2]))
-    assert listed == suite.names(), "run python -m tests.torch_suite"
+    listed = sorted(f"test_{name}" for name in re.findall(r"`(\w+)`", text.partition("### ")[2]))
+    assert listed == suite.names(), "run make torch-suite"
+    assert re.findall(r"^\| `(\S+\.py)` ", text, re.MULTILINE) == list(files.FILES)
+    assert set(re.findall(r"^\| `(\w+\.\w+)` \|", text, re.MULTILINE)) == set(files.REASONS)
 
 
 def test_the_worst_rank_decides(tmp_path: Path) -> None:
@@ -47,4 +49,65 @@ def test_the_worst_rank_decides(tmp_path: Path) -> None:
     gloo = dict.fromkeys(merged, Outcome("passed"))
     assert suite.worse(gloo, merged) == ["a", "b", "d"]
     assert suite.worse(merged, gloo) == []
-    assert "| why | 1 | `a` |" in page(gloo, merged, "2.13", "4")
+    text = page(gloo, merged, Files("2.6", {"one.py": gloo}, {"one.py": merged}), "2.13", "4")
+    assert "| why | 1 | `a` |" in text
+    assert "| `one.py` | 1 | 0 | 2 | 0 | 1 |\n| all | 1 | 0 | 2 | 0 | 1 |" in text and "| `d` | none |" in text
+
+
+_FILE = """
+import os
+import unittest
+
+import torch
+import torch.distributed as c10d
+from torch.testing._internal.common_distributed import MultiProcessTestCase
+
+
+class Group(MultiProcessTestCase):
+    world_size = 2
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_processes()
+
+    def test_a(self):
+        store = c10d.FileStore(self.file_name, 2)
+        c10d.init_process_group("gloo", store=store, rank=self.rank, world_size=2)
+        assert c10d.get_backend() == "gloo"
+        group = c10d.ProcessGroupGloo(store, self.rank, 2)
+        total = torch.ones(1)
+        group.allreduce(total).wait()
+        assert total.item() == 2
+        assert type(group).__name__ == "LinkGroup"
+
+
+class Alone(unittest.TestCase):
+    def test_b(self):
+        os._exit(3)
+
+    def test_c(self):
+        self.skipTest("why")
+
+    def test_d(self):
+        raise AssertionError("wrong")
+"""
+
+
+def test_a_file_is_run_to_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "test/distributed/test_one.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(_FILE)
+    found = files.run("psdist", path, tmp_path / "log")
+    log = (tmp_path / "log").read_text(encoding="utf-8")
+    assert found.pop("Group.test_a") == Outcome("passed"), log
+    assert "AssertionError: wrong" in found.pop("Alone.test_d").reason
+    assert found == {"Alone.test_b": Outcome("failed", "the process ended"), "Alone.test_c": Outcome("skipped", "why")}
+    path.write_text("import nothing_of_this_name")
+    assert files.run("gloo", path, tmp_path / "log")["test_one"].outcome == "failed"
+
+
+def test_without_the_source_the_suite_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_DIRECTORY", tmp_path)
+    monkeypatch.setattr(files, "_KEYRING", tmp_path / "keyring")
+    with pytest.raises(files.SourceUnavailableError, match=r"this is no Debian: it lacks .*keyring"):
+        files.source()
