@@ -53,7 +53,7 @@ PARTS: Final = (
     ),
     Part("frameworks", "training by PyTorch, Hugging Face, Lightning, JAX and Ray"),
     Part("long", "the other tests, and hypothesis with more examples"),
-    Part("torch-suite", "PyTorch's tests of torch.distributed on psdist and on gloo, where their source can be had"),
+    Part("torch-suite", "PyTorch's tests of torch.distributed on psdist and on gloo, where apt-get has their source"),
     Part(
         "sim",
         "{SEEDS} simulated runs, {ORDINARY_SEEDS} of ordinary life, {SETS_SEEDS} with several sets, "

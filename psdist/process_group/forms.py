@@ -122,9 +122,9 @@ def _nested(value: Any, depth: int) -> Any:
 
 
 def opaque(kind: Kind) -> Kind:
-    """Let torch.compile neither trace nor compile the methods of a class, and what they call.
+    """Let torch.compile neither trace nor compile the methods of a class, and the functions that they call.
 
-    C++ calls them while compiled code runs, for example if DistributedDataParallel forms its buckets anew.
+    C++ calls them while compiled code runs, for example when DistributedDataParallel forms other buckets.
     """
     frames = torch._C._dynamo.eval_frame
     if hasattr(frames, "set_code_exec_strategy"):  # torch 2.4 lacks it.

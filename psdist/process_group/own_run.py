@@ -69,7 +69,7 @@ def join(store: Any, rank: int, size: int) -> Context:
 
 
 def _told_by(rank: int, shared: PrefixStore, what: str) -> str:
-    """Return what a rank has put into the store. Raises WaitTimeoutError."""
+    """Return a text that a rank has put into the store. Raises WaitTimeoutError."""
     try:
         return shared.get(f"{what}/{rank}").decode()
     except dist.DistStoreError as error:

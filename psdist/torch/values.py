@@ -132,7 +132,7 @@ def _plain(tensor: Tensor) -> NDArray[np.float32]:
     return array
 
 
-class _Memory:
+class _ArrayInterface:
     """Memory of a tensor for ``numpy.asarray``. The array keeps it, and it keeps the tensor."""
 
     __slots__ = ("__array_interface__", "_tensor")
@@ -161,9 +161,9 @@ def as_array(tensor: Tensor) -> NDArray[Any]:
     dtype = numpy_dtype(tensor.dtype)
     if dtype is None:
         tensor, dtype = tensor.reshape(-1).view(torch.uint8), np.dtype(np.uint8)
-    if dtype.kind != "V":
-        return np.asarray(_Memory(tensor, dtype))
-    return np.asarray(_Memory(tensor, np.dtype(np.int16))).view(dtype)  # bfloat16, which the protocol cannot name.
+    if dtype.kind == "V":  # bfloat16, for which the interface has no name.
+        return np.asarray(_ArrayInterface(tensor, np.dtype(np.int16))).view(dtype)
+    return np.asarray(_ArrayInterface(tensor, dtype))
 
 
 def as_bytes(tensor: Tensor) -> NDArray[np.float32]:

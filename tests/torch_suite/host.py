@@ -3,7 +3,7 @@
 Tests of the names were run before. Each outcome is a line of the file OUTCOMES.
 
 For the backend ``psdist`` every group that the tests ask of gloo is one of psdist, and nothing else is changed. Ranks
-are forked from this process, which has imported what they need, with both backends.
+are forked from this process, which has imported their modules, with both backends.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def open_monitored_barrier() -> None:
 
 
 def fork_ranks() -> None:
-    """Let the tests fork their ranks instead of starting them anew, which takes seconds for each."""
+    """Let the tests fork their ranks instead of starting Python for each, which takes seconds."""
     import torch
 
     torch.set_num_threads(1)  # OpenMP with more would wait for threads that a fork does not have.

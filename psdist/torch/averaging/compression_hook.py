@@ -22,7 +22,6 @@ from psdist.client.process import loop
 from psdist.collectives.compression import AllReduceCompression
 from psdist.compression import Codec
 from psdist.errors import ClosedError, DTypeMismatchError, InvalidArgumentError, PsdistError
-from psdist.torch.values import as_array
 
 Floats = NDArray[np.float32]
 
@@ -71,7 +70,7 @@ class CompressionState:
             return buffer
 
         averaged: torch.futures.Future[Tensor] = ended.then(result)
-        loop.shared().start(self._run(as_array(buffer), compression, ended))
+        loop.shared().start(self._run(buffer.numpy(), compression, ended))
         return averaged
 
     async def _run(

@@ -249,6 +249,10 @@ def train(model, steps=3):
         return torch.cat([weight.detach().flatten() for weight in model.parameters()])
 
 
+from pathlib import Path
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
@@ -264,6 +268,15 @@ for kind in ("plain", "fp16", "compiled", "sharded"):
         net._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
     weights.append(train(torch.compile(net, backend="eager") if kind == "compiled" else net))
     assert torch.allclose(weights[-1], weights[0], atol=1e-3 if kind == "fp16" else 1e-6), kind
+place = Path(__file__).with_name("saved")
+dcp.async_save({"weights": weights[0]}, checkpoint_id=place).result()
+found = {"weights": torch.zeros_like(weights[0])}
+dcp.load(found, checkpoint_id=place)
+assert torch.equal(found["weights"], weights[0])
+given = {"weight": torch.ones(2, 2), "bias": torch.ones(2)} if rank == 0 else {}
+net = torch.nn.Linear(2, 2)
+set_model_state_dict(net, given, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+assert bool((net.weight == 1).all())
 try:
     dist.all_reduce(torch.ones(2 + (rank == 1)))
 except psdist.errors.CollectiveMismatchError as error:

@@ -20,6 +20,7 @@ from psdist.process_group.link_group import LinkGroup
 
 _CALLS = """
 import os
+import sys
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -29,6 +30,10 @@ import torch.distributed as dist
 import psdist
 from psdist.errors import ClosedError, WaitTimeoutError, WorkerLostError
 from psdist.process_group import ReconfigurableGroup
+
+# torchft's tests of a group's calls are functions, which its test cases call with each kind of group.
+sys.modules["parameterized"] = SimpleNamespace(parameterized=SimpleNamespace(expand=lambda _: lambda test: test))
+from torchft import process_group_test as torchft_tests
 
 context = psdist.init()
 rank = context.rank
@@ -47,6 +52,8 @@ def total():
 group.configure(f"localhost:{port}/first", "replica", 2 - rank, 3, 1, 0, 1, [0, 1, 2])
 assert (group.rank(), group.size(), total()) == (2 - rank, 3, 6), group.rank()
 assert group.errored() is None and group.get_error().name == "SUCCESS"
+for test in torchft_tests._COLLECTIVE_TO_FUNC.values():
+    test(group, group.rank(), torch.tensor([group.rank() + 1]))
 work = group.allreduce([torch.ones(2)], dist.AllreduceOptions())
 work.wait()
 if rank == 2:

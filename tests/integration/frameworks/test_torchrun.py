@@ -116,7 +116,7 @@ def test_a_run_of_some_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def _store(hosts: Sequence[str], **found: object) -> dist.HashStore:
-    """Return the store of a run of which rank 0 has told ``found``."""
+    """Return the store of a run. found: the facts that rank 0 has told."""
     store = dist.HashStore()
     for rank, host in enumerate(hosts):
         store.set(f"psdist/run//host/{rank}", host)
