@@ -159,6 +159,12 @@ class Checks:
                 f"{whole.numel()}"
             )
 
+    def packed(self, tensor: Tensor) -> None:
+        """Check that a tensor has no gaps, in one of torch's memory formats."""
+        formats = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim(), torch.contiguous_format)
+        if not tensor.is_contiguous() and not tensor.is_contiguous(memory_format=formats):
+            self.refuse("Tensors must be contiguous: give the contiguous() of the input")
+
     def splits(self, tensor: Tensor, sizes: Sequence[int]) -> None:
         """Check the rows that a tensor gives to, or takes from, each rank; none for equal parts."""
         self.dense([tensor])

@@ -342,7 +342,9 @@ class LinkGroup(_GroupBase):
         async def gathered(places: Sequence[Tensor], tensor: Tensor) -> None:
             set_rows(places, await self._group.all_gather(TensorMemory(tensor).array, timeout=limit))
 
-        return self._work("all_gather", map(gathered, zip(*outputs, strict=True), inputs), outputs, inputs)
+        return self._work(
+            "all_gather", map(gathered, zip(*outputs, strict=True), inputs), _flat_if_one(outputs), inputs
+        )
 
     @call
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work:
@@ -478,8 +480,7 @@ class LinkGroup(_GroupBase):
         checks.splits(output, output_split_sizes)
         checks.splits(input, input_split_sizes)
         checks.same_kind([output, input])
-        if not input.is_contiguous():
-            checks.refuse("Tensors must be contiguous: give the contiguous() of the input")
+        checks.packed(input)
         memory = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
         parts, limit = self._cut(memory, output_split_sizes), self._seconds(opts)
 

@@ -58,13 +58,11 @@ def join(store: Any, rank: int, size: int) -> Context:
     # torchrun's store outlives its attempts.
     shared = PrefixStore(f"psdist/run/{os.environ.get(_ATTEMPT, '')}", store)
     shared.set(f"host/{rank}", _host())
-    hosts = [_told_by(other, shared, "host") for other in range(size)]
-    with _placed(rank, hosts):
-        context = _start(shared, hosts) if rank == 0 else _follow(shared, rank)
-    if multiprocessing.parent_process() is None:
-        atexit.register(_end, context, rank, os.getpid())
-    else:  # Such a process runs no functions of atexit if it was forked.
+    context = _start(shared, size) if rank == 0 else _follow(shared, rank)
+    if multiprocessing.parent_process() is not None:  # Such a process runs no functions of atexit if it was forked.
         util.Finalize(None, _end, (context, rank, os.getpid()), exitpriority=0)
+    elif rank == 0:
+        atexit.register(_end, context, rank, os.getpid())
     return context
 
 
@@ -100,11 +98,12 @@ def _placed(rank: int, hosts: Sequence[str]) -> Iterator[None]:
 
 def _follow(shared: PrefixStore, rank: int) -> Context:
     """Join the run that rank 0 has started."""
-    found = json.loads(shared.get("run"))
+    found = json.loads(_told_by(0, shared, "run"))
     if "error" in found:
         raise ConfigurationError(f"rank 0 could not start the run: {found['error']}")
     try:
-        context = init(scheduler=found["scheduler"], token=found["token"], run_id=found["run_id"], tls=False)
+        with _placed(rank, found["hosts"]):
+            context = init(scheduler=found["scheduler"], token=found["token"], run_id=found["run_id"], tls=False)
     except PsdistError as error:
         shared.set(f"joined/{rank}", error.message)
         raise
@@ -114,17 +113,20 @@ def _follow(shared: PrefixStore, rank: int) -> Context:
     return context
 
 
-def _start(shared: PrefixStore, hosts: Sequence[str]) -> Context:
+def _start(shared: PrefixStore, size: int) -> Context:
     """Start the run, and wait until the others have joined: if this process ended first, they would find nothing."""
     try:
-        context, others = init_for_all(len(hosts), _address(hosts))
+        hosts = [_told_by(rank, shared, "host") for rank in range(size)]
+        with _placed(0, hosts):
+            context, others = init_for_all(size, _address(hosts))
     except PsdistError as error:
-        shared.set("run", json.dumps({"error": error.message}))
+        shared.set("run/0", json.dumps({"error": error.message}))
         raise
-    shared.set("run", json.dumps({"pid": os.getpid(), "scope": process_state.own_scope(), **others}))
-    for rank in range(1, len(hosts)):
-        if error_text := _told_by(rank, shared, "joined"):
-            raise ConfigurationError(f"rank {rank} could not join the run: {error_text}")
+    place = {"hosts": hosts, "pid": os.getpid(), "scope": process_state.own_scope()}
+    shared.set("run/0", json.dumps(place | others))
+    for rank in range(1, size):
+        if text := _told_by(rank, shared, "joined"):
+            raise ConfigurationError(f"rank {rank} could not join the run: {text}")
     return context
 
 
@@ -172,10 +174,15 @@ def _end(context: Context, rank: int, pid: int) -> None:
     fail first."""
     if os.getpid() != pid:
         return
-    with suppress(PsdistError):
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        pause, until = threading.Event(), time.monotonic() + _END_SECONDS
-        while rank == 0 and len(context.info().workers) > 1 and time.monotonic() < until:
-            pause.wait(_POLL_SECONDS)
+    if rank == 0:
+        with suppress(PsdistError):
+            _await_others(context)
     context._close_at_exit()
+
+
+def _await_others(context: Context) -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    pause, until = threading.Event(), time.monotonic() + _END_SECONDS
+    while len(context.info().workers) > 1 and time.monotonic() < until:
+        pause.wait(_POLL_SECONDS)

@@ -118,9 +118,7 @@ def test_a_run_of_some_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 def _store(hosts: Sequence[str], **found: object) -> dist.HashStore:
     """Return the store of a run. found: the facts that rank 0 has told."""
     store = dist.HashStore()
-    for rank, host in enumerate(hosts):
-        store.set(f"psdist/run//host/{rank}", host)
-    store.set("psdist/run//run", json.dumps(found))
+    store.set("psdist/run//run/0", json.dumps({"hosts": hosts} | found))
     return store
 
 
@@ -143,10 +141,12 @@ def test_a_rank_that_never_calls_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_rank_that_cannot_join_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_run, "init_for_all", lambda *_: (None, {}))
     shared = PrefixStore("run", dist.HashStore())
+    for rank in range(3):
+        shared.set(f"host/{rank}", "one")
     shared.set("joined/1", "")
     shared.set("joined/2", "no memory")
     with pytest.raises(ConfigurationError, match="rank 2 could not join the run: no memory"):
-        own_run._start(shared, ["one"] * 3)
+        own_run._start(shared, 3)
 
 
 def test_the_given_place_comes_before_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,8 +163,6 @@ def test_the_given_place_comes_before_that_of_the_environment(monkeypatch: pytes
         return SimpleNamespace()
 
     monkeypatch.setattr(own_run, "init", init)
-    monkeypatch.setattr(own_run.atexit, "register", lambda *_: None)
-    monkeypatch.setattr(own_run, "_host", lambda: "two")
     place = {"scheduler": "192.0.2.1:7", "token": "secret", "run_id": "one"}
     store = _store(["one", "two", "two"], scope="elsewhere", pid=1, **place)
     own_run.join(store, 2, 3)

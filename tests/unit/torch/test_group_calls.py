@@ -156,6 +156,8 @@ CHECKS = Checks("allgather", 2)
         (lambda: CHECKS.pairs([T], [T, T]), "requires input/output tensor lists to have the same length"),
         (lambda: CHECKS.whole(T, T), "a tensor for 2 parts of 2 elements has 2"),
         (lambda: CHECKS.whole(torch.ones(4).int(), T), "invalid tensor type at index 0"),
+        (lambda: CHECKS.packed(torch.ones(2, 3).t()), "Tensors must be contiguous"),
+        (lambda: CHECKS.packed(torch.ones(2, 3, 4, 5).transpose(0, 1)), "Tensors must be contiguous"),
         (lambda: CHECKS.splits(T, [2]), "Number of tensor splits not equal to group size: 1 and 2"),
         (lambda: CHECKS.splits(T, [2, 1]), r"Split sizes doesn't match total dim 0 size: \[2, 1\] and 2"),
         (lambda: CHECKS.splits(torch.ones(3), []), "dim 0 does not divide equally across group size: 3 rows, 2 ranks"),
@@ -165,6 +167,11 @@ def test_bad_arguments_are_refused_in_the_words_of_c10d(check: Any, text: str) -
     with pytest.raises((InvalidArgumentError, DTypeMismatchError), match=text) as caught:
         check()
     assert isinstance(caught.value, RuntimeError) and isinstance(caught.value, ValueError)
+
+
+def test_memory_formats_are_contiguous() -> None:
+    CHECKS.packed(torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last))
+    CHECKS.packed(torch.ones(2, 3, 4, 5, 6).to(memory_format=torch.channels_last_3d))
 
 
 def test_tensors_in_one_list_that_share_memory_are_copied() -> None:
