@@ -73,16 +73,12 @@ def call(method: Callable[..., Any]) -> Any:
         [*arguments, *(parameter(name, parameter.POSITIONAL_OR_KEYWORD, default=None) for name in chosen)]
     )
 
-    is_listed = count > 0 and form.depths[0] > 0
+    options, is_listed = form.options, form.depths[:1] > (0,)
 
     @wraps(method)
     def made(self: Any, *given: Any, **named: Any) -> Any:
-        if named or (count and isinstance(given[0] if given else None, Tensor) == is_listed):
-            return method(self, *_plain(form, signature, given, named))
-        if len(given) == count + 1 and type(given[count]) is form.options:
-            return method(self, *given)
-        if len(given) == count:
-            return method(self, *map(_nested, given, form.depths), form.options())
+        if len(given) == count + 1 and type(given[count]) is options and (not is_listed or type(given[0]) is list):
+            return method(self, *given, **named)
         return method(self, *_plain(form, signature, given, named))
 
     return made

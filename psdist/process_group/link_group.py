@@ -27,7 +27,7 @@ from psdist.collectives.group import AsyncWorkerGroup
 from psdist.errors import InvalidArgumentError, PsdistError, WaitTimeoutError
 from psdist.process_group import own_run
 from psdist.process_group.checks import Checks
-from psdist.process_group.forms import FORMER_NAMES, call, opaque
+from psdist.process_group.forms import FORMER_NAMES, FORMS, call, opaque
 from psdist.process_group.group import REDUCTIONS
 from psdist.process_group.monitored import monitored_error
 from psdist.process_group.sparse import all_reduce_sparse
@@ -53,6 +53,7 @@ class _GroupBase(dist.ProcessGroup):
         self._limit = timeout
         #: Set once the last work of several calls has ended.
         self._several_calls: asyncio.Event | None = None
+        self._checks = {name: Checks(name, group.size) for name in (*FORMS, "send", "recv", "recv_anysource")}
         #: Collectives made.
         self._sequence = 0
         #: Works made since ``_start_coalescing``, or None outside of it.
@@ -194,7 +195,7 @@ class _GroupBase(dist.ProcessGroup):
         return self._record(CollectiveWork(alone(), tensors, f"{NAME}:{name}", tensors))
 
     def _check_message(self, name: str, tensors: Sequence[Tensor]) -> None:
-        checks = Checks(name, self._group.size)
+        checks = self._checks[name]
         checks.single(tensors)
         checks.dense(tensors)
 
@@ -244,9 +245,10 @@ class LinkGroup(_GroupBase):
     @call
     def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
         """Reduce the tensors of all ranks and lists to one, which all of them become."""
-        op, limit, checks = self._op(opts), self._seconds(opts), Checks("allreduce", self._group.size)
+        op, limit, checks = self._op(opts), self._seconds(opts), self._checks["allreduce"]
         checks.some(tensors)
-        checks.alike(tensors[1:], tensors[0])
+        if len(tensors) > 1:
+            checks.alike(tensors, tensors[0])
         if tensors[0].layout is torch.sparse_coo:
             checks.sparse(op, tensors)
             summed = all_reduce_sparse(self._group, tensors, op, limit)
@@ -265,7 +267,7 @@ class LinkGroup(_GroupBase):
     @call
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
         """Reduce several tensors of all ranks, each by itself."""
-        op, limit, checks = self._op(opts), self._seconds(opts), Checks("allreduce_coalesced", self._group.size)
+        op, limit, checks = self._op(opts), self._seconds(opts), self._checks["allreduce_coalesced"]
         checks.some(tensors)
         checks.same_kind(tensors)
         checks.reduced(op, tensors)
@@ -275,7 +277,7 @@ class LinkGroup(_GroupBase):
     @call
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
         """Reduce the tensors of all ranks at the root."""
-        op, limit, root, checks = self._op(opts), self._seconds(opts), opts.rootRank, Checks("reduce", self._group.size)
+        op, limit, root, checks = self._op(opts), self._seconds(opts), opts.rootRank, self._checks["reduce"]
         checks.root(root)
         checks.root_tensor(opts.rootTensor, tensors)
         checks.single(tensors)
@@ -293,11 +295,12 @@ class LinkGroup(_GroupBase):
     @call
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
         """Copy one of the root's tensors to all tensors of all ranks."""
-        root, limit, checks = opts.rootRank, self._seconds(opts), Checks("broadcast", self._group.size)
+        root, limit, checks = opts.rootRank, self._seconds(opts), self._checks["broadcast"]
         checks.root(root)
         checks.root_tensor(opts.rootTensor, tensors)
         checks.dense(tensors)
-        checks.alike(tensors[1:], tensors[0])
+        if len(tensors) > 1:
+            checks.alike(tensors, tensors[0])
         tensor = tensors[opts.rootTensor]
 
         async def copied() -> None:
@@ -311,7 +314,7 @@ class LinkGroup(_GroupBase):
     @call
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> dist.Work:
         """Collect the tensors of all ranks, rank by rank, in each of the lists ``outputs``."""
-        limit, checks = self._seconds(opts), Checks("allgather", self._group.size)
+        limit, checks = self._seconds(opts), self._checks["allgather"]
         checks.pairs(outputs, inputs)
         checks.dense(inputs)
         checks.alike(inputs, inputs[0])
@@ -331,7 +334,7 @@ class LinkGroup(_GroupBase):
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
     ) -> dist.Work:
         """Collect several tensors, each by itself. ``outputs`` has a list for each rank."""
-        limit, checks = self._seconds(opts), Checks("allgather_coalesced", self._group.size)
+        limit, checks = self._seconds(opts), self._checks["allgather_coalesced"]
         checks.some(inputs, "input ")
         checks.dense(inputs)
         if len(outputs) != self._group.size:
@@ -357,7 +360,7 @@ class LinkGroup(_GroupBase):
         return self._gather_single("all_gather_single_coalesced", outputs, inputs, opts)
 
     def _gather_single(self, name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> dist.Work:
-        limit, checks = self._seconds(opts), Checks(name, self._group.size)
+        limit, checks = self._seconds(opts), self._checks[name]
         checks.pairs(outputs, inputs)
         for output, tensor in zip(outputs, inputs, strict=True):
             checks.whole(output, tensor)
@@ -373,7 +376,7 @@ class LinkGroup(_GroupBase):
     @call
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> dist.Work:
         """Collect the tensors of all ranks at the root."""
-        root, limit, checks = opts.rootRank, self._seconds(opts), Checks("gather", self._group.size)
+        root, limit, checks = opts.rootRank, self._seconds(opts), self._checks["gather"]
         checks.root(root)
         checks.single(inputs, "input ")
         checks.dense(inputs)
@@ -389,7 +392,7 @@ class LinkGroup(_GroupBase):
     @call
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> dist.Work:
         """Give each rank one of the root's tensors."""
-        root, limit, checks = opts.rootRank, self._seconds(opts), Checks("scatter", self._group.size)
+        root, limit, checks = opts.rootRank, self._seconds(opts), self._checks["scatter"]
         checks.root(root)
         checks.single(outputs, "output ")
         checks.dense(outputs)
@@ -406,7 +409,7 @@ class LinkGroup(_GroupBase):
     @call
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> dist.Work:
         """Reduce lists of tensors. Rank r receives the result of the r-th."""
-        op, limit, checks = self._op(opts), self._seconds(opts), Checks("reduce_scatter", self._group.size)
+        op, limit, checks = self._op(opts), self._seconds(opts), self._checks["reduce_scatter"]
         checks.pairs(outputs, inputs)
         checks.reduced(op, outputs)
         for number, (output, given) in enumerate(zip(outputs, inputs, strict=True)):
@@ -435,7 +438,7 @@ class LinkGroup(_GroupBase):
         return self._scatter_single("reduce_scatter_single_coalesced", outputs, inputs, opts)
 
     def _scatter_single(self, name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> dist.Work:
-        op, limit, checks = self._op(opts), self._seconds(opts), Checks(name, self._group.size)
+        op, limit, checks = self._op(opts), self._seconds(opts), self._checks[name]
         checks.pairs(outputs, inputs)
         for output, tensor in zip(outputs, inputs, strict=True):
             checks.whole(tensor, output)
@@ -452,7 +455,7 @@ class LinkGroup(_GroupBase):
     @call
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> dist.Work:
         """Send a tensor to each rank, and receive one from each."""
-        checks = Checks("alltoall", self._group.size)
+        checks = self._checks["alltoall"]
         for tensors in (outputs, inputs):
             checks.length(0, tensors, self._group.size)
         checks.same_kind([*outputs, *inputs])
@@ -476,7 +479,7 @@ class LinkGroup(_GroupBase):
         opts: Any,
     ) -> dist.Work:
         """Send a part of a tensor to each rank. Sizes are rows of each part; empty for equal parts."""
-        checks = Checks("all_to_all_single", self._group.size)
+        checks = self._checks["all_to_all_single"]
         checks.splits(output, output_split_sizes)
         checks.splits(input, input_split_sizes)
         checks.same_kind([output, input])
