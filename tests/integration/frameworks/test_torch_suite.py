@@ -29,7 +29,7 @@ def test_the_page_lists_every_test() -> None:
     listed = sorted(f"test_{name}" for name in re.findall(r"`(\w+)`", text.partition("### ")[2]))
     assert listed == suite.names(), "run make torch-suite"
     assert re.findall(r"^\| `(\S+\.py)` ", text, re.MULTILINE) == list(files.FILES)
-    assert set(re.findall(r"^\| `(\w+\.\w+)` \|", text, re.MULTILINE)) == set(files.REASONS)
+    assert set(re.findall(r"^\| `(\w+\.test_\w+)` \|", text, re.MULTILINE)) <= set(files.REASONS)
 
 
 def test_the_worst_rank_decides(tmp_path: Path) -> None:
