@@ -74,7 +74,7 @@ class Exchange:
     @property
     def error(self) -> PsdistError | None:
         """The error that ended the group, or None."""
-        return None if self._machine.broken is None else copy_error(self._machine.broken)
+        return None if self._machine.error is None else copy_error(self._machine.error)
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
@@ -140,6 +140,7 @@ class Exchange:
         try:
             return self._machine.announced(tag)
         except PsdistError as error:
+            self.end(error)
             raise copy_error(error) from None
 
     def _reason(self, call_id: int) -> str:

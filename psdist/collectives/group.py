@@ -262,7 +262,7 @@ class AsyncWorkerGroup:
     @property
     def has_ended(self) -> bool:
         """True if an error has ended the group, or ``close``."""
-        return self._exchange.has_ended
+        return self._exchange.error is not None
 
     @property
     def error(self) -> PsdistError | None:

@@ -157,6 +157,11 @@ class GroupMachine:
         self._ids = 0
         self._effects: list[Effect] = []
 
+    @property
+    def error(self) -> PsdistError | None:
+        """Error of further calls, or None. A call under way may still get its result."""
+        return self.broken or self._failing
+
     def validate(self) -> None:
         """Check the invariants."""
         queued = [call.call_id for calls in self._lanes.values() for call in calls.queue]
@@ -172,13 +177,10 @@ class GroupMachine:
     def start(self, lane: CallLane, plan: Plan) -> tuple[int, list[Effect]]:
         """Make a call. Returns its id, and the effects.
 
-        Raises the error that ended the group, WorkerLostError if a rank of the call is gone, and LimitExceededError.
+        Raises the error that ended the group, and LimitExceededError. A call that needs a lost rank ends the group.
         """
-        if (error := self.broken or self._failing) is not None:
-            raise error
-        for peer in plan.peers:
-            if peer in self.lost:
-                raise self.lost[peer]
+        if self.error is not None:
+            raise self.error
         calls = self._calls_of(lane)
         if len(calls.queue) >= QUEUED_CALLS_MAX:
             raise LimitExceededError(f"{len(calls.queue)} calls wait for their turn, which is the limit: wait for some")
@@ -370,8 +372,8 @@ class GroupMachine:
         Raises the error that ended the group, or that of a lost rank if no other has announced one: the message might
         have been its own.
         """
-        if (error := self.broken or self._failing) is not None:
-            raise error
+        if self.error is not None:
+            raise self.error
         for lane, calls in self._lanes.items():
             if lane.target == self.rank and lane.tag == tag and lane.source in calls.early and not calls.queue:
                 return lane.source

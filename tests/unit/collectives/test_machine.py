@@ -145,6 +145,22 @@ def test_a_call_that_needs_nothing_more_from_a_lost_rank_has_its_result() -> Non
     assert isinstance(after.error, WorkerLostError) and after.error.details["rank"] == "1"
 
 
+@pytest.mark.parametrize("lane", [COLLECTIVES, CallLane(0, 1), CallLane(1, 0)], ids=["collective", "send", "recv"])
+def test_a_call_after_a_loss_ends_the_group_at_all_ranks(lane: CallLane) -> None:
+    network = CollectiveNetwork(3, random.Random(1))
+    network.kill(1)
+    network.run()
+    assert not any(network.machines[rank].error for rank in (0, 2)), "no call has needed the rank"
+    plan = calls.barrier(0, 3) if lane == COLLECTIVES else calls.send(np.ones(1), 1)
+    plan = calls.receive(np.ones(1), 1) if lane == CallLane(1, 0) else plan
+    after = network.start(0, plan, lane)
+    network.run()
+    assert isinstance(after.error, WorkerLostError)
+    for rank in (0, 2):
+        error = network.machines[rank].error
+        assert isinstance(error, WorkerLostError) and error.details["rank"] == "1"
+
+
 @pytest.mark.parametrize("sends", [True, False])
 def test_a_message_that_has_not_begun_fails_with_the_group(sends: bool) -> None:
     machine = GroupMachine(0, 3)
