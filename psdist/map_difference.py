@@ -24,7 +24,7 @@ class MapDifference:
 
     servers_gone, workers_gone, parameters_gone: ids and names of removed entries.
     servers, workers, parameters: new or changed entries.
-    paused: the new map's ``paused``.
+    paused, ranks_done: those of the new map.
     """
 
     base: int
@@ -36,6 +36,7 @@ class MapDifference:
     parameters_gone: tuple[str, ...] = ()
     parameters: tuple[ParametersEntry, ...] = ()
     paused: str = ""
+    ranks_done: tuple[int, ...] = ()
 
 
 def difference(before: ClusterMap, after: ClusterMap) -> MapDifference:
@@ -56,6 +57,7 @@ def difference(before: ClusterMap, after: ClusterMap) -> MapDifference:
         parameters_gone,
         parameters,
         after.paused,
+        after.ranks_done,
     )
 
 
@@ -77,6 +79,7 @@ def apply(before: ClusterMap, change: MapDifference) -> ClusterMap:
         workers=tuple(sorted(workers.values(), key=lambda worker: worker.rank)),
         parameters=tuple(parameters.values()),
         paused=change.paused,
+        ranks_done=change.ranks_done,
     )
 
 

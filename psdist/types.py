@@ -480,8 +480,9 @@ class ClusterMap:
     parameters: tuple[ParametersEntry, ...] = field(default=())
     #: Reason why no worker may start a step: an elastic run has fewer workers than its minimum. Empty otherwise.
     paused: str = ""
-    #: Name of the scheduler process that published this map.
+    #: Name of the scheduler process that published this map, and the ranks without a live worker whose work is done.
     scheduler_id: str = ""
+    ranks_done: tuple[int, ...] = ()
 
     def entry(self, parameters: str) -> ParametersEntry | None:
         """Return the parameter set with this name, or None."""

@@ -114,7 +114,7 @@ REMEDIES: Final = {
     "snapshot_failed": "Call again once the reason is removed.",
     "wait_timeout": "Look at the members that the message names; then call again.",
     "mutual_wait": "Make all workers call in the same order ([loops.md](loops.md#loops-that-count-by-the-step)).",
-    "worker_left": "Let all workers open the same parameter sets before any of them ends.",
+    "worker_left": "Let all workers open the same parameter sets, and make the same groups, before any of them ends.",
     "uneven_inputs": "Give all workers the same number of batches, or call `join` without raising.",
     "late_worker": "Nothing, or restart all workers from a checkpoint.",
     "launch_failed": "Fix the cause that the traceback shows ([launch.md](launch.md#results-and-errors)).",

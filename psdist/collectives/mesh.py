@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Final
 
@@ -22,7 +23,7 @@ from psdist.collectives.core.group_key import epoch_of, make_key, name_members, 
 from psdist.collectives.core.plan import Bytes
 from psdist.collectives.incoming import GroupFrames, IncomingLink, Sender, key_of
 from psdist.collectives.liveness import PeerLiveness
-from psdist.errors import LimitExceededError, PeerUnreachableError, PsdistError, copy_error
+from psdist.errors import LimitExceededError, PeerUnreachableError, PsdistError, WorkerLeftError, copy_error
 from psdist.link import process_state
 from psdist.link.frame_connection import FrameConnection
 from psdist.link.peer_link import PeerLink
@@ -36,6 +37,8 @@ from psdist.wire import limits
 
 #: Time for frames of a worker that the map lacks to arrive.
 _GRACE_SECONDS: Final = 1.0
+#: Time in which a worker that has left, its work done, may start again before groups that wait for it end.
+RETURN_SECONDS: Final = 10.0
 _NOTHING: Final = memoryview(b"")
 
 
@@ -53,6 +56,8 @@ class Mesh:
         self._outgoing: dict[Sender, PeerLink] = {}
         self._incoming: dict[Sender, IncomingLink] = {}
         self._waiting: list[GroupFrames] = []
+        #: Ranks whose workers have left, their work done, and when this worker learned of it.
+        self._done: dict[int, float] = {}
         #: Open groups by key.
         self._groups: dict[bytes, GroupFrames] = {}
         #: Highest epoch opened here, by series of groups. Late frames of lower ones are dropped.
@@ -118,8 +123,10 @@ class Mesh:
 
     def _open_groups(self) -> None:
         workers = {worker.rank: worker for worker in self._view.cluster.workers}
+        self._note_done()
         for group in list(self._waiting):
-            if not all(rank in workers for rank in group.ranks):
+            if absent := [rank for rank in group.ranks if rank not in workers]:
+                self._end_if_left(group, absent)
                 continue
             self._waiting.remove(group)
             members = [workers[rank] for rank in group.ranks]
@@ -134,6 +141,26 @@ class Mesh:
             names = name_members(members)
             self._opened[names] += 1
             self._open(group, make_key(names, self._opened[names], members), members)
+
+    def _note_done(self) -> None:
+        """Note the ranks whose workers have left, and look at the waiting groups again when they will not return."""
+        loop, before = asyncio.get_running_loop(), self._done
+        self._done = {rank: before.get(rank, loop.time()) for rank in self._view.cluster.ranks_done}
+        if self._done.keys() - before.keys():
+            self._call_later(RETURN_SECONDS + 0.1, self._open_groups)  # Timers may be a little early.
+
+    def _end_if_left(self, group: GroupFrames, absent: list[int]) -> None:
+        """End a group that waits for workers that have left, unless they may still start again."""
+        now = asyncio.get_running_loop().time()
+        left = [rank for rank in absent if rank in self._done and now >= self._done[rank] + RETURN_SECONDS]
+        if left:
+            self._waiting.remove(group)
+            group.abandon(
+                WorkerLeftError(
+                    f"rank {', '.join(map(str, left[:8]))} ended its script without making this group: make groups in "
+                    "all of their ranks before any of these ends"
+                )
+            )
 
     def enter(self, group: GroupFrames, name: str, epoch: int, members: list[WorkerEntry]) -> None:
         """Open a group whose members are known. Raises LimitExceededError."""
@@ -237,15 +264,16 @@ class Mesh:
             _lose(groups, sender, reason)
 
     def _lose_later(self, worker: Sender, reason: str, groups: list[GroupFrames] | None = None) -> None:
-        loop = asyncio.get_running_loop()
         # Not those that are made until then, which may use another link.
         lost = self._all_groups() if groups is None else groups
+        self._call_later(_GRACE_SECONDS, lambda: _lose(lost, worker, reason))
 
-        def lose() -> None:
+    def _call_later(self, seconds: float, action: Callable[[], None]) -> None:
+        def act() -> None:
             self._ends.discard(timer)
-            _lose(lost, worker, reason)
+            action()
 
-        timer = loop.call_later(_GRACE_SECONDS, lose)
+        timer = asyncio.get_running_loop().call_later(seconds, act)
         self._ends.add(timer)
 
     # --- the map ------------------------------------------------------------------------------------------------------

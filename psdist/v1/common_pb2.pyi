@@ -275,7 +275,7 @@ class WorkerEntry(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., rank: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
 class ClusterMap(_message.Message):
-    __slots__ = ("run_id", "epoch", "servers", "parameters", "workers", "paused", "scheduler_id")
+    __slots__ = ("run_id", "epoch", "servers", "parameters", "workers", "paused", "scheduler_id", "ranks_done")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SERVERS_FIELD_NUMBER: _ClassVar[int]
@@ -283,6 +283,7 @@ class ClusterMap(_message.Message):
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
     SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]
+    RANKS_DONE_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     epoch: int
     servers: _containers.RepeatedCompositeFieldContainer[ServerEntry]
@@ -290,10 +291,11 @@ class ClusterMap(_message.Message):
     workers: _containers.RepeatedCompositeFieldContainer[WorkerEntry]
     paused: str
     scheduler_id: str
-    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., servers: _Optional[_Iterable[_Union[ServerEntry, _Mapping]]] = ..., parameters: _Optional[_Iterable[_Union[ParametersEntry, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerEntry, _Mapping]]] = ..., paused: _Optional[str] = ..., scheduler_id: _Optional[str] = ...) -> None: ...
+    ranks_done: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., servers: _Optional[_Iterable[_Union[ServerEntry, _Mapping]]] = ..., parameters: _Optional[_Iterable[_Union[ParametersEntry, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerEntry, _Mapping]]] = ..., paused: _Optional[str] = ..., scheduler_id: _Optional[str] = ..., ranks_done: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ClusterMapDifference(_message.Message):
-    __slots__ = ("base", "epoch", "servers_gone", "servers", "workers_gone", "workers", "parameters_gone", "parameters", "paused")
+    __slots__ = ("base", "epoch", "servers_gone", "servers", "workers_gone", "workers", "parameters_gone", "parameters", "paused", "ranks_done")
     BASE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SERVERS_GONE_FIELD_NUMBER: _ClassVar[int]
@@ -303,6 +305,7 @@ class ClusterMapDifference(_message.Message):
     PARAMETERS_GONE_FIELD_NUMBER: _ClassVar[int]
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
+    RANKS_DONE_FIELD_NUMBER: _ClassVar[int]
     base: int
     epoch: int
     servers_gone: _containers.RepeatedScalarFieldContainer[str]
@@ -312,7 +315,8 @@ class ClusterMapDifference(_message.Message):
     parameters_gone: _containers.RepeatedScalarFieldContainer[str]
     parameters: _containers.RepeatedCompositeFieldContainer[ParametersEntry]
     paused: str
-    def __init__(self, base: _Optional[int] = ..., epoch: _Optional[int] = ..., servers_gone: _Optional[_Iterable[str]] = ..., servers: _Optional[_Iterable[_Union[ServerEntry, _Mapping]]] = ..., workers_gone: _Optional[_Iterable[str]] = ..., workers: _Optional[_Iterable[_Union[WorkerEntry, _Mapping]]] = ..., parameters_gone: _Optional[_Iterable[str]] = ..., parameters: _Optional[_Iterable[_Union[ParametersEntry, _Mapping]]] = ..., paused: _Optional[str] = ...) -> None: ...
+    ranks_done: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, base: _Optional[int] = ..., epoch: _Optional[int] = ..., servers_gone: _Optional[_Iterable[str]] = ..., servers: _Optional[_Iterable[_Union[ServerEntry, _Mapping]]] = ..., workers_gone: _Optional[_Iterable[str]] = ..., workers: _Optional[_Iterable[_Union[WorkerEntry, _Mapping]]] = ..., parameters_gone: _Optional[_Iterable[str]] = ..., parameters: _Optional[_Iterable[_Union[ParametersEntry, _Mapping]]] = ..., paused: _Optional[str] = ..., ranks_done: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Lags(_message.Message):
     __slots__ = ("slices", "starts", "sizes", "updates")

@@ -424,6 +424,7 @@ def map_from_proto(message: pb.ClusterMap) -> ClusterMap:
         servers=tuple(_from_proto(ServerEntry, server) for server in message.servers),
         workers=tuple(_from_proto(WorkerEntry, worker) for worker in message.workers),
         parameters=tuple(map(entry_from_proto, message.parameters)),
+        ranks_done=tuple(message.ranks_done),
     )
 
 
@@ -449,6 +450,7 @@ def difference_from_proto(message: pb.ClusterMapDifference) -> MapDifference:
         workers=tuple(_from_proto(WorkerEntry, worker) for worker in message.workers),
         parameters_gone=tuple(message.parameters_gone),
         parameters=tuple(map(entry_from_proto, message.parameters)),
+        ranks_done=tuple(message.ranks_done),
     )
 
 

@@ -94,6 +94,7 @@ class Cluster:
             parameters=self.registry.entries,
             paused=self.paused,
             scheduler_id=self.lineage.scheduler_id,
+            ranks_done=self.demand.ranks_done,
         )
 
     @property

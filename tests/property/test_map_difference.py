@@ -56,7 +56,9 @@ def maps(draw: st.DrawFn) -> ClusterMap:
     """Return maps in the scheduler's order, with parameter sets in any order."""
     names = draw(st.lists(st.sampled_from(("p", "q", "r", "s")), unique=True))
     entries = tuple(draw(entry(name)) for name in names)
-    return ClusterMap("run", 0, draw(servers()), draw(workers()), entries, draw(st.sampled_from(("", "for a node"))))
+    done = tuple(sorted(draw(st.sets(numbers))))
+    paused = draw(st.sampled_from(("", "for a node")))
+    return ClusterMap("run", 0, draw(servers()), draw(workers()), entries, paused, ranks_done=done)
 
 
 courses = st.lists(maps(), min_size=1, max_size=6).map(

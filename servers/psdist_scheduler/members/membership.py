@@ -262,6 +262,12 @@ class Demand:
         return [worker.rank for worker in (*self._members.workers, *self.workers_done)]
 
     @property
+    def ranks_done(self) -> tuple[int, ...]:
+        """Ranks of workers that left when their work was done, and that no live worker has."""
+        live = {worker.rank for worker in self._members.workers}
+        return tuple(sorted({worker.rank for worker in self.workers_done} - live))
+
+    @property
     def workers_to_come(self) -> int:
         """Number of workers that are live, or that a launcher starts: none of those whose work was done."""
         wanted = {*range(self.workers_min), *range(self.first_rank, self.first_rank + self.workers_wanted)}

@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 
 from psdist import AsyncClient
+from psdist.collectives import mesh
 from psdist.collectives.group import AsyncWorkerGroup
 from psdist.collectives.incoming import IncomingLink
 from psdist.collectives.mesh import Mesh
+from psdist.collectives.workers import AsyncCollectives
 from psdist.errors import (
     ClosedError,
     CollectiveMismatchError,
@@ -25,6 +27,7 @@ from psdist.errors import (
     ShapeMismatchError,
     SharingUnavailableError,
     WaitTimeoutError,
+    WorkerLeftError,
     WorkerLostError,
 )
 from psdist.launcher.embedded import EmbeddedCluster
@@ -222,6 +225,33 @@ async def test_a_worker_that_never_used_collectives_and_leaves(run: Run, cluster
     await silent.close()
     with pytest.raises(WorkerLostError, match="rank 1 is gone"):
         await waiting
+
+
+async def test_a_worker_that_has_ended_ends_groups_that_wait_for_it(
+    run: Run, cluster: EmbeddedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mesh, "RETURN_SECONDS", 0.2)
+    for _ in range(2):  # Also for a rank that has started again.
+        ending = AsyncClient(cluster.address, cluster.token, rank=SIZE)
+        await ending.connect()
+        await ending.close()
+        groups = [run.workers[rank].new_group([0, 1, SIZE]) for rank in (0, 1)]
+        for error in await asyncio.gather(*(group.barrier() for group in groups), return_exceptions=True):
+            assert isinstance(error, WorkerLeftError) and f"rank {SIZE} ended its script" in str(error)
+    group = run.workers[0].new_group([0, SIZE])
+    with pytest.raises(WorkerLeftError):
+        await group.barrier()
+    monkeypatch.undo()
+
+
+async def test_a_worker_that_starts_again_is_in_the_group(run: Run, cluster: EmbeddedCluster) -> None:
+    for _ in range(2):
+        client = AsyncClient(cluster.address, cluster.token, rank=SIZE)
+        await client.connect()
+        waiting = asyncio.ensure_future(run.workers[0].new_group([0, SIZE]).barrier())
+        await AsyncCollectives(client._opened()).new_group([0, SIZE]).barrier()
+        await waiting
+        await client.close()
 
 
 async def test_a_closed_client_makes_no_calls(run: Run) -> None:

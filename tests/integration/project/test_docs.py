@@ -264,6 +264,7 @@ _FIXED_TIMES = (
     ("psdist.launcher.supervisor:REPEAT_SECONDS",),
     ("psdist.launcher.shutdown:FAILURE_STOP_SECONDS",),
     ("psdist_scheduler.placement.creation:RETURN_GRACE_SECONDS",),
+    ("psdist.collectives.mesh:RETURN_SECONDS",),
     ("psdist_scheduler.members.formations:RETURN_SECONDS",),
     ("psdist.client.process.sigterm:AGAIN_SECONDS",),
     ("psdist.client.session.stopping:FINISH_SECONDS",),
