@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Final, Literal, TypeVar
 
 from psdist.errors import InvalidArgumentError
 from psdist.hyperparameters import ADDED, PAIRS, Optimizer, Override, group_of, override
@@ -390,6 +390,9 @@ class Mean(Optimizer):
     lr: float = 1.0
     kind: ClassVar[str] = "mean"
 
+
+#: Suffix of the parameter set with the means of another set's gradients, which workers then push to that set.
+MEANS_SUFFIX: Final = "/means"
 
 _TORCH = (SGD, ASGD, Rprop, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta, RMSprop)
 OPTIMIZERS: dict[str, type[Optimizer]] = {cls.kind: cls for cls in (*_TORCH, Lion, FTRL, Mean)}

@@ -132,6 +132,11 @@ class Context:
         return self._groups.new_group(ranks, ordered)
 
     @property
+    def is_alone(self) -> bool:
+        """True if the cluster is this process's own, so that no other worker joins."""
+        return self.world_size == 1 and self._cluster is not None
+
+    @property
     def is_subset(self) -> bool:
         """True for a context of ``subset``."""
         return False

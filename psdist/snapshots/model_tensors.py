@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psdist.compression.dtypes import NUMPY_DTYPES
-from psdist.optim import SGD, Mean
+from psdist.optim import MEANS_SUFFIX, SGD, Mean
 from psdist.snapshots import reader
 from psdist.snapshots.format import Manifest, ParametersState, corrupt, file_path
 from psdist.snapshots.model_description import BUFFERS, DESCRIPTION, ModelDescription
@@ -32,7 +32,7 @@ DTYPES: Final[dict[str, np.dtype[Any]]] = {
     **{name: np.dtype(getattr(ml_dtypes, name)) for name in ("float8_e4m3fn", "float8_e5m2")},
 }
 #: Suffixes of parameter sets that psdist.torch uses for agreements. They are not part of a model.
-_AGREEMENTS: Final = ("/join", "/overflows")
+_AGREEMENTS: Final = ("/join", "/overflows", MEANS_SUFFIX)
 #: Suffix of the parameter set with untrained tensors, and its optimizer.
 _FIXED: Final = "/fixed"
 _NO_TRAINING: Final = SGD(lr=0.0)

@@ -8,6 +8,7 @@ Not here: pushing gradients (``gradients``), the servers' form of torch's settin
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -23,8 +24,9 @@ from psdist.client.sync_client import Parameters
 from psdist.compression import Codec
 from psdist.consistency import BSP, Consistency, Reduction, with_reduction
 from psdist.errors import InvalidArgumentError
-from psdist.optim import Constant, Optimizer, group_of
+from psdist.optim import MEANS_SUFFIX, Constant, Optimizer, group_of
 from psdist.torch.broadcast import TensorBroadcast
+from psdist.torch.clipping import MeanClipping
 from psdist.torch.conversion import convert_settings, end_factors, schedule_or_none
 from psdist.torch.gradient_vector.bucket_plan import bucket_bytes_of
 from psdist.torch.gradients import GradientStream, check_free
@@ -40,6 +42,8 @@ from psdist.torch.uneven_inputs import UnevenBatches, UnevenInputs
 from psdist.torch.values import TensorWriter, initial_values, share_fixed
 from psdist.torch.writes import WeightWrites
 from psdist.types import DType, NonFinite
+
+logger = logging.getLogger("psdist")
 
 
 class DistributedOptimizer(UnevenBatches, torch.optim.Optimizer):
@@ -63,7 +67,7 @@ class DistributedOptimizer(UnevenBatches, torch.optim.Optimizer):
         of a batch (``reduction="sum"`` of torch's loss functions). BSP only.
     max_grad_norm: clips the mean gradient (with ``reduction="sum"`` the sum) to this global norm, like
         ``clip_grad_norm_`` in a single process. None uses the specification's value. For the norm's value call
-        ``clip_grad_norm_`` of this class.
+        ``clip_grad_norm_`` of this class, or torch's.
     name: name of the parameter set. Each model of a script has its own, also one that is wrapped after another was
         closed: in a loop over folds pass ``name=f"fold-{fold}"``. The same model can be wrapped again.
     overlap: push gradients while the backward pass still computes others. False pushes all of them in ``step``, and so
@@ -137,6 +141,7 @@ class DistributedOptimizer(UnevenBatches, torch.optim.Optimizer):
         self._loss_scale = LossScale(self.context, f"{name}/overflows", consistency)
         self._join: UnevenInputs | None = None
         self._means: MeanGradients | None = None
+        self._clipping = MeanClipping(tensors.trained, self._average_before)
         self._rates = LearningRates(spec, wrapped, scheduler, self.handle)
         super().__init__(*groups_and_defaults(spec, tensors.trained, wrapped))
         if wrapped is not None:
@@ -188,6 +193,7 @@ class DistributedOptimizer(UnevenBatches, torch.optim.Optimizer):
             self._collect()
         self._writes.watch.accept()
         self._rates.on_step(self.param_groups)
+        self._clipping.forget()
         if self._join is not None:
             self._join.end_step()
         self._overlap.on_step_end()
@@ -217,6 +223,7 @@ class DistributedOptimizer(UnevenBatches, torch.optim.Optimizer):
         if self._loss_scale.unscale(self, self._trained.values()):
             return True
         self._stream.forget()
+        self._clipping.forget()
         self._rates.on_irregular_step(self.param_groups)
         if self._join is not None:
             self._join.end_step()
@@ -231,6 +238,7 @@ class DistributedOptimizer(UnevenBatches, torch.optim.Optimizer):
         pass that pushed and ``step``, raises InvalidArgumentError and clears nothing.
         """
         self._overlap.on_clear()
+        self._clipping.forget()
         if self._stream.discard():
             self._collect()
             self._writes.watch.accept()
@@ -288,9 +296,27 @@ class DistributedOptimizer(UnevenBatches, torch.optim.Optimizer):
             )
         if self._means is None:
             self._means = MeanGradients(
-                self.context.client, f"{self.handle.name}/means", self._trained, self.handle.spec.dtype
+                self.context.client, f"{self.handle.name}{MEANS_SUFFIX}", self._trained, self.handle.spec.dtype
             )
         self._means.average(self._stream.weight)
+        self._clipping.accept()
+
+    def _average_before(self, function: str) -> None:
+        """Average before ``function`` of torch clips, unless each worker's gradient makes a step of its own."""
+        if self.context.is_alone or not isinstance(self.handle.spec.consistency, BSP):
+            return
+        if obstacle := self._obstacle_to_averages():
+            raise InvalidArgumentError(
+                f"torch.nn.utils.{function} would see this worker's own gradients of {self.handle.name!r}, and their "
+                f"mean is not possible {obstacle}"
+            )
+        if self._means is None:
+            logger.info(
+                "%r averages gradients before torch.nn.utils.%s, which then sees the mean; each gradient is sent "
+                "twice. max_grad_norm= of the DistributedOptimizer clips the mean on the servers, at no cost",
+                self.handle.name, function,
+            )  # fmt: skip
+        self.average_gradients()
 
     def _obstacle_to_averages(self) -> str:
         consistency = self.handle.spec.consistency
@@ -392,6 +418,7 @@ class DistributedOptimizer(UnevenBatches, torch.optim.Optimizer):
         """Remove the hooks from the model, which keeps its weights. The context stays open."""
         self._stream.close()
         self._overlap.close()
+        self._clipping.close()
         self._inner.release()
         self._name.release()
 

@@ -103,7 +103,7 @@ def never_cleared(script: Script) -> Any:
     return model
 
 
-@idiom("`nn.utils.clip_grad_norm_(model.parameters(), 0.1)`", optimizer=(EQUAL, OWN_GRADIENT))
+@idiom("`nn.utils.clip_grad_norm_(model.parameters(), 0.1)`")
 def clipped_norm(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), sgd(model))
     for batch in script.batches(5):
@@ -155,7 +155,7 @@ def clipped_mean_values(script: Script) -> Any:
     return model
 
 
-@idiom("`clip_grad_value_`", optimizer=(EQUAL, OWN_GRADIENT))
+@idiom("`clip_grad_value_`")
 def clipped_values(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), sgd(model))
     for batch in script.batches(5):

@@ -1,11 +1,13 @@
 """Warning about workers that read the same batches: servers see that their gradients are equal, byte for byte. Pure.
 
 The worker with the lowest rank logs it, since its log is the one that people read. It is said once per parameter set,
-however many servers report it.
+however many servers report it. Workers that average their gradients before they push them (``MEANS_SUFFIX``) are not
+warned: these are equal.
 """
 
 from __future__ import annotations
 
+from psdist.optim import MEANS_SUFFIX
 from psdist_scheduler.events.cluster_events import Answer, Effect, LogEvent
 from psdist_scheduler.events.cluster_state import Member
 from psdist_scheduler.events.worker_events import EqualContributions, Notice
@@ -26,7 +28,8 @@ class SameBatchWarnings:
         wanted = set(event.worker_ids)
         alike = sorted((m for m in self._members.workers if m.member_id in wanted), key=lambda worker: worker.rank)
         is_known = self._registry.get(event.parameters) is not None
-        if len(alike) < 2 or not is_known or event.parameters in self._said:
+        are_means = self._registry.get(event.parameters + MEANS_SUFFIX) is not None
+        if len(alike) < 2 or not is_known or are_means or event.parameters in self._said:
             return []
         self._said.add(event.parameters)
         text = _warning(event.parameters, event.step, alike)

@@ -158,7 +158,7 @@ def test_parameter_sets_are_chosen_by_name(trained: tuple[str, dict[str, Tensor]
 
 
 def test_what_workers_agree_by_is_not_of_the_model(tmp_path: Path) -> None:
-    """Check that the parameter sets of join() and of a GradScaler are left out."""
+    """Check that the parameter sets of join(), of a GradScaler and of mean gradients are left out."""
     cluster = EmbeddedCluster(servers=1, storage=tmp_path, run_id="uneven")
     try:
         with psdist.Client(cluster.address, cluster.token, rank=0) as client:
@@ -171,12 +171,15 @@ def test_what_workers_agree_by_is_not_of_the_model(tmp_path: Path) -> None:
                 scaler.scale(model(torch.ones(2, 3)).sum()).backward()
                 scaler.step(optimizer)
                 scaler.update()
+            model(torch.ones(2, 3)).sum().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
             client.snapshot()
         snapshot = psdist.load_snapshot(str(tmp_path))
     finally:
         cluster.close()
     assert snapshot.keys() == model.state_dict().keys()
-    assert set(snapshot.steps) == {"model", "model/join", "model/overflows"}
+    assert set(snapshot.steps) == {"model", "model/join", "model/overflows", "model/means"}
 
 
 def test_a_snapshot_without_a_description_gives_no_bytes_as_numbers(

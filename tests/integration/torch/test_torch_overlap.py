@@ -185,11 +185,11 @@ def test_workers_choose_alone_and_the_mean_is_clipped(caplog: pytest.LogCaptureF
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
 
 
-def test_two_workers_are_warned_that_each_clips_its_own_gradient(caplog: pytest.LogCaptureFixture) -> None:
+def test_two_workers_are_warned_that_each_changes_its_own_gradient(caplog: pytest.LogCaptureFixture) -> None:
     def work(context: Context) -> None:
         torch.manual_seed(0)
         model = mlp()
-        train(model, DistributedOptimizer(model, optim.SGD(lr=0.1), context=context, name="own"), clip)
+        train(model, DistributedOptimizer(model, optim.SGD(lr=0.1), context=context, name="own"), clamp_data)
 
     with caplog.at_level(logging.WARNING, logger="psdist"):
         on_two_workers(work)

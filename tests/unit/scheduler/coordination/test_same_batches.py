@@ -34,3 +34,11 @@ def test_a_report_about_workers_that_left_or_unknown_parameters_is_ignored() -> 
     report(run, 0)
     report(run, 0, 1, parameters="other")
     assert not notices(run)
+
+
+def test_workers_that_push_the_mean_are_not_warned() -> None:
+    run = Run(workers=2)
+    for worker in run.workers:
+        run.d.create(worker, name="mlp/means", slice_elements=400)
+    report(run, 0, 1)
+    assert not notices(run)
