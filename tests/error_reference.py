@@ -118,7 +118,7 @@ REMEDIES: Final = {
     "uneven_inputs": "Give all workers the same number of batches, or call `join` without raising.",
     "late_worker": "Nothing, or restart all workers from a checkpoint.",
     "launch_failed": "Fix the cause that the traceback shows ([launch.md](launch.md#results-and-errors)).",
-    "push_dropped": "Call again. If it repeats, raise `--worker-timeout` "
+    "push_dropped": "Call again. If it repeats, its process is stopped, or cut off, for longer than `--worker-timeout` "
     "([workers.md](workers.md#busy-frozen-and-dropped)).",
     "peer_unreachable": "Let workers connect to any port of workers "
     "([collectives.md](collectives.md#links-and-limits)).",

@@ -91,6 +91,7 @@ class IncomingLink(MessageReceiver[pb.PeerFrame]):
         #: Group whose memory is being written to.
         self.receiving: GroupFrames | None = None
         connection.set_receiver(self)
+        connection.allow_stalls()  # The sender's script may hold its interpreter while half of a frame is sent.
 
     def payload_buffer(self, message: pb.PeerFrame, size: int) -> memoryview:
         self.receiving = None

@@ -273,6 +273,12 @@ class FrameConnection(asyncio.BufferedProtocol):
         """Deliver subsequent frames to another receiver, with headers of the usual length."""
         self._reader.receiver, self._reader.header_bytes = receiver, limits.SHARED_MESSAGE_BYTES
 
+    def allow_stalls(self) -> None:
+        """Keep the connection if the peer pauses from now on: others know whether its process lives."""
+        self._ends_stalls = False
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+
     def send(self, header: bytes, payload: memoryview = _NOTHING) -> None:
         """Send a frame in one write, with the frames queued by ``send_soon``. The payload's memory must not change
         while ``is_sending``. Does nothing after the end."""

@@ -144,8 +144,8 @@ class RunSettings:
         "silence after which a server is replaced", seconds(0.05), 2.0, group=TIMEOUTS_TITLE
     )
     worker_timeout_seconds: float = setting(
-        "silence after which a worker is expelled; must be longer than a script holds the interpreter. The death of a "
-        "worker is noticed immediately", seconds(0.05), 30.0, group=TIMEOUTS_TITLE,
+        "silence after which a worker is expelled whose process is stopped or cut off. A busy one answers pings; the "
+        "death of a worker is noticed immediately", seconds(0.05), 30.0, group=TIMEOUTS_TITLE,
     )  # fmt: skip
     storage_path: str | None = storage_path_setting("none")
     save_interval: tuple[int, float] | None = setting(

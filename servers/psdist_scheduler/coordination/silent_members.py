@@ -173,4 +173,5 @@ class SilentMembers:
             heard=now - findings.heard <= self._settings.lease_seconds,
             last_copy=takes_part and self._deferred.has_last_copy(member, silent),
             asked_for=findings.wanted_until - findings.wanted_since,
+            answers=member.role == "worker" and bool(liveness.session),
         )

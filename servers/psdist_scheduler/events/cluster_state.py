@@ -81,8 +81,10 @@ class ClusterSettings:
     def silence_seconds(self) -> float:
         """Time in seconds without a byte from a member after which this process pings it: a lease, and in a large run
         longer than a worker's pause between heartbeats. Pings of a thousand idle workers would cost more than their
-        heartbeats."""
-        return max(self.lease_seconds, _PAUSES_PER_PING * self.heartbeat_of("worker", self.workers_min))
+        heartbeats. A ping that is not answered for as long again breaks the session: a stopped worker must lose it
+        within its lease."""
+        patient = max(self.lease_seconds, _PAUSES_PER_PING * self.heartbeat_of("worker", self.workers_min))
+        return min(patient, self.worker_lease_seconds / 2)
 
     @property
     def tick_seconds(self) -> float:

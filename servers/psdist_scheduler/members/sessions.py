@@ -2,7 +2,8 @@
 
 A live member is suspected when it was silent for its lease, when its session ended without a new one, or when it opened
 none soon after it had registered. Workers have a longer lease than servers: a script may hold its interpreter for
-seconds, and is then busy, not gone.
+seconds, and is then busy, not gone. A worker whose session ended after a silence may return within its lease, and no
+later.
 
 A session that ends while messages arrive regularly was ended by its member's kernel. After a silence the end proves
 nothing about the member: either side may have given up the connection. The first message after a time in which nobody
@@ -53,10 +54,10 @@ class Liveness:
 
     def silence(self, now: float) -> str:
         """Return why the member is taken for lost once its lease has expired."""
-        if self.ended is not None:
+        if self.ended is not None and (self.ended_by_member or now - self.seen <= self.lease):
             gone = f" {now - self.ended:.1f} s ago, and it is not back"
             return f"its session broke{'' if self.ended_by_member else gone}"
-        if not self.session:
+        if not self.session and self.ended is None:
             return f"opened no session within {now - self.seen:.1f} s"
         option = "--worker-timeout" if self.role == "worker" else "--failure-timeout"
         return f"silent for {now - self.seen:.1f} s, and {option} is {self.lease:g} s"
@@ -67,6 +68,7 @@ class Sessions:
 
     def __init__(self, settings: ClusterSettings, restored: Iterable[Member], now: float) -> None:
         self._settings = settings
+        self._ping_seconds = settings.silence_seconds
         #: Ids of members by the call that is their open session.
         self.by_call: dict[int, str] = {}
         self.liveness: dict[str, Liveness] = {}
@@ -139,8 +141,9 @@ class Sessions:
         liveness.restored, liveness.seen, liveness.deadline = False, now, now + liveness.lease
 
     def _gap(self, liveness: Liveness) -> float:
-        """Return the time in seconds without a message after which a member counts as silent."""
-        return max(self._settings.lease_seconds / 2, 2.5 * liveness.heartbeat)
+        """Return the time in seconds without a message after which a member counts as silent. It is shorter than the
+        one after which this side gives up a connection."""
+        return min(max(self._settings.lease_seconds / 2, 2.5 * liveness.heartbeat), self._ping_seconds)
 
     def _somebody_came(self, now: float) -> None:
         """Give everybody time to return, after a time in which nobody reached this process."""
@@ -170,7 +173,9 @@ class Sessions:
         """End a session, whose member may open another. by_member: True if its own side ended it."""
         liveness = self.liveness[self.by_call.pop(call)]
         liveness.session, liveness.ended, liveness.ended_by_member = 0, now, by_member
-        liveness.deadline = now + (1 if by_member else RETURN_LEASES) * self._settings.lease_seconds
+        returns = now + (1 if by_member else RETURN_LEASES) * self._settings.lease_seconds
+        within = max(now, liveness.deadline) if liveness.role == "worker" else returns
+        liveness.deadline = min(returns, within)
 
     def end(self, member_id: str) -> int:
         """Remove a member that is no longer live. Returns the session that it had; 0 for none."""

@@ -13,6 +13,10 @@ scheduler itself may be cut off. So the rule asks three questions before it expe
 A process that is gone needs no patience: its kernel ends its session, and refuses connections to its port. Nor does a
 member whose id is requested by another process: whoever starts members has replaced it.
 
+A silent worker with an open session is alive. Threads that need no interpreter answer the pings of its connection; if
+the process is stopped or cut off, missing answers break the session. So a worker may hold its interpreter in one call
+of C code for any time.
+
 ``sessions`` knows who is silent; ``member_losses`` collects the evidence.
 """
 
@@ -44,6 +48,7 @@ class Evidence:
     heard: True if others have heard from it since.
     last_copy: True if a shard has no other complete copy on a server that is not silent itself.
     asked_for: seconds during which another process has requested its id.
+    answers: True for a worker with an open session: its process answers the pings of the connection.
     """
 
     overdue: float
@@ -54,6 +59,7 @@ class Evidence:
     heard: bool = False
     last_copy: bool = False
     asked_for: float = 0.0
+    answers: bool = False
 
 
 def is_lost(e: Evidence) -> bool:
@@ -69,6 +75,8 @@ def excuse(e: Evidence) -> str:
     """Return why a member whose lease has expired is not expelled yet."""
     if not e.others:
         return "nobody else reached the scheduler meanwhile, which may be cut off itself"
+    if e.answers:
+        return "its process answers pings, so it is busy, perhaps in one long call of C code; the run waits for it"
     leases = _leases(e)
     until = f"it is expelled after {leases * e.lease:g} s" if leases != float("inf") else "the run waits for it"
     if e.heard:
@@ -79,6 +87,8 @@ def excuse(e: Evidence) -> str:
 
 def _leases(e: Evidence) -> float:
     """Return the number of leases for which the member may be silent."""
+    if e.answers:
+        return float("inf")
     if e.last_copy:
         return float("inf") if e.heard else LAST_COPY_LEASES
     return HEARD_LEASES if e.heard else 1

@@ -1,5 +1,5 @@
-"""A worker whose interpreter is held, with real processes: it counts as alive. If it is nevertheless expelled, because
-it was busy for longer than ``--worker-timeout``, its push counts once or is reported as dropped."""
+"""A worker whose interpreter is held for longer than its lease, with real processes: it counts as alive. A stopped
+process is expelled, and its push counts once or is reported as dropped."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ import pytest
 from launched import Run
 
 #: Rank 1 holds its interpreter twice: between two pushes, like a long call of C code in the script, and in the middle
-#: of a push, like a garbage collection. In mode "trains" its gradients follow from the weights, so any step that is
-#: made twice, or without a worker, changes everything after it. "counts" counts its pushes; "goes-on" counts, too, and
-#: rank 0 does not end before rank 1.
+#: of a push, like a garbage collection. "stop" stops its process instead.
+#:
+#: In mode "trains" its gradients follow from the weights, so any step that is made twice, or without a worker, changes
+#: everything after it. "counts" counts its pushes; "goes-on" counts, too, and rank 0 does not end before rank 1.
 _SCRIPT = """
-import ctypes, os, pathlib, sys
+import ctypes, os, pathlib, signal, subprocess, sys
 import numpy as np
 import psdist
 from psdist.client.transport import requests
 from psdist.client.transport.shm.stream import SharedStream
 
 rank, mode, what, seconds = int(os.environ["RANK"]), sys.argv[1], sys.argv[2], float(sys.argv[3])
+stops = sys.argv[4:] == ["stop"]
 pushes, between, middle, count = 30, 6, 15, 100_000
 made, sent, held, payload, send = 0, 0, set(), requests.PushRequest._encode, SharedStream.send
 
@@ -30,7 +32,11 @@ def hold(where):
     if rank == 1 and where not in held:
         held.add(where)
         print("rank 1 is busy before push", made, flush=True)
-        ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+        if stops:
+            subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+            signal.raise_signal(signal.SIGSTOP)
+        else:
+            ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
 def hold_in_the_middle():
     global sent
@@ -83,8 +89,11 @@ _RESULT = re.compile(
     r"rank (?P<rank>\d) life (?P<life>\d+) pushes (?P<pushes>\d+) dropped (?P<dropped>\d+) resumed (?P<resumed>\d+)"
     r" (?P<transport>\w+) sum (?P<sum>\S+)"
 )
-#: Longer than --failure-timeout, which holds for servers. Theirs is not over while they have the only copies.
-_BUSY_SECONDS, _SHORT_LEASE = "3", ("--failure-timeout", "2")
+#: Longer than both leases, and than two pings of a connection. A server's lease is not over while it has the only
+#: copies.
+_BUSY_SECONDS, _SHORT_LEASE = "4", ("--failure-timeout", "2", "--worker-timeout", "1")
+#: Until the connection of a stopped process has broken, and its lease is over.
+_STOPPED_SECONDS = "6"
 _CASES = (
     ("bsp", "shm"), ("asp", "grpc"), ("bsp", "grpc"), ("asp", "shm"), ("ssp", "shm"), ("bsp", "tcp"), ("asp", "tcp"),
 )  # fmt: skip
@@ -152,7 +161,7 @@ def test_what_an_expelled_worker_pushes_counts_once_or_is_told(start: Starts, mo
     """Check that the other workers continue. In BSP they have closed its step by then; in other modes its push
     continues."""
     what = "goes-on" if mode == "bsp" else "counts"
-    result = start(mode, what, _BUSY_SECONDS, transport=transport, flags=("--worker-timeout", "1"))
+    result = start(mode, what, _STOPPED_SECONDS, "stop", transport=transport, flags=_SHORT_LEASE)
     assert result.busy == 2 and int(result.of[1]["life"]) >= 3, result.text
     told = re.findall(r"(?:step|push) \d+ of 'model' was dropped: .*", result.text)
     assert len(told) == sum(map(int, result.of_both("dropped"))), result.text
@@ -163,3 +172,31 @@ def test_what_an_expelled_worker_pushes_counts_once_or_is_told(start: Starts, mo
         assert int(mine["dropped"]) >= 1, result.text
     else:
         assert not told and int(mine["resumed"]) >= 2, result.text
+
+
+#: Rank 1 holds its interpreter before a small and a large call, and while a large one is under way.
+_GROUP_SCRIPT = """
+import ctypes, os
+import numpy as np
+import psdist
+
+rank = int(os.environ["RANK"])
+with psdist.init() as context:
+    group = context.collectives
+    for count in (3, 3_000_000, 3_000_000):
+        if rank == 1:
+            ctypes.PyDLL(None).usleep(4_000_000)
+        given = np.full(count, rank + 1.0, np.float32)
+        assert (group.all_reduce(given) == 3.0).all()
+    print("rank", rank, "life", context.client.incarnation, flush=True)
+"""
+
+
+def test_a_busy_rank_keeps_its_group(tmp_path: Path) -> None:
+    run = Run(tmp_path, _GROUP_SCRIPT, transport="tcp", flags=("--max-restarts", "0", *_SHORT_LEASE))
+    try:
+        status, text = run.end()
+    finally:
+        run.stop()
+    assert status == 0 and "rank 0 life 1" in text and "rank 1 life 1" in text, text
+    assert re.search(r"worker-1 .*is not expelled yet .*its process answers pings", text), text

@@ -439,6 +439,10 @@ async def test_losses_are_news_and_leaving_is_none(start: Start, peer: Any) -> N
     leave = pb.LeaveRequest(member_id=polite.member.member_id, incarnation=1, reason="finished")
     await polite.ask("Leave", leave)
     await broken.channel.close()
+    async for response in watcher.stub.WatchEvents(pb.WatchEventsRequest(follow=True), metadata=watcher.metadata):
+        if any("its process answers pings" in event.text for event in response.events):
+            break
+    silent.session.cancel()
     reasons = {}
     for _ in range(2):
         lost = await watcher.read("member_lost")

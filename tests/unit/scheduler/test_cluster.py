@@ -123,9 +123,7 @@ def test_silence_is_a_loss_after_the_lease() -> None:
     for _ in range(60):
         d.beat(sessions[0], server_sessions[0])
         d.tick(0.5)
-    assert [news.member_id for news in d.lost[1:]] == ["worker-1"]
-    assert re.fullmatch(r"silent for 30\.\d s, and --worker-timeout is 30 s", d.lost[1].reason)
-    assert sessions[1] in d.closed
+    assert len(d.lost) == 1, "a worker whose connection answers pings is busy"
 
 
 def test_a_worker_that_sends_to_servers_is_alive() -> None:
@@ -136,9 +134,13 @@ def test_a_worker_that_sends_to_servers_is_alive() -> None:
         d.on(we.Heard((("worker-1", 7), ("worker-9", 1))))  # Neither is a live incarnation.
         d.beat(server_sessions[1])
         d.tick(0.5)
-    assert [news.member_id for news in d.lost] == ["worker-1"]
+    waits = " ".join(d.cluster.waits)
+    assert "for worker-1 to be heard again" in waits and "worker-0" not in waits
     d.on(ev.SessionClosed(sessions[0], "its session broke"))
-    assert [news.member_id for news in d.lost] == ["worker-1", "worker-0"], "its stream counts more than what it sends"
+    assert [news.member_id for news in d.lost] == ["worker-0"], "its stream counts more than what it sends"
+    d.on(ev.SessionClosed(sessions[1], "its connection answers no pings"))
+    d.tick(0.5)
+    assert [news.member_id for news in d.lost] == ["worker-0", "worker-1"]
     d.on(we.Heard(lives))
 
 
@@ -153,12 +155,8 @@ def test_a_lease_counts_from_when_the_worker_sent_something() -> None:
     d.on(ev.Heartbeat(server_sessions[0], d.map.epoch, heard=((*lives[0], 1.5), (*lives[1], 40.0))))
     for age in (1e9, math.inf):  # What makes no sense takes nothing back.
         d.on(ev.Heartbeat(server_sessions[0], d.map.epoch, heard=((*lives[0], age),)))
-    lost_at = {}
-    for _ in range(130):
-        d.tick()
-        d.beat(*server_sessions)
-        lost_at |= {news.member_id: d.now for news in d.lost if news.member_id not in lost_at}
-    assert lost_at["worker-0"] - lost_at["worker-1"] == pytest.approx(29.5 - 1.5, abs=0.3)
+    leases = d.cluster.members.sessions.liveness
+    assert leases["worker-0"].deadline - leases["worker-1"].deadline == pytest.approx(29.5 - 1.5, abs=0.3)
 
 
 def test_a_member_without_a_session_is_dropped() -> None:

@@ -156,6 +156,22 @@ def test_an_answer_about_an_earlier_silence_means_nothing() -> None:
     assert not run.d.lost
 
 
+def test_a_busy_worker_is_awaited_and_a_stopped_one_is_lost_once_its_connection_breaks() -> None:
+    run = Run(workers=2)
+    pass_time(run, 120.0, silent=("workers",))
+    assert not run.d.lost
+    assert "for worker-0 to be heard again: its process answers pings" in " ".join(run.d.cluster.waits)
+    run.d.on(ev.SessionClosed(run.beats.pop(0), "its connection answers no pings"))
+    pass_time(run, 0.5)
+    assert [(news.member_id, news.reason[:14]) for news in run.d.lost] == [("worker-0", "silent for 120")]
+    pass_time(run, 4.0, silent=("workers",))
+    run.d.on(ev.SessionClosed(run.beats[0], "its connection answers no pings"))
+    pass_time(run, 5.5, silent=("workers",))
+    assert len(run.d.lost) == 1
+    pass_time(run, 1.0, silent=("workers",))
+    assert [news.member_id for news in run.d.lost] == ["worker-0", "worker-1"]
+
+
 def until_admitted(run: Run, seconds: float, silent: Collection[str], role: str, **fields: object) -> float | None:
     """Register a process again and again. Returns the seconds until it is admitted, None if it never is."""
     for tries in range(round(seconds / 0.5)):

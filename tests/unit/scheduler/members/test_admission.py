@@ -105,6 +105,7 @@ def test_many_workers_beat_less_often() -> None:
 def test_idle_workers_are_pinged_only_after_an_overdue_heartbeat() -> None:
     settings = ClusterSettings("run")
     assert [replace(settings, workers_min=workers).silence_seconds for workers in (1, 200, 600)] == [2.0, 2.0, 6.0]
+    assert replace(settings, lease_seconds=60.0).silence_seconds == 15.0, "a stopped worker is noticed within its lease"
 
 
 def test_early_workers_of_a_large_run_do_not_count_as_silent_between_two_heartbeats() -> None:

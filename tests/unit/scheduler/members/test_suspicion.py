@@ -39,6 +39,8 @@ CASES: list[tuple[dict[str, Any], float | None]] = [
     ({"last_copy": True, "others": False, "asked_for": LEASE}, 1),
     ({"last_copy": True, "heard": True, "asked_for": LEASE}, 1),
     ({"others": False, "asked_for": 0.9 * LEASE}, None),
+    ({"answers": True}, None),
+    ({"answers": True, "asked_for": LEASE}, 1),
 ]
 
 
