@@ -376,14 +376,20 @@ class AsyncParameters(ProcessBound):
             return await self._steps.gradient_buffers(device, is_checked)
 
     async def keep_state(self, save: Save, restore: Restore, *, prefix: str = "") -> None:
-        """Save worker-local state in every snapshot: state that pushes change and no server has, such as a codec's
-        residual.
+        """Save worker-local state in every snapshot: state that the script changes and no server has, such as its place
+        in the data.
 
-        save: returns the state as a dict of numpy arrays, which must not change until the next push is over. They have
-            any shape, and numbers of at most 8 bytes (no complex ones). Called at the start of each push and between
-            pushes, on psdist's loop: it must be quick and must not call psdist.
+        Each snapshot of step S contains pushes 0 to S - 1, and the state from the call that made push S - 1. So S
+        batches are taken in it, and work that the script does after a push was not done for push S - 1. A script that
+        resumes continues behind that call: it first does this work, then takes the next batch. In SSP and ASP pushes
+        are those of this worker.
+
+        save: returns the state as a dict of numpy arrays, which are copied. They have any shape, and numbers of at most
+            8 bytes (no complex ones). Called on psdist's loop, in each call that makes a push or gives the last part of
+            it: it must be quick and must not call psdist.
         restore: receives the arrays that the worker of this rank handed in: before this returns, if the run resumed
-            from a snapshot that has some; and at a rollback, with an empty dict if the snapshot has none.
+            from a snapshot that has some; and at a rollback, in the call whose push is dropped, with an empty dict if
+            the snapshot has none.
         prefix: prefix of the names, for psdist's own state.
 
         Register before the first push. A client that closes first has a snapshot taken, if the run takes one at its

@@ -234,7 +234,7 @@ class Participation:
             created.announce()
             if self.is_member:
                 self._session.iterations.order.lose_course(self.name)
-        restore = self._session.snapshots.states.start_incarnation(self.name, self.sequence)
+        restore = self._session.snapshots.states.start_incarnation(self.name, self.sequence, continues=continues)
         if restore is not None and is_rolled_back:
             restore(await self.state())
         # Last: if this incarnation ends earlier, the next one must roll back, too.
@@ -265,6 +265,10 @@ class Participation:
             self._is_recorded = True
             self._session.iterations.push_began(self.name)
         return mark
+
+    def take_state(self) -> None:
+        """Take the script's state, in the call that makes the next push."""
+        self._session.snapshots.states.take(self.name)
 
     def begin_push(self, *, abstains: bool = False) -> PendingRequest:
         """Return the next push, with all slices unanswered. abstains: it has no gradient at all."""

@@ -266,6 +266,7 @@ class Steps:
             raise step.dropped()
         bucket = step.give(numbers, abstain=not is_given, absent=missing)
         if not step.open:
+            self._participation.take_state()
             self.gradients.on_last_bucket(gradients, step.number)
         self._bucket_step = step
         if not step.open:  # No more gradients are written.
@@ -353,6 +354,7 @@ class Steps:
             with self._servers.work(SpanKind.GATHER):
                 push.gathered = await off_loop(self._layout.total, lambda: self._gather(push), waits=waits)
         await self._reach_first_step()
+        self._participation.take_state()
         try:
             step = await self._make_step(push, target)
             parts, waiting = step.whole(), self._servers.waiting(push=True, reads=step.reads)

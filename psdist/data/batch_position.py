@@ -1,14 +1,9 @@
-"""Place of a sequence of batches in its data, and the place that belongs in a snapshot.
-
-A snapshot has the weights as they are between two pushes. A batch that was taken, and whose push is not over, must come
-again after a restore. So ``PositionKeeper`` remembers the place before the first batch that was taken since the last
-push.
-"""
+"""Place of a sequence of batches in its data, which a snapshot holds from the call that made its last push."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -62,20 +57,12 @@ class Position:
 
 
 class PositionKeeper:
-    """The current place, and the one that belongs in a snapshot. Threads may save and restore."""
+    """The current place. Threads may save and restore."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        #: Returns the number of the next push.
-        self._next_push: Callable[[], int] = lambda: -1
-        self._now = self._before = Position()
-        #: Number of the push that the newest batch belongs to.
-        self._push: int | None = None
+        self._now = Position()
         self._is_restored = False
-
-    def count_pushes_by(self, next_push: Callable[[], int]) -> None:
-        """Use ``next_push``, which returns the number of the next push, to tell batches that were pushed."""
-        self._next_push = next_push
 
     @property
     def now(self) -> Position:
@@ -91,12 +78,9 @@ class PositionKeeper:
     def on_batch(self, after: Position) -> bool:
         """Record that a batch is taken, after which the place is ``after``. Returns False if another place was restored
         meanwhile, so that the batch does not come next."""
-        push = self._next_push()
         with self._lock:
             if self._is_restored:
                 return False
-            if push != self._push:
-                self._before, self._push = self._now, push
             self._now = after
             return True
 
@@ -104,17 +88,16 @@ class PositionKeeper:
         """Start the next pass over the data. Returns False if another place was restored meanwhile."""
         with self._lock:
             if not self._is_restored:
-                self._now, self._push = Position(self._now.data_epoch + 1), None
+                self._now = Position(self._now.data_epoch + 1)
             return not self._is_restored
 
     def save(self) -> dict[str, NDArray[Any]]:
-        """Return the place before the first batch that was not pushed."""
-        push = self._next_push()
+        """Return the current place, for ``restore``."""
         with self._lock:
-            return (self._before if push == self._push else self._now).to_arrays()
+            return self._now.to_arrays()
 
     def restore(self, state: Mapping[str, NDArray[Any]]) -> None:
         """Continue from a saved place. Raises InvalidArgumentError."""
         position = Position.from_arrays(state)
         with self._lock:
-            self._now, self._push, self._is_restored = position, None, True
+            self._now, self._is_restored = position, True

@@ -160,7 +160,6 @@ class DynamicBatcher:
         if any(other.name == self.name and other is not self for other in others):
             raise InvalidArgumentError(f"another batcher is saved as {self.name!r} already: pass another name=")
         others.add(self)
-        self._keeper.count_pushes_by(lambda: int(parameters.step))
         return parameters.keep_state(self._keeper.save, self._keeper.restore, prefix=f"{BATCHES}{self.name}.")
 
     def state_dict(self) -> dict[str, NDArray[Any]]:

@@ -1,7 +1,7 @@
 """A model's buffers, such as running statistics, in the snapshots of its run, and the metadata of its ``state_dict``.
 
-Each worker saves its own buffers and gets them back by rank when the run resumes. A saved buffer may already include
-the batch that the worker was computing when the snapshot was taken.
+Each worker saves its own buffers and gets them back by rank when the run resumes. A snapshot of step S holds them from
+the call that made push S - 1, after the forward pass of its batch.
 
 Not here: initial values of all workers (``values``), buffers shared by the workers (``data_parallel``).
 """
@@ -90,9 +90,11 @@ class KeptBuffers:
 
     def _save(self) -> dict[str, DeferredArray]:
         state: dict[str, DeferredArray] = {DESCRIPTION: _BufferBytes(self._description_bytes, self._describe)}
-        return state | {
-            name: _BufferBytes(self._buffer(name).nbytes, partial(self._read, name)) for name in self._places
-        }
+        for name in self._places:
+            # On the buffer's device, so that only snapshots copy it from there.
+            buffer = self._buffer(name).detach().clone()
+            state[name] = _BufferBytes(buffer.nbytes, partial(_copied_bytes, buffer))
+        return state
 
     def _describe(self) -> NDArray[np.uint8]:
         now = {name: _form(self._buffer(name)) for name in self._places}
@@ -106,9 +108,6 @@ class KeptBuffers:
         assert buffer is not None
         return buffer
 
-    def _read(self, name: str) -> NDArray[Any]:
-        return raw_bytes(self._buffer(name)).copy()
-
     def _restore(self, state: Mapping[str, NDArray[Any]]) -> None:
         """Load buffers from a snapshot's state.
 
@@ -119,6 +118,10 @@ class KeptBuffers:
             # By ``data``, because a backward pass under way would refuse a change.
             buffer.data.copy_(from_bytes(state[name], buffer).view_as(buffer))
             self._is_restored = True
+
+
+def _copied_bytes(buffer: Tensor) -> NDArray[Any]:
+    return raw_bytes(buffer).copy()
 
 
 def _form(tensor: Tensor) -> tuple[str, tuple[int, ...]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from psdist import ASP, BSP
 from psdist.client import participation
+from psdist.client.session import worker_state
 from psdist.optim import SGD
 from psdist.snapshots import reader
 from psdist_scheduler import snapshot_io
@@ -65,6 +66,15 @@ def _held_by_nobody(put: Put) -> None:
 def _overwritten(put: Put) -> None:
     put(copy_on_write.SliceCopies, "copy_for_update", lambda self, index: None)
     put(copy_on_write.UpdateGate, "blocks", lambda self, index: False)
+
+
+@_ablation("the state of a script is from the last push of the cut", **_BUSY, keeps=True, data=False)
+def _state_of_now(put: Put) -> None:
+    def now(self: Any, number: int) -> Any:
+        [(save, _)] = self.parts.values()
+        return save()
+
+    put(worker_state._Kept, "record_before", now)
 
 
 # --- the commit -------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors.numpy import load
 
 from psdist.consistency import Consistency
 from psdist.errors import PsdistError
@@ -260,6 +261,10 @@ class SnapshotOracle(Oracle):
         self._check_table(saved, state, table)
         if self._uses:
             self._check_data(saved, manifest)
+        for kept in manifest.states:
+            data = b"".join([part async for part in reader.read_state(storage, manifest, kept)])
+            if kept.parameters == self._name:
+                self._check_state(saved, kept.rank, *load(data)["numbers"].tolist())
 
     def _lacks(self, saved: Saved) -> None:
         """Report that the snapshot does not contain this parameter set."""
@@ -280,6 +285,24 @@ class SnapshotOracle(Oracle):
         } - saved.done  # fmt: skip
         self.counts["ranges done in snapshots"] += len(saved.done)
         self.counts["ranges that a snapshot has in the weights and not as done"] += len(again)
+
+    def _check_state(self, saved: Saved, rank: int, taken: int, learned: int, slot: int) -> None:
+        """Check that the state of a script is from the call of its last push in the snapshot.
+
+        taken, learned: batches that it had taken before a push, and learned after one.
+        slot: its newest push; -1 for none.
+        """
+        self.counts["states of scripts compared"] += 1
+        where = f"{saved.record}: the state of rank {rank}"
+        if taken - learned != (slot >= 0):
+            self.violation(f"{where} has {taken} batches taken and {learned} learned")
+        if slot < 0:
+            return
+        push = self.pushes[slot]
+        if slot not in saved.slots and push.acked and not push.dropped and not push.ignored:
+            self.violation(f"{where} is from push {push.step} of {push.life.worker_id}, which the weights lack")
+        if later := [other for other in push.life.pushes if other.slot > slot and other.slot in saved.slots]:
+            self.violation(f"{where} is from push {push.step}, and the weights have push {later[-1].step}")
 
     def _check_table(self, saved: Saved, state: ParametersState, table: Sequence[Sequence[Array]]) -> None:
         base = self._base(saved.era)

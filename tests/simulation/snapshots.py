@@ -19,6 +19,7 @@ import numpy as np
 from psdist import ASP, BSP, SSP
 from psdist.client.async_client import AsyncClient
 from psdist.client.datasets import Range
+from psdist.client.parameters import AsyncParameters
 from psdist.consistency import Consistency
 from psdist.errors import FencedError, SnapshotFailedError, StorageError
 from psdist.optim import SGD
@@ -39,7 +40,7 @@ from tests.simulation.environment import RunLoop
 from tests.simulation.loop import Deadlock, Failed, Node, TooLong, where
 from tests.simulation.nemesis import Nemesis
 from tests.simulation.options import SINGLE, Options
-from tests.simulation.oracle import Life
+from tests.simulation.oracle import Life, Push
 from tests.simulation.snapshot_oracle import SnapshotOracle
 from tests.simulation.storage import WRITING, Bucket, Operation, SimStorage
 
@@ -71,6 +72,8 @@ class SnapshotOptions(Options):
     ends: int = 1
     #: True if each push is made with a leased range of data.
     data: bool = False
+    #: True if scripts keep state in snapshots.
+    keeps: bool = False
 
     @property
     def policy(self) -> SavePolicy:
@@ -115,7 +118,28 @@ def draw(seed: int) -> SnapshotOptions:
         ends=ends,
         data=rng.random() < 0.4,
         storage_kinds=rng.choice((_TOLD, _TOLD, _CRASHES)),
+        keeps=rng.random() < 0.4,
     )
+
+
+@dataclass
+class Script:
+    """State that one worker's script keeps: batches taken before pushes, those learned after them, and the slot of the
+    newest push."""
+
+    taken: int = 0
+    learned: int = 0
+    slot: int = -1
+
+    def save(self) -> dict[str, Any]:
+        return {"numbers": np.array([self.taken, self.learned, self.slot])}
+
+    def restore(self, arrays: dict[str, Any]) -> None:
+        self.taken, self.learned, self.slot = map(int, arrays["numbers"]) if arrays else (0, 0, -1)
+
+    def learn(self) -> None:
+        """Do what follows a push, also after a restore."""
+        self.learned = min(self.learned + 1, self.taken)
 
 
 class SnapshotWorld(World):
@@ -137,6 +161,8 @@ class SnapshotWorld(World):
         self.bucket.crash = self._storage_crash
         self.bucket.created = self._created
         self._restarts = 0
+        #: By the life's number.
+        self._scripts: dict[int, Script] = {}
         self._servers = options.servers
         #: True once a storage operation has killed a process.
         self._has_crashed = False
@@ -294,11 +320,17 @@ class SnapshotWorld(World):
         handle = await self._open(client)
         self._joined(life, client, handle)
         held: Range | None = None
+        script = self._scripts[life.number] = Script()
+        if self.options.keeps:
+            await handle.keep_state(script.save, script.restore)
+            script.learn()
         for _ in range(steps):
+            script.taken += 1
             await self.loop.after(self.workload.expovariate(1.0) * self.options.think_seconds)
             if data is not None:
                 held = await data.next(held)
             await self._step(client, life, handle)
+            script.learn()
             if held is not None:
                 self.oracle.used(life.pushes[-1], held.number)
             if self._saving.random() < self.options.saves:
@@ -307,6 +339,12 @@ class SnapshotWorld(World):
         if data is not None:
             data.done()
         await client.close()
+
+    async def _push(self, handle: AsyncParameters, push: Push) -> Any:
+        """See World."""
+        if (script := self._scripts.get(push.life.number)) is not None:
+            script.slot = push.slot
+        return await super()._push(handle, push)
 
     async def _save(self, client: AsyncClient, life: Life) -> None:
         era = len(self.oracle.eras)

@@ -29,9 +29,14 @@ PATHS = (
     "restart everything",
     "a worker was told of a snapshot",
     "ranges done in snapshots",
+    "states of scripts compared",
 )
 #: Safeguards whose absence is detected within a few runs.
-QUICK = ("pushes after the cut are held", "a slice is copied before it is overwritten")
+QUICK = (
+    "pushes after the cut are held",
+    "a slice is copied before it is overwritten",
+    "the state of a script is from the last push of the cut",
+)
 
 
 @pytest.fixture(scope="module")

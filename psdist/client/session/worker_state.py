@@ -1,12 +1,15 @@
-"""Worker-local state in snapshots, such as a codec's residual, which no server stores.
+"""Worker-local state in snapshots, such as a position in data or a codec's residual, which no server stores.
 
-A state belongs to one worker's pushes of one parameter set. A snapshot needs it as it is between the last push in the
-snapshot and the next one, whatever the script is doing. ``WorkerStates`` follows the pushes as they begin and end, and
-copies the state at that place. In BSP a worker may have begun the push after the cut, so the result of ``save`` at the
-begin of a push is kept until the push is over.
+A state belongs to one worker's pushes of one parameter set. The script changes its part at any time, so that is taken
+at one place only: in the call that makes a push, while the script waits in psdist. Each snapshot with pushes 0 to n - 1
+holds it from push n - 1. A worker may have begun push n before it hears of the cut, so the states of its last two
+pushes are kept.
 
-Invariants: a state is copied at exactly one place between two pushes, or not at all. A state that was copied for one
-attempt is not sent for another.
+psdist's own state changes in pushes alone. It is copied as it is between push n - 1 and push n, when a snapshot needs
+it. It is saved at the begin of push n, which encoding changes.
+
+Invariants: a record of the script's state is never changed, and is labelled by the number of the push after it. A state
+that was handed in for one attempt is not sent for another.
 
 Not here: the numbers of pushes (``push_sequence``), the files (the scheduler).
 """
@@ -16,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -47,7 +50,7 @@ State = dict[str, NDArray[Any]]
 class DeferredArray:
     """``dtype``[size] that is read only if a snapshot needs it, such as an array in the memory of a device.
 
-    read: returns its values, in a new array.
+    read: returns its values, in a new array. In a script's state they are those from when this was made.
     """
 
     dtype: ClassVar[np.dtype[Any]] = np.dtype(np.float32)
@@ -67,6 +70,8 @@ Save = Callable[[], Mapping[str, NDArray[Any] | DeferredArray]]
 Restore = Callable[[State], None]
 
 _PART_BYTES: Final = 1 << 20
+#: Records of one script's state: of the last push that is over, and of the one under way.
+_RECORDS: Final = 2
 
 
 #: Prefix of the names of psdist's own state.
@@ -78,22 +83,36 @@ _RESERVED: Final = (OWN, BUFFERS, BATCHES)
 class _Kept:
     """The state of one parameter set.
 
-    parts: functions that save and restore the names of one prefix: psdist's own, and "" for the user's.
-    before: the state when the push under way began.
-    wanted: the attempt that needs it, and the number of the push before which it is needed.
+    own: functions that save and restore psdist's own state.
+    parts: functions that save and restore the script's state, by prefix of the names; "" for the user's.
+    records: the script's state from the newest pushes, by the number of the push after each, ascending; the error if it
+        could not be saved.
+    before: psdist's own state when the push under way began.
+    wanted: the attempt that needs the state, and the number of the push before which it is needed.
     """
 
-    parts: dict[str, tuple[Save, Restore]]
     session: PushSequence
+    own: tuple[Save, Restore] | None = None
+    parts: dict[str, tuple[Save, Restore]] = field(default_factory=dict)
+    records: dict[int, SavedState | SnapshotFailedError] = field(default_factory=dict)
     before: SavedState | None = None
     wanted: tuple[int, int] | None = None
+
+    @property
+    def all_parts(self) -> dict[str, tuple[Save, Restore]]:
+        """psdist's own part, and those of the script."""
+        return self.parts if self.own is None else {OWN: self.own, **self.parts}
+
+    def record_before(self, number: int) -> SavedState | SnapshotFailedError | None:
+        """Return the script's state from its last push below ``number``; None if there is none yet."""
+        return next((record for label, record in reversed(self.records.items()) if label <= number), None)
 
 
 class WorkerStates:
     """Worker-local states of one client.
 
     hand_in: called with each copied state: attempt, parameter set, the number of the push before which it was copied,
-        and new arrays.
+        and arrays that do not change.
     failed: called with the attempt and the error if a state cannot be copied.
     """
 
@@ -111,40 +130,61 @@ class WorkerStates:
 
     def keep(self, parameters: str, save: Save, restore: Restore, session: PushSequence, *, prefix: str = "") -> None:
         """Register a state of this parameter set. prefix: prefix of psdist's own state."""
-        kept = self._kept.setdefault(parameters, _Kept({}, session))
-        kept.session, kept.parts[prefix] = session, (save, restore)
+        kept = self._kept.setdefault(parameters, _Kept(session))
+        if prefix == OWN:
+            kept.own = save, restore
+            return
+        kept.parts[prefix] = save, restore
+        part = self._save(parameters, {prefix: (save, restore)})
+        records = kept.records or {session.next: dict[str, Any]()}
+        kept.records = {label: _merge(parameters, record, part) for label, record in records.items()}
 
-    def start_incarnation(self, parameters: str, session: PushSequence) -> Restore | None:
+    def start_incarnation(self, parameters: str, session: PushSequence, *, continues: bool) -> Restore | None:
         """Follow the pushes of a new incarnation. Returns the function that restores the state; None if there is
-        none."""
+        none.
+
+        continues: the numbers of the pushes continue. Otherwise the next push follows the last one that was made.
+        """
         kept = self._kept.get(parameters)
         if kept is None:
             return None
         kept.session, kept.before, kept.wanted = session, None, None
-        parts = kept.parts
+        if not continues and kept.records:
+            kept.records = {session.next: list(kept.records.values())[-1]}
 
         def restore_all(state: State) -> None:
-            for prefix, (_, restore) in parts.items():
+            kept.records.clear()
+            for prefix, (_, restore) in kept.all_parts.items():
                 restore(part_of(state, prefix))
+            self._record(parameters, kept, session.next)
 
         return restore_all
 
+    def take(self, parameters: str) -> None:
+        """Take the script's state, in the call that makes the next push, or gives the last part of it."""
+        kept = self._kept.get(parameters)
+        if kept is not None:
+            self._record(parameters, kept, kept.session.step + 1)
+
     def push_started(self, parameters: str) -> None:
-        """Save the state before a push is encoded for the first time."""
+        """Save psdist's own state before a push is encoded for the first time."""
         kept = self._kept.get(parameters)
         if kept is not None and not kept.session.unfinished:
             self._check(parameters, kept)
-            kept.before = self._save(parameters, kept)
+            kept.before = self._save_own(parameters, kept)
 
     def push_finished(self, parameters: str) -> None:
-        """Forget the state before a push that is over."""
+        """Forget the states before a push that is over."""
         kept = self._kept.get(parameters)
         if kept is not None:
             kept.before = None
             self._check(parameters, kept)
+            while len(kept.records) > 1 and list(kept.records)[1] <= kept.session.step:
+                del kept.records[next(iter(kept.records))]
 
     def mark(self, attempt: int, sessions: Mapping[str, PushSequence], steps: Mapping[str, int]) -> dict[str, int]:
-        """Copy the states that an attempt needs, now or later. Returns the lowest push before which each is available.
+        """Hand in the states that an attempt needs, now or later. Returns the lowest push before which each is
+        available.
 
         sessions: push sequences of this incarnation.
         steps: the cut, by BSP parameter set.
@@ -154,7 +194,8 @@ class WorkerStates:
             session = kept.session
             if sessions.get(name) is not session or (session.synchronous and name not in steps):
                 continue
-            lowest[name] = session.step if session.synchronous else session.next
+            first = max(session.step, next(iter(kept.records), 0))
+            lowest[name] = first if session.synchronous else session.next
             before = steps[name] if session.synchronous else session.next
             if lowest[name] <= before:
                 kept.wanted = attempt, before
@@ -167,33 +208,82 @@ class WorkerStates:
             if kept.wanted is not None and kept.wanted[0] <= attempt:
                 kept.wanted = None
 
+    def _record(self, name: str, kept: _Kept, before: int) -> None:
+        """Record the script's state, as that of the push before ``before``."""
+        if not kept.parts:
+            return
+        last = list(kept.records.values())[-1] if kept.records else None
+        kept.records.pop(before, None)
+        kept.records[before] = self._save(name, kept.parts, is_logged=isinstance(last, SnapshotFailedError))
+        while len(kept.records) > _RECORDS:
+            del kept.records[next(iter(kept.records))]
+        self._check(name, kept)
+
     def _check(self, name: str, kept: _Kept) -> None:
-        """Copy the state if it is needed as it is now, or as it was when the push under way began."""
+        """Hand in the state if it is needed and this worker is between the last push of the cut and the end of the next
+        one."""
         if kept.wanted is None:
             return
         (attempt, before), session = kept.wanted, kept.session
-        if session.unfinished:
-            state = kept.before if session.step == before else None
-        else:
-            state = self._save(name, kept) if session.step >= before else None
-        if state is not None and kept.wanted is not None:
-            kept.wanted = None
-            self._hand_in(attempt, name, before, {key: array.copy() for key, array in state.items()})
+        if not (session.step == before if session.unfinished else session.step >= before):
+            return
+        own = kept.before if session.unfinished else self._save_own(name, kept)
+        record = kept.record_before(before) if kept.parts else dict[str, Any]()
+        if own is None or record is None:
+            return
+        kept.wanted = None
+        if isinstance(record, SnapshotFailedError):
+            self._failed(attempt, record)
+            return
+        state = {key: array.copy() for key, array in own.items()}
+        for key, array in record.items():
+            state[key] = array.copy() if isinstance(array, DeferredArray) else array
+        self._hand_in(attempt, name, before, state)
 
-    def _save(self, name: str, kept: _Kept) -> SavedState | None:
-        """Return the current state; None if ``save`` fails."""
+    def _save_own(self, name: str, kept: _Kept) -> SavedState | None:
+        """Return psdist's own state; None if ``save`` fails."""
+        if kept.own is None:
+            return {}
+        state = self._save(name, {OWN: kept.own}, copies=False)
+        if not isinstance(state, SnapshotFailedError):
+            return state
+        if kept.wanted is not None:
+            self._failed(kept.wanted[0], state)
+            kept.wanted = None
+        return None
+
+    def _save(
+        self, name: str, parts: Mapping[str, tuple[Save, Restore]], *, copies: bool = True, is_logged: bool = False
+    ) -> SavedState | SnapshotFailedError:
+        """Return the current state; the error if a function fails.
+
+        copies: copy the arrays.
+        is_logged: the error was logged for the state before.
+        """
         try:
             state: SavedState = {}
-            for prefix, (save, _) in kept.parts.items():
-                state |= {prefix + key: array for key, array in check_state(name, save()).items()}
+            for prefix, (save, _) in parts.items():
+                saved = check_state(name, save())
+                state |= {prefix + key: _frozen(array) if copies else array for key, array in saved.items()}
             return check_size(name, state)
         except Exception as error:  # The user's own function. Training continues without its state.
-            logger.exception("the state of %r cannot be had", name)
-            if kept.wanted is not None:
-                text = f"the state of {name!r} cannot be had: {type(error).__name__}: {error}"
-                self._failed(kept.wanted[0], SnapshotFailedError(text))
-                kept.wanted = None
-            return None
+            if not is_logged:
+                logger.exception("the state of %r cannot be saved", name)
+            return SnapshotFailedError(f"the state of {name!r} cannot be saved: {type(error).__name__}: {error}")
+
+
+def _frozen(array: NDArray[Any] | DeferredArray) -> NDArray[Any] | DeferredArray:
+    """Return a copy, which later writes of the script do not change."""
+    return array if isinstance(array, DeferredArray) else array.copy()
+
+
+def _merge(
+    name: str, record: SavedState | SnapshotFailedError, part: SavedState | SnapshotFailedError
+) -> SavedState | SnapshotFailedError:
+    """Return a record with another part."""
+    if isinstance(record, SnapshotFailedError):
+        return record
+    return part if isinstance(part, SnapshotFailedError) else check_size(name, {**record, **part})
 
 
 def check_state(parameters: str, state: object) -> SavedState:

@@ -4,6 +4,7 @@ resumes from one."""
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -64,22 +65,18 @@ def gradients(init: dict[str, np.ndarray], count: int) -> list[dict[str, np.ndar
     return [{name: rng.normal(size=a.shape).astype(np.float32) for name, a in init.items()} for _ in range(count)]
 
 
-class Rest:
-    """State like a codec's residual: it changes as a push is sent, and the rest belongs to the next push."""
+class Batches:
+    """State of a script that takes a batch before each push, in place."""
 
-    def __init__(self, weights: psdist.AsyncParameters) -> None:
-        self.sum, self.count, self.given = np.zeros(300_000), 0, list[dict[str, np.ndarray]]()
-        session = weights.servers.participation.sequence
-        send = session.send
+    def __init__(self) -> None:
+        self.sum, self.count, self.given = np.zeros(300_000), np.zeros(1, np.int64), list[dict[str, np.ndarray]]()
 
-        def encode(mark: int) -> int:
-            self.sum, self.count = self.sum + session.step, self.count + 1
-            return send(mark)
-
-        session.send = encode  # At the place of a codec with a residual.
+    def take(self) -> None:
+        self.sum += self.count[0]
+        self.count += 1
 
     def save(self) -> dict[str, np.ndarray]:
-        return {"sum": self.sum, "count": np.array([self.count])}
+        return {"sum": self.sum, "count": self.count}
 
 
 def same(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> bool:
@@ -95,9 +92,10 @@ async def test_a_script_goes_on_where_the_snapshot_was_cut(start: Start, tmp_pat
         with pytest.raises(errors.SnapshotFailedError, match="create them first"):
             await client.snapshot()
         weights = await client.parameters("p", init, psdist.optim.Adam(0.1), slice_elements=4096)
-        rest = Rest(weights)
-        await weights.keep_state(rest.save, rest.given.append)
+        batches = Batches()
+        await weights.keep_state(batches.save, batches.given.append)
         for step in range(5):
+            batches.take()
             values = await weights.push_pull(grads[step])
         await client.request_snapshot()
         info = await client.snapshot()
@@ -112,9 +110,9 @@ async def test_a_script_goes_on_where_the_snapshot_was_cut(start: Start, tmp_pat
         weights = await client.parameters("p", init, psdist.optim.Adam(0.1), slice_elements=4096)
         assert weights.step == weights.first_step == 5 and weights.restored == info.directory
         assert same(await weights.pull(), values)
-        rest = Rest(weights)
-        await weights.keep_state(rest.save, rest.given.append)
-        [state] = rest.given
+        batches = Batches()
+        await weights.keep_state(batches.save, batches.given.append)
+        [state] = batches.given
         assert state["count"].tolist() == [5] and state["sum"].tolist() == [0.0 + 1 + 2 + 3 + 4] * 300_000
         for step in range(5, 8):
             again = await weights.push_pull(grads[step])
@@ -157,10 +155,12 @@ async def test_a_snapshot_cuts_between_pushes(start: Start, tmp_path: Path, tran
                 await client.parameters(name, init, psdist.optim.SGD(RANKS if name == "bsp" else 1), consistency)
                 for name, consistency in MODES.items()
             ]
-            for weights in all_weights:
-                await weights.keep_state(Rest(weights).save, lambda state: None)
+            all_batches = [Batches() for _ in all_weights]
+            for weights, batches in zip(all_weights, all_batches, strict=True):
+                await weights.keep_state(batches.save, lambda state: None)
             for step in range(30):
-                for weights in all_weights:
+                for weights, batches in zip(all_weights, all_batches, strict=True):
+                    batches.take()
                     await weights.push_pull({"w": np.where(mine, -1.0, 0.0).astype(np.float32)})
                 if (step, rank) in ((10, 0), (20, 1)):
                     await client.snapshot()
@@ -192,21 +192,62 @@ def test_a_batcher_continues_at_the_batch_that_the_snapshot_does_not_contain(sta
     assert train(start(1), snapshot_before=-1) == expected[5:]
 
 
+_PLACE = """
+import json
+import os
+import pathlib
+import signal
+import sys
+import numpy as np
+import psdist
+
+with psdist.init() as context:
+    mode = {"bsp": psdist.BSP(), "ssp": psdist.SSP(2), "asp": psdist.ASP()}[sys.argv[1]]
+    weights = context.client.parameters("p", {"w": np.zeros(9000, np.float32)}, psdist.optim.SGD(1.0), mode)
+    state = {"taken": np.zeros(1), "learned": np.zeros(1)}
+    weights.keep_state(lambda: state, state.update)
+    waits_for = {"on demand", "every 6 steps"} if context.rank == 0 else set()
+    for number in range(10**9):
+        state["taken"] += 1
+        if context.rank == 0 and number == 5:
+            context.client.request_snapshot()
+        if waits_for:
+            found = pathlib.Path("snapshots").glob("**/manifest.json")
+            waits_for -= {json.loads(text)["reason"] for path in found if (text := path.read_text())}
+            if not waits_for:
+                os.kill(os.getppid(), signal.SIGTERM)  # The launcher's process.
+        weights.push_pull({"w": np.ones(9000, np.float32)})
+        state["learned"] += 1
+"""
+
+
+@pytest.mark.parametrize("mode", ["bsp", pytest.param("ssp", marks=pytest.mark.long), "asp"])
+def test_a_script_is_in_the_same_place_in_all_snapshots(tmp_path: Path, mode: str) -> None:
+    """Check snapshots at intervals, on request and at the end by SIGTERM, while the script computes."""
+    flags = ("--storage-path", "snapshots", "--run-id", "place", "--save-interval", "6", "--keep-last", "50")
+    run = Run(tmp_path, _PLACE, mode, flags=flags)
+    try:
+        _, text = run.end()
+    finally:
+        run.stop()
+    reasons = set[str]()
+    for path in (tmp_path / "snapshots").glob("**/manifest.json"):
+        manifest = json.loads(path.read_text())
+        reasons.add(manifest["reason"])
+        assert len(manifest["states"]) == 2, text
+        for kept in manifest["states"]:
+            state = load((path.parent / kept["file"]).read_bytes())
+            assert (state["taken"][0], state["learned"][0]) == (kept["next"], max(0, kept["next"] - 1)), manifest
+    assert reasons == {"every 6 steps", "on demand", "at the end"}, text
+
+
 _SCRIPT = """
 import pathlib
 import sys
 import numpy as np
 import psdist
-from psdist.client.core.push_sequence import PushSequence
 
-until, enough, send = int(sys.argv[1]), pathlib.Path("enough"), PushSequence.send
-
-def encode(session, mark):
-    if not session.unfinished:  # as a codec's residual does
-        kept["sum"] = kept["sum"] + session.step + 100 * context.rank
-    return send(session, mark)
-
-PushSequence.send = encode
+until, enough = int(sys.argv[1]), pathlib.Path("enough")
 with psdist.init() as context:
     init, kept = {"w": np.zeros(9000, np.float32)}, {"sum": np.zeros(1)}
     weights = context.client.parameters("p", init, psdist.optim.SGD(1.0), slice_elements=1024)
@@ -214,6 +255,7 @@ with psdist.init() as context:
     print("rank", context.rank, "begins at", weights.step, "with", kept["sum"][0], flush=True)
     back = False
     while weights.step < until and not enough.exists():
+        kept["sum"] += weights.step + 100 * context.rank  # In place.
         values = weights.push_pull({"w": np.full(9000, -1, np.float32)})["w"]
         step = weights.step
         assert (values == step).all() and kept["sum"][0] == step * (step - 1) // 2 + 100 * context.rank * step

@@ -137,36 +137,31 @@ def test_a_pass_that_is_continued_has_the_same_batches(
 class Handle:
     """A parameter set that counts pushes and keeps the functions of a state."""
 
-    def __init__(self) -> None:
-        self.step = 7
-
     def keep_state(self, save: Any, restore: Any, *, prefix: str) -> None:
         self.save, self.restore, self.prefix = save, restore, prefix
 
 
 @given(LENGTHS, st.integers(0, 10), st.booleans(), st.integers(1, 2))
-def test_a_snapshot_has_the_place_before_the_batches_that_are_not_pushed(
+def test_a_snapshot_has_the_place_in_the_call_of_its_last_push(
     lengths: list[int], pushes: int, takes_more: bool, accumulated: int
 ) -> None:
     samples, handle, batcher = texts(lengths), Handle(), small()
     whole = list(small().batches(samples))
     batcher.keep_in(handle)
     assert handle.prefix == "psdist-batches.batches."
-    begun, pushed = batcher.batches(samples), 0
+    begun, pushed, saved = batcher.batches(samples), 0, handle.save()
     for _ in range(min(pushes, len(whole) // accumulated)):
         for _ in range(accumulated):
             next(begun)
             pushed += 1
-        handle.step += 1
+        saved = handle.save()
     if takes_more:
         next(begun, None)
     resumed, again = small(), Handle()
     resumed.keep_in(again)
-    again.restore(handle.save())
-    if resumed.data_epoch == 0:
-        assert all(map(same, resumed.batches(samples), whole[pushed:])) and len(whole) >= pushed
-    else:
-        assert takes_more and pushed == len(whole)
+    again.restore(saved)
+    assert resumed.data_epoch == 0
+    assert all(map(same, resumed.batches(samples), whole[pushed:])) and len(whole) >= pushed
 
 
 def test_the_next_batch_after_a_rollback_is_the_one_that_followed_the_snapshot() -> None:
@@ -179,11 +174,10 @@ def test_the_next_batch_after_a_rollback_is_the_one_that_followed_the_snapshot()
         sampler.set_epoch(batcher.data_epoch)
         for batch in batcher.batches(samples, sampler):
             found.append((batcher.data_epoch, batch.indices.tolist()))
-            if len(found) == 3:
-                saved = handle.save()  # Before the push of the third.
+            if len(found) == 2:
+                saved = handle.save()
             if len(found) == 9:
                 handle.restore(saved)  # In the second pass, and in the middle of it.
-            handle.step += 1
     assert len(found) == 9 + 14 - 2 and found[9:] == found[2:9] + found[16:]
     assert {data_epoch for data_epoch, _ in found[9:14]} == {0}
     with pytest.raises(InvalidArgumentError, match="another batcher is saved as 'batches' already: pass another name="):

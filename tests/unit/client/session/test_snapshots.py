@@ -18,7 +18,7 @@ from psdist.client.core.push_sequence import PendingRequest, PushSequence
 from psdist.client.core.snapshot_marks import MarkAnswer, SnapshotMarks
 from psdist.client.session import worker_state
 from psdist.client.session.snapshot_participant import SnapshotParticipant
-from psdist.client.session.worker_state import OWN, WorkerStates
+from psdist.client.session.worker_state import OWN
 from psdist.consistency import ASP, BSP
 from psdist.data.batch_position import BATCHES
 from psdist.v1 import scheduler_pb2 as pb
@@ -107,75 +107,6 @@ async def test_a_step_that_the_others_made_alone_is_not_unfinished() -> None:
     answer(pull, 4)
     session.end_pull(pull)
     assert (session.step, session.next, session.unfinished) == (4, 4, False)
-
-
-class Kept:
-    """State that counts the encoded pushes, and the states that were handed in."""
-
-    def __init__(self, consistency: psdist.BSP | psdist.ASP) -> None:
-        self.session, self.pushes, self.encoded = PushSequence(2, consistency), SnapshotMarks(), 0
-        self.pushes.enter("p", self.session)
-        self.taken: list[tuple[int, int, int]] = []
-        self.failed: list[int] = []
-        self.states = WorkerStates(self._take, lambda attempt, error: self.failed.append(attempt))
-        self.states.keep("p", lambda: {"encoded": np.array([self.encoded])}, lambda state: None, self.session)
-
-    def _take(self, attempt: int, name: str, before: int, state: dict[str, Any]) -> None:
-        self.taken.append((attempt, before, int(state["encoded"][0])))
-
-    def mark(self, attempt: int, **steps: int) -> dict[str, int]:
-        return self.states.mark(attempt, self.pushes.sequences, steps)
-
-    def begin(self) -> PendingRequest:
-        self.states.push_started("p")
-        self.session.send(0)
-        self.encoded += 1
-        return self.session.begin_push()
-
-    def end(self, push: PendingRequest) -> None:
-        answer(push, push.number + 1)
-        self.session.end_push(push, seen=False)
-        self.states.push_finished("p")
-
-
-async def test_a_state_is_taken_before_the_step_of_the_cut() -> None:
-    kept = Kept(BSP())
-    kept.end(kept.begin())
-    assert kept.mark(5, p=1) == {"p": 1} and kept.taken == [(5, 1, 1)]  # between pushes
-    push = kept.begin()
-    assert kept.mark(6, p=1) == {"p": 1} and kept.taken[-1] == (6, 1, 1)  # before the push under way
-    assert kept.mark(7, p=0) == {"p": 1} and len(kept.taken) == 2  # that server is gone
-    assert kept.mark(8, p=2) == {"p": 1} and len(kept.taken) == 2
-    kept.end(push)
-    assert kept.taken[-1] == (8, 2, 2)  # after the push
-    assert kept.mark(9, p=4) == {"p": 2}
-    kept.end(kept.begin())
-    assert len(kept.taken) == 3
-    kept.end(kept.begin())
-    assert kept.taken[-1] == (9, 4, 4)
-    assert kept.mark(10) == {} and kept.mark(11, p=5) == {"p": 4}
-    kept.states.end(11)
-    kept.end(kept.begin())
-    assert len(kept.taken) == 4
-
-
-async def test_a_state_is_taken_where_pushes_are_marked() -> None:
-    kept = Kept(ASP())
-    assert kept.mark(5) == {"p": 0} and kept.taken == [(5, 0, 0)]
-    push = kept.begin()
-    assert kept.mark(6) == {"p": 1} and len(kept.taken) == 1
-    kept.states.push_started("p")  # again, after it broke off
-    kept.end(push)
-    assert kept.taken[-1] == (6, 1, 1)
-
-
-async def test_a_state_that_cannot_be_had_fails_the_attempt(caplog: pytest.LogCaptureFixture) -> None:
-    kept = Kept(BSP())
-    kept.states.keep("p", lambda: {"x": "no array"}, lambda state: None, kept.session)
-    kept.mark(5, p=1)
-    kept.end(kept.begin())
-    assert kept.failed == [5] and not kept.taken
-    assert "the state of 'p' cannot be had" in caplog.text and "give numpy arrays" in caplog.text
 
 
 # --- marks ------------------------------------------------------------------------------------------------------------
@@ -429,19 +360,12 @@ async def test_a_state_is_handed_in_and_given_back(caplog: pytest.LogCaptureFixt
     setup = await Setup().start()
     scheduler, given = setup.scheduler, []
     residual = {"rest": np.zeros(300_000), "count": np.zeros(1, np.int64)}
-    session = setup.weights.servers.participation.sequence
-    send = session.send
-
-    def encode(mark: int) -> int:
-        residual["rest"] = residual["rest"] + 0.5
-        residual["count"] = residual["count"] + 1
-        return send(mark)
-
-    session.send = encode
     try:
         await setup.weights.keep_state(lambda: residual, given.append)
         assert (await scheduler.reports.get()).keeps.parameters == ["p"] and not given
         for number in range(3):
+            residual["rest"] += 0.5
+            residual["count"] += 1
             await setup.weights.push(gradient())
             if number == 0:
                 scheduler.command(7, mark=pb.SnapshotCommand.Mark(steps={"p": 2}))
