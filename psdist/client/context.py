@@ -1,25 +1,30 @@
 """``psdist.init()``: the rank and world of this script, and its client.
 
-Under a launcher they come from the environment. Without one the script is a world of one: a scheduler and a server are
-started for it, and end with it.
+Under a launcher they come from the environment. Ranks of torch that no launcher of psdist has started start a run
+together (``process_group.own_run``). Any other script is a world of one: a scheduler and a server are started for it,
+and end with it. One of several processes is refused, since each would train alone without notice.
 """
 
 from __future__ import annotations
 
 import atexit
 import inspect
+import multiprocessing
 import os
+import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from importlib import import_module
+from multiprocessing import util
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, Self, SupportsFloat
 
 from numpy.typing import ArrayLike
 
 from psdist.client.async_client import checked_ranks
-from psdist.client.process import loop, spawned, tracebacks
+from psdist.client.process import loop, siblings, spawned, tracebacks
 from psdist.client.process.default_log import print_line
 from psdist.client.process.sigterm import sigterm
 from psdist.client.reporting.pipe import MetricsPipe
@@ -33,7 +38,6 @@ from psdist.metrics.trackers.progress import PLAIN_SECONDS, ProgressTracker
 from psdist.metrics.trackers.tracker import Tracker
 from psdist.security.tls import TlsFiles
 from psdist.settings.config import MetricsSettings, TransportName, metrics_settings
-from psdist.settings.other_launchers import check_alone
 
 if TYPE_CHECKING:
     from psdist.collectives.sync_group import WorkerGroup
@@ -43,6 +47,9 @@ _CONFIGURED = ("PSDIST_SCHEDULER", "PSDIST_SCHEDULER_FILE", "DMLC_PS_ROOT_URI")
 
 
 class _Cluster(Protocol):
+    def await_end(self) -> None:
+        """Wait until all workers have left, if there are others."""
+
     def close(self) -> None:
         """End the cluster."""
 
@@ -223,20 +230,36 @@ class Context:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._leave(kind, error, trace)
+        self._await_others(error)
+        if self._cluster is not None:
+            self._cluster.close()
+            atexit.unregister(self._close_at_exit)  # It would keep buffers as large as the model.
+
+    def _await_others(self, error: BaseException | None) -> None:
+        """Wait for the workers that need the scheduler of this process, unless it has failed or is being stopped."""
+        if self._cluster is not None and sigterm.reason(error) == "closed":
+            self._cluster.await_end()
+
+    def _leave(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         global _current
         with _lock:
             if _current is self:
                 _current = None
         self._reporter.close()
         self.client.__exit__(kind, error, trace)
-        if self._cluster is not None:
-            self._cluster.close()
-            atexit.unregister(self._close_at_exit)  # It would keep buffers as large as the model.
 
     def _close_at_exit(self) -> None:
-        if os.getpid() == self._pid:  # A process that the script forked is no worker, and owns no cluster.
-            with sigterm.ignored():
-                self.close()
+        if os.getpid() != self._pid:  # A process that the script forked is no worker, and owns no cluster.
+            return
+        ended = sys.exc_info()  # In a process of multiprocessing, the error that ends it.
+        with sigterm.ignored():
+            self._leave(*ended)
+        self._await_others(ended[1])
+        with sigterm.ignored():
+            self.__exit__(*ended)
 
 
 class _SubsetClient(Client):
@@ -294,7 +317,7 @@ class _Subset(Context):
         """Leave the run open, since it is that of the whole context."""
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # The ranks of torch call ``init`` again, with the scheduler of rank 0.
 _current: Context | None = None
 
 
@@ -310,12 +333,14 @@ def init(
     request_timeout: float | None = None,
     transport: TransportName | None = None,
     rejoin: bool = True,
+    alone: bool = False,
 ) -> Context:
     """Connect this script to its run and return its ``Context``. Called again without arguments, return the same one
     until it is closed.
 
     scheduler: host:port; None reads ``PSDIST_SCHEDULER``, else waits for the file of ``PSDIST_SCHEDULER_FILE``. Without
-        any of them a scheduler and a server are started for this script alone.
+        any of them the ranks of torch's process group, or of torchrun, train together: rank 0 starts a scheduler and a
+        server, and all ranks call this. Otherwise a scheduler and a server are started for this script alone.
     token: the run's join token; None reads ``PSDIST_TOKEN``, else the file of ``PSDIST_TOKEN_FILE``.
     tls: files of this worker's TLS identity; None reads ``PSDIST_TLS_CA``, ``PSDIST_TLS_CERT`` and ``PSDIST_TLS_KEY``,
         and uses no TLS without them; False uses no TLS.
@@ -327,14 +352,17 @@ def init(
     request_timeout: longest time of one pull, push or push_pull, in seconds; None waits as long as its servers live.
     transport: "auto", "shm", "tcp" or "grpc", as for ``Client``; None reads ``PSDIST_TRANSPORT``, else is "auto".
     rejoin: True if a worker that was expelled, because it was silent for longer than its lease, rejoins automatically.
+    alone: True to train alone, although other processes were started with this one: for a search in which each process
+        trains a model of its own.
 
     After ``init``, SIGTERM ends the script in order. The workers agree on a common last step, so that the last snapshot
     is of a step that all have made, and this worker leaves. Then the current or next call raises SystemExit with status
     143 (see ``sigterm``). A handler that the script installed, before or after this call, is kept. In threads other
     than the main one no handler is installed. A process that the script forks has the default handling of signals.
 
-    Raises as ``Client``; also ConfigurationError for arguments while the context of an earlier call is open, and for a
-    script that another launcher started several times.
+    Raises as ``Client``; also ConfigurationError for arguments while the context of an earlier call is open, and for
+    one of several processes that name no scheduler: those of other launchers, of ``multiprocessing``, of
+    jax.distributed and of Ray Train.
     """
     global _current
     given = {name: value for name, value in locals().items() if value != _DEFAULTS[name]}
@@ -359,10 +387,13 @@ def is_placed() -> bool:
     return _current is not None or any(os.environ.get(name) for name in _CONFIGURED)
 
 
-def init_for_all(workers: int, host: str | None = None) -> tuple[Context, dict[str, str]]:
+def init_for_all(
+    workers: int, host: str | None = None, arguments: Mapping[str, Any] | None = None
+) -> tuple[Context, dict[str, str]]:
     """Start a scheduler and a server for ``workers`` workers on this machine, and connect this one, as ``init`` does.
 
     host: address on which they listen; None is the loopback address.
+    arguments: others of ``init``.
 
     Returns the context, and the arguments of ``init`` for the other workers. The token is among them.
     """
@@ -371,7 +402,7 @@ def init_for_all(workers: int, host: str | None = None) -> tuple[Context, dict[s
         if _current is not None:
             raise ConfigurationError("psdist.init() was called before: close that context")
         started = f"no launcher of psdist: a scheduler and one server are started for {workers} workers"
-        _current, others = _with_own_cluster({}, metrics_settings(os.environ), workers, started, host)
+        _current, others = _with_own_cluster(arguments or {}, metrics_settings(os.environ), workers, started, host)
         return _current, others
 
 
@@ -398,20 +429,31 @@ def _print_line(line: str, is_last: bool = False) -> None:
 
 
 def _connect(arguments: dict[str, Any]) -> Context:
-    metrics = metrics_settings(os.environ)
-    if arguments.get("scheduler") or any(os.environ.get(name) for name in _CONFIGURED):
+    metrics, alone = metrics_settings(os.environ), arguments.pop("alone", False)
+    variable = next((name for name in _CONFIGURED if os.environ.get(name)), "")
+    named = "scheduler=" if arguments.get("scheduler") else variable
+    if named and alone:
+        raise ConfigurationError(
+            f"psdist.init(alone=True) is called, but {named} names the scheduler of a run: leave one of them out"
+        )
+    if named:
         try:
             client = Client(**arguments)
         except DuplicateMemberError as error:
             raise spawned.explained(error) from None
         return Context(client.rank, client.world_size, client.local_rank, client, None, metrics)
-    check_alone(os.environ, "set PSDIST_SCHEDULER=HOST:PORT")
+    if not alone:
+        if siblings.torch_group_size() > 1 or siblings.names_torch_store(os.environ):
+            joined: Context = import_module("psdist.process_group.own_run").join_all(arguments)
+            return joined
+        siblings.check_no_siblings(os.environ)
     started = "no launcher, so this is a world of one: a scheduler and one server are started"
-    return _with_own_cluster(arguments, metrics, 1, started)[0]
+    with siblings.placed(0, 1, None, 1) if alone else nullcontext():
+        return _with_own_cluster(arguments, metrics, 1, started)[0]
 
 
 def _with_own_cluster(
-    arguments: dict[str, Any], metrics: MetricsSettings, workers: int, started: str, host: str | None = None
+    arguments: Mapping[str, Any], metrics: MetricsSettings, workers: int, started: str, host: str | None = None
 ) -> tuple[Context, dict[str, str]]:
     """Start a cluster that ends with this process. Returns the context and the arguments that name the cluster.
 
@@ -420,15 +462,17 @@ def _with_own_cluster(
     from psdist.launcher.embedded import EmbeddedCluster
 
     loop.shared().end_on_sigterm()  # From here on SIGTERM raises SystemExit, so that the cluster is closed.
-    cluster = EmbeddedCluster(servers=1, workers=workers, host=host)
+    cluster = EmbeddedCluster(servers=1, workers=workers, host=host, ends_when_idle=workers > 1)
     try:
         _print_line(started)
         named = {"scheduler": cluster.address, "token": cluster.token, "run_id": cluster.run_id}
-        client = Client(**(arguments | named | {"tls": False}))
+        client = Client(**{**arguments, **named, "tls": False})
     except BaseException:
         cluster.close()
         raise
     context = Context(client.rank, client.world_size, client.local_rank, client, cluster, metrics)
     # Registered after the loop thread's own exit function, so it runs before: first the client, then the cluster.
     atexit.register(context._close_at_exit)
+    if multiprocessing.parent_process() is not None:  # Such a process runs no functions of atexit if it was forked.
+        util.Finalize(None, context._close_at_exit, exitpriority=0)
     return context, named

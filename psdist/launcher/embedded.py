@@ -26,6 +26,10 @@ from psdist.settings.config import START_TIMEOUT_SECONDS, await_address, check_r
 from psdist.snapshots.policy import DEFAULT_POLICY, SavePolicy
 
 _STOP_SECONDS: Final = 5.0
+#: Time without workers after which the scheduler of several workers ends.
+_IDLE_SECONDS: Final = 0.1
+#: Longest wait for the other workers to end.
+_OTHERS_SECONDS: Final = 60.0
 
 
 class EmbeddedCluster:
@@ -42,6 +46,7 @@ class EmbeddedCluster:
     host: address on which scheduler and servers listen; None is this machine's loopback address. Another one sends the
         token and all data over the network, without encryption unless there is ``tls``.
     tls: TLS identity of scheduler and servers; None for plaintext.
+    ends_when_idle: True if the cluster also ends once all workers have left, for ``await_end``.
 
     Raises SchedulerUnreachableError if the scheduler does not come up, ConfigurationError for values out of range.
     """
@@ -60,6 +65,7 @@ class EmbeddedCluster:
         workers: int = 1,
         host: str | None = None,
         tls: TlsFiles | None = None,
+        ends_when_idle: bool = False,
     ) -> None:
         if not 1 <= replicas <= servers:
             raise ConfigurationError(
@@ -83,6 +89,7 @@ class EmbeddedCluster:
         )
         self._directory = preflight.make_private_directory(DIRECTORY_PREFIX)
         self._lifeline = Lifeline()
+        self._ends_when_idle = ends_when_idle
         self.processes: list[subprocess.Popen[bytes]] = []  # the scheduler, then the servers
         host = addresses.loopback() if host is None else host
         insecure = not addresses.is_loopback(host)  # Whoever chose the host has allowed it.
@@ -96,6 +103,7 @@ class EmbeddedCluster:
             host=host,
             # The given port is the script's.
             metrics_port=0 if (os.environ if environ is None else environ).get("PSDIST_METRICS_PORT") else None,
+            idle_timeout_seconds=_IDLE_SECONDS if ends_when_idle else 0.0,
         )
         try:
             self._start(plan, dict(os.environ if environ is None else environ) | {"PSDIST_TOKEN": self.token})
@@ -124,6 +132,13 @@ class EmbeddedCluster:
                     f"the scheduler of this script's own cluster ended with status {status}"
                 )
         return await_address(path, 0.0)
+
+    def await_end(self) -> None:
+        """Wait until all workers have left, up to a limit, if the cluster ends then. Waits once."""
+        if self._ends_when_idle and self.processes:
+            self._ends_when_idle = False
+            with suppress(subprocess.TimeoutExpired):
+                self.processes[0].wait(_OTHERS_SECONDS)
 
     def close(self) -> None:
         """End the children and remove their directory."""

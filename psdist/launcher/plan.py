@@ -344,6 +344,7 @@ class ServicesPlan:
     metrics_host: address of the metrics; empty for loopback.
     dashboard: listening socket of the dashboard, which a restarted scheduler inherits again; None serves none.
     dashboard_host: address of the dashboard; empty for loopback.
+    idle_timeout_seconds: time without workers after which the scheduler ends, servers first; 0 leaves it running.
     """
 
     settings: ServicesSettings
@@ -359,6 +360,7 @@ class ServicesPlan:
     metrics_host: str = ""
     dashboard: int | None = None
     dashboard_host: str = ""
+    idle_timeout_seconds: float = 0.0
 
     def scheduler(self, base: Mapping[str, str], port: int = 0) -> ProcessSpec:
         """Return the scheduler's process. It writes its address to the link's file; a restarted one keeps its
@@ -372,6 +374,7 @@ class ServicesPlan:
             workers_min=self.workers,
             servers_min=self.settings.servers,
             join_grace_seconds=0.0,
+            idle_timeout_seconds=self.idle_timeout_seconds or None,
             # The launcher sees how its own workers end, and PSDIST_START_TIMEOUT is meant for them.
             start_timeout_seconds=0.0,
             store=self.directory / "scheduler.sqlite",

@@ -10,6 +10,7 @@ the checkpoint or because this worker restarted, the script's steps up to the ru
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, NoReturn
@@ -27,11 +28,14 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from psdist.client.context import init, is_open
+from psdist.client.process.siblings import torch_group_size
 from psdist.compression import Codec
 from psdist.errors import InvalidArgumentError
 from psdist.lightning.environment import PsdistEnvironment
 from psdist.lightning.shares import SharedSampler
 from psdist.process_group import broadcast_value, mark_iteration, open_collectives, refuse, save_run, start
+from psdist.settings.other_launchers import check_alone
 from psdist.torch import DistributedOptimizer
 from psdist.torch.optimizer import parameters_of
 
@@ -87,8 +91,14 @@ class PsdistStrategy(ParallelStrategy):
         return devices[self.local_rank % len(devices)]
 
     def setup_environment(self) -> None:
-        """Start the process group."""
-        start()
+        """Start the process group. Raises ConfigurationError for one of several processes of another launcher."""
+        if not start():
+            check_alone(os.environ, "set PSDIST_SCHEDULER=HOST:PORT")
+            refuse(
+                torch_group_size() > 1 or (is_open() and init().world_size > 1),
+                "torch.distributed has several ranks, but the world of PsdistStrategy is that of psdist's launchers: "
+                "start the script with 'psdist run'",
+            )
         rank_zero_only.rank = self.global_rank
         super().setup_environment()
 

@@ -6,46 +6,66 @@ ranks find them. Whoever can read the store can join the run, as with gloo; the 
 Ranks on several machines are refused, unless ``PSDIST_INSECURE`` says that their network is private: the scheduler then
 listens on an address that the others can reach.
 
-Rank 0 ends last: it waits for the others at its exit, because the scheduler ends with it. If it is killed, the others
-on its machine end with an error that names it.
+Rank 0 ends last: it waits for the others when it has left the run, because the scheduler ends with it. If it is killed,
+the others on its machine end with an error that names it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import atexit
+import itertools
 import json
 import multiprocessing
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
 from multiprocessing import util
 from pathlib import Path
 from typing import Any, Final
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore  # missing in torch's stubs
+from torch.distributed.rendezvous import rendezvous
 
 from psdist import addresses
 from psdist.client.context import Context, init, init_for_all
 from psdist.client.process import loop
 from psdist.client.process.blocking import on_loop
-from psdist.errors import ConfigurationError, PsdistError, WaitTimeoutError, WorkerLostError
+from psdist.client.process.siblings import placed
+from psdist.errors import ConfigurationError, InvalidArgumentError, PsdistError, WaitTimeoutError, WorkerLostError
 from psdist.link import process_state
 from psdist.settings.config import INSECURE_VARIABLE
 from psdist.settings.flags import is_switched_on
 
 _ATTEMPT: Final = "TORCHELASTIC_RESTART_COUNT"
-#: Longest wait of rank 0 for the others to end.
-_END_SECONDS: Final = 60.0
-_POLL_SECONDS: Final = 0.1
+#: Longest wait for the other ranks, if torch's process group states none: torch's own for its stores.
+_STORE_SECONDS: Final = 300.0
+_POLL_SECONDS: Final = 0.05
+#: Counts the runs that this process has joined: all ranks join the same ones.
+_joins: Final = itertools.count()
 
 
-def join(store: Any, rank: int, size: int) -> Context:
-    """Join the run of these ranks. store: torch's. The environment may state another place, such as a launcher's.
+def join_all(arguments: Mapping[str, Any]) -> Context:
+    """Join the run of all ranks of torch's default process group, or of ``env://`` if there is none.
+
+    arguments: those of ``psdist.init``, which says when this is called. Raises as ``join``.
+    """
+    if dist.is_initialized():
+        return join(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size(), arguments)
+    limit = timedelta(seconds=arguments.get("connect_timeout") or _STORE_SECONDS)
+    store, rank, size = next(rendezvous("env://", timeout=limit))
+    return join(store, rank, size, arguments)
+
+
+def join(store: Any, rank: int, size: int, arguments: Mapping[str, Any] | None = None) -> Context:
+    """Join the run of these ranks. The environment may state another place, such as a launcher's.
+
+    store: torch's, of all ranks.
+    arguments: those of ``psdist.init``, except for the place and the scheduler.
 
     Raises ConfigurationError if these are not all ranks, if they are on several machines, or if rank 0 could not start
     the run, or another rank not join it; WaitTimeoutError if a rank is missing for the store's time limit.
@@ -55,55 +75,52 @@ def join(store: Any, rank: int, size: int) -> Context:
             f"the first group of the backend psdist has {size} of {dist.get_world_size()} ranks: all of them start the "
             "run together. Make a group of all ranks with it first"
         )
-    # torchrun's store outlives its attempts.
-    shared = PrefixStore(f"psdist/run/{os.environ.get(_ATTEMPT, '')}", store)
+    # torchrun's store outlives its attempts, and a script may join again after it has left.
+    shared = PrefixStore(f"psdist/run/{os.environ.get(_ATTEMPT, '')}/{next(_joins)}", store)
     shared.set(f"host/{rank}", _host())
-    context = _start(shared, size) if rank == 0 else _follow(shared, rank)
-    if multiprocessing.parent_process() is not None:  # Such a process runs no functions of atexit if it was forked.
-        util.Finalize(None, _end, (context, rank, os.getpid()), exitpriority=0)
-    elif rank == 0:
-        atexit.register(_end, context, rank, os.getpid())
+    arguments = arguments or {}
+    if arguments.get("rank", rank) != rank:
+        raise InvalidArgumentError(f"psdist.init(rank={arguments['rank']}) in rank {rank} of {size}: leave it out")
+    context = _start(shared, size, arguments) if rank == 0 else _follow(shared, rank, arguments)
+    if rank and multiprocessing.parent_process() is not None:  # Forked, it runs no functions of atexit.
+        util.Finalize(None, context._close_at_exit, exitpriority=0)
     return context
 
 
 def _told_by(rank: int, shared: PrefixStore, what: str) -> str:
-    """Return a text that a rank has put into the store. Raises WaitTimeoutError."""
-    try:
-        return shared.get(f"{what}/{rank}").decode()
-    except dist.DistStoreError as error:
-        raise WaitTimeoutError(
-            f"rank {rank} did not join the run within the time limit of init_process_group: "
-            f"{str(error).splitlines()[0]}"
-        ) from None
+    """Return a text that a rank has put into the store. Raises WaitTimeoutError.
+
+    The store is asked again and again: while its own ``get`` waits, no signal is handled.
+    """
+    key, pause = f"{what}/{rank}", threading.Event()
+    limit: timedelta = shared.timeout  # type: ignore[attr-defined]  # missing in torch's stubs
+    until = time.monotonic() + limit.total_seconds()
+    while not shared.check([key]):
+        if time.monotonic() >= until:
+            raise WaitTimeoutError(
+                f"rank {rank} did not join the run within the time limit of init_process_group (all ranks call "
+                f"psdist.init() if one does): torch's store has no {key!r} after {limit}"
+            )
+        pause.wait(_POLL_SECONDS)
+    text: bytes = shared.get(key)
+    return text.decode()
 
 
-@contextmanager
-def _placed(rank: int, hosts: Sequence[str]) -> Iterator[None]:
-    """Let the environment state this process's place: the given one may be that of a parent, or of another launcher."""
+def _placed(rank: int, hosts: Sequence[str]) -> AbstractContextManager[None]:
+    """Let the environment state this process's place among the ranks."""
     here = [number for number, host in enumerate(hosts) if host == hosts[rank]]
-    place = {
-        "RANK": rank, "WORLD_SIZE": len(hosts), "LOCAL_RANK": here.index(rank), "LOCAL_WORLD_SIZE": len(here),
-    }  # fmt: skip
-    before = {name: os.environ.get(name) for name in place}
-    os.environ.update({name: str(value) for name, value in place.items()})
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    return placed(rank, len(hosts), here.index(rank), len(here))
 
 
-def _follow(shared: PrefixStore, rank: int) -> Context:
+def _follow(shared: PrefixStore, rank: int, arguments: Mapping[str, Any]) -> Context:
     """Join the run that rank 0 has started."""
     found = json.loads(_told_by(0, shared, "run"))
     if "error" in found:
         raise ConfigurationError(f"rank 0 could not start the run: {found['error']}")
     try:
         with _placed(rank, found["hosts"]):
-            context = init(scheduler=found["scheduler"], token=found["token"], run_id=found["run_id"], tls=False)
+            named = {name: found[name] for name in ("scheduler", "token", "run_id")}
+            context = init(**{**arguments, **named, "tls": False})
     except PsdistError as error:
         shared.set(f"joined/{rank}", error.message)
         raise
@@ -113,12 +130,12 @@ def _follow(shared: PrefixStore, rank: int) -> Context:
     return context
 
 
-def _start(shared: PrefixStore, size: int) -> Context:
+def _start(shared: PrefixStore, size: int, arguments: Mapping[str, Any]) -> Context:
     """Start the run, and wait until the others have joined: if this process ended first, they would find nothing."""
     try:
         hosts = [_told_by(rank, shared, "host") for rank in range(size)]
         with _placed(0, hosts):
-            context, others = init_for_all(size, _address(hosts))
+            context, others = init_for_all(size, _address(hosts), arguments)
     except PsdistError as error:
         shared.set("run/0", json.dumps({"error": error.message}))
         raise
@@ -167,22 +184,3 @@ def _watch(context: Context, pid: int) -> None:
 def _host() -> str:
     """Return a name that two machines do not share, nor two boots of one."""
     return f"{socket.gethostname()}/{Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()[:8]}"
-
-
-def _end(context: Context, rank: int, pid: int) -> None:
-    """Leave the run at the end of this process. Rank 0 waits for the others, up to a limit; their calls that need it
-    fail first."""
-    if os.getpid() != pid:
-        return
-    if rank == 0:
-        with suppress(PsdistError):
-            _await_others(context)
-    context._close_at_exit()
-
-
-def _await_others(context: Context) -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    pause, until = threading.Event(), time.monotonic() + _END_SECONDS
-    while len(context.info().workers) > 1 and time.monotonic() < until:
-        pause.wait(_POLL_SECONDS)

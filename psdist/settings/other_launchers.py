@@ -62,9 +62,9 @@ _LAUNCHERS: Final = (
     _Variables("mpiexec", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     _SRUN,
 )  # fmt: skip
-#: Of launchers that tell no place: the number of processes, and the number of this one. Process 0 may be the only one.
-_SIZE: Final = "WORLD_SIZE"
-_RANK: Final = "PMIX_RANK"
+#: Variables that tell no place: numbers of processes, and numbers of this one. Process 0 may be the only one.
+_SIZES: Final = ("WORLD_SIZE", "HOROVOD_SIZE")
+_RANKS: Final = ("PMIX_RANK", "SLURM_PROCID")
 _COUNT_DIGITS: Final = 9
 
 
@@ -121,13 +121,15 @@ def first_node(environ: Mapping[str, str]) -> str:
 def check_alone(environ: Mapping[str, str], remedy: str) -> None:
     """Raise ConfigurationError if another launcher started this process as one of several. remedy: the way to name the
     scheduler."""
-    if (count := _number(environ, _SIZE)) > 1:
-        raise _refusal(_SIZE, f"another launcher started {count} processes", environ[_SIZE], remedy)
+    for name in _SIZES:
+        if (count := _number(environ, name)) > 1:
+            raise _refusal(name, f"another launcher started {count} processes", environ[name], remedy)
     for each in _LAUNCHERS:
         if (count := _number(environ, each.count)) > 1:
             raise _refusal(each.count, f"{each.launcher} started {count} processes", environ[each.count], remedy)
-    if _number(environ, _RANK) > 0:
-        raise _refusal(_RANK, "another launcher started several processes", environ[_RANK], remedy)
+    for name in _RANKS:
+        if _number(environ, name) > 0:
+            raise _refusal(name, "another launcher started several processes", environ[name], remedy)
 
 
 def check_one_run(environ: Mapping[str, str]) -> None:
@@ -154,5 +156,5 @@ def _refusal(name: str, started: str, value: str, remedy: str) -> ConfigurationE
     return ConfigurationError(
         f"{name} is {value}, but no scheduler is named: {started}, and each of them would train alone. Start the "
         f"script with 'psdist run' on one machine, or once per node with '{node}', or {remedy}. To train alone in each "
-        f"process, unset {name}"
+        f"process, unset {name}, or call psdist.init(alone=True)"
     )

@@ -34,6 +34,21 @@ if __name__ == "__main__":
 """
 
 
+_SEVERAL = """
+import multiprocessing, psdist
+def train(number):
+    with psdist.init({arguments}) as context:
+        print(context.rank, context.world_size)
+if __name__ == "__main__":
+    processes = [multiprocessing.get_context("{method}").Process(target=train, args=(each,)) for each in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    print("status", *(process.exitcode for process in processes))
+"""
+
+
 def run(path: Path, script: str, **variables: str) -> subprocess.CompletedProcess[str]:
     (path / "train.py").write_text(script)
     return subprocess.run(
@@ -82,3 +97,17 @@ def test_a_second_process_of_a_rank_is_told_why_the_rank_is_taken(tmp_path: Path
     assert (done.returncode, done.stdout) == (0, "status 1\n"), done.stderr
     assert "DuplicateMemberError: rank 0 is taken" in done.stderr and "--nproc-per-node" in done.stderr
     assert 'if __name__ == "__main__":' in done.stderr and done.stderr.count("DuplicateMemberError") == 1
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
+def test_processes_of_a_script_do_not_train_alone_without_notice(tmp_path: Path, method: str) -> None:
+    done = run(tmp_path, _SEVERAL.format(arguments="", method=method))
+    assert (done.returncode, done.stdout) == (0, "status 1 1\n"), done.stderr
+    assert done.stderr.count("ConfigurationError: this process was started by multiprocessing") == 2
+    assert "'psdist run'" in done.stderr and "psdist.init(alone=True)" in done.stderr
+
+
+def test_processes_of_a_search_train_alone(tmp_path: Path) -> None:
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}  # Those of the parent.
+    done = run(tmp_path, _SEVERAL.format(arguments="alone=True", method="fork"), **place)
+    assert (done.returncode, sorted(done.stdout.split())) == (0, ["0", "0", "0", "0", "1", "1", "status"]), done.stderr

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from psdist.errors import ConfigurationError, InvalidArgumentError
 from tests.support.framework_runs import Runs, difference, programs_of
 from tests.support.nursery import Nursery
 
@@ -72,3 +73,15 @@ def test_the_example_runs(runs: Runs, tmp_path: Path) -> None:
 def test_the_program_of_the_page_runs(runs: Runs, tmp_path: Path) -> None:
     (path,) = programs_of("frameworks.md", "psdist.lightning", tmp_path)
     runs.together("program", 2, path=path, directory=str(tmp_path))
+
+
+def test_ranks_of_other_launchers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from psdist.lightning import PsdistStrategy
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigurationError, match=r"WORLD_SIZE is 2.*'psdist run'"):
+        PsdistStrategy().setup_environment()
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.setattr("psdist.lightning.strategy.torch_group_size", lambda: 2)
+    with pytest.raises(InvalidArgumentError, match=r"torch\.distributed has several ranks"):
+        PsdistStrategy().setup_environment()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -17,12 +18,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore  # missing in torch's stubs
 
 from psdist.client.session.cluster_view import ClusterView
-from psdist.errors import ConfigurationError, WaitTimeoutError, WorkerLostError
+from psdist.errors import ConfigurationError, InvalidArgumentError, WaitTimeoutError, WorkerLostError
 from psdist.process_group import own_run
 
 _HEAD = """
 import os
 import signal
+import threading
 
 import torch
 import torch.distributed as dist
@@ -31,6 +33,10 @@ import psdist
 import psdist.torch_backend
 
 psdist.torch_backend.register()  # As torch does for an installed package.
+
+
+def say(*words):
+    os.write(1, f"{' '.join(map(str, words))}\\n".encode())  # Two processes write, and none within a line of the other.
 
 
 def start(**place):
@@ -48,8 +54,47 @@ attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
 if os.environ.get("KILLED") == str(dist.get_rank()) and attempt == "0":
     os.kill(os.getpid(), signal.SIGKILL)
 dist.barrier()
-print("done", dist.get_rank(), attempt)
+say("done", dist.get_rank(), attempt)
 """
+#: Scripts without the backend psdist. Rank 0 has less to do after the common steps, and leaves first.
+_TRAINED = """
+import psdist.torch
+
+
+def train(rank):
+    for kind in ("optimizer", "ddp"):
+        with psdist.init() as context:
+            torch.manual_seed(0)
+            model = torch.nn.Linear(2, 1)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            if kind == "optimizer":
+                optimizer = psdist.torch.DistributedOptimizer(model, optimizer)
+            else:
+                model = psdist.torch.DistributedDataParallel(model)
+            start = {"w": torch.zeros(2).numpy()}
+            handle = context.client.parameters("own", start, psdist.optim.SGD(), psdist.ASP())
+            for _ in range(3):
+                optimizer.zero_grad()
+                (model(torch.ones(1, 2)) - rank).square().mean().backward()
+                optimizer.step()
+            if rank:
+                for _ in range(20):
+                    handle.push_pull({"w": torch.ones(2).numpy()})
+            weights = [one.tolist() for one in model.parameters()]
+            say("done", rank, context.rank, context.world_size, kind, weights)
+"""
+_SPAWNED = (
+    _TRAINED
+    + """
+def main(rank):
+    dist.init_process_group("gloo", init_method=f"file://{__file__}.store", rank=rank, world_size=2)
+    train(rank)
+
+
+if __name__ == "__main__":
+    torch.multiprocessing.start_processes(main, nprocs=2, start_method="%s")
+"""
+)
 _STARTED = """
 def main(rank):
     os.environ["WORLD_SIZE"] = "1"  # As PyTorch's examples have it: the number of nodes.
@@ -58,9 +103,8 @@ def main(rank):
     if rank == 1:  # Rank 0 ends meanwhile: it must wait.
         for _ in range(100):
             dist.all_reduce(torch.ones(1), group=group)
-        assert len(psdist.init().info().workers) == 2
     assert os.environ["WORLD_SIZE"] == "1"
-    print("done", rank, flush=True)
+    say("done", rank)
 
 
 if __name__ == "__main__":
@@ -108,6 +152,36 @@ def test_processes_of_torch_multiprocessing(tmp_path: Path, method: str) -> None
     assert status == 0 and output.count("done") == 2, output
 
 
+def has_trained_together(output: str) -> bool:
+    """Return True if both workers of a run of two ended with the same weights, twice."""
+    ended = [line.split(maxsplit=4) for line in output.splitlines() if line.startswith("done")]
+    places = sorted(tuple(line[1:4]) for line in ended)
+    return places == [("0", "0", "2")] * 2 + [("1", "1", "2")] * 2 and len({line[4] for line in ended}) == 2
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
+def test_ranks_of_another_backend_train_together(tmp_path: Path, method: str) -> None:
+    status, output = ran(tmp_path / "script.py", _SPAWNED % method)
+    assert status == 0 and has_trained_together(output), output
+    assert output.count("a scheduler and one server are started for 2 workers") == 2
+
+
+def test_torchrun_needs_no_process_group(tmp_path: Path) -> None:
+    script = _TRAINED + "train(int(os.environ['RANK']))"
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    status, output = ran(tmp_path / "script.py", script, *launcher)
+    assert status == 0 and has_trained_together(output), output
+
+
+def test_a_rank_that_fails_ends_without_waiting_for_the_others(tmp_path: Path) -> None:
+    failing = _SPAWNED.replace(
+        "    train(rank)",
+        "    with psdist.init():\n        assert rank, 'failed here'\n        threading.Event().wait()",
+    )
+    status, output = ran(tmp_path / "script.py", failing % "fork")
+    assert status == 1 and "failed here" in output, output
+
+
 def test_a_run_of_some_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
@@ -115,15 +189,22 @@ def test_a_run_of_some_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         own_run.join(dist.HashStore(), 0, 2)
 
 
+@pytest.fixture
+def first_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the next run be the first that this process joins."""
+    monkeypatch.setattr(own_run, "_joins", itertools.count())
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+
+
 def _store(hosts: Sequence[str], **found: object) -> dist.HashStore:
     """Return the store of a run. found: the facts that rank 0 has told."""
     store = dist.HashStore()
-    store.set("psdist/run//run/0", json.dumps({"hosts": hosts} | found))
+    store.set("psdist/run//0/run/0", json.dumps({"hosts": hosts} | found))
     return store
 
 
-def test_a_run_that_rank_0_could_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+@pytest.mark.usefixtures("first_join")
+def test_a_run_that_rank_0_could_not_start() -> None:
     with pytest.raises(ConfigurationError, match="rank 0 could not start the run: no memory"):
         own_run.join(_store(["one"], error="no memory"), 1, 2)
 
@@ -146,12 +227,17 @@ def test_a_rank_that_cannot_join_ends_the_start(monkeypatch: pytest.MonkeyPatch)
     shared.set("joined/1", "")
     shared.set("joined/2", "no memory")
     with pytest.raises(ConfigurationError, match="rank 2 could not join the run: no memory"):
-        own_run._start(shared, 3)
+        own_run._start(shared, 3, {})
 
 
+def test_another_rank_than_torchs_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"init\(rank=2\) in rank 1 of 3"):
+        own_run.join(dist.HashStore(), 1, 3, {"rank": 2})
+
+
+@pytest.mark.usefixtures("first_join")
 def test_the_given_place_comes_before_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in processes that a script starts, whose environment has the number of nodes, or an outer launcher's place."""
-    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "7")):
         monkeypatch.setenv(name, value)
@@ -165,10 +251,10 @@ def test_the_given_place_comes_before_that_of_the_environment(monkeypatch: pytes
     monkeypatch.setattr(own_run, "init", init)
     place = {"scheduler": "192.0.2.1:7", "token": "secret", "run_id": "one"}
     store = _store(["one", "two", "two"], scope="elsewhere", pid=1, **place)
-    own_run.join(store, 2, 3)
+    own_run.join(store, 2, 3, {"request_timeout": 5.0})
     expected = {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    assert seen == expected | place | {"tls": False}
-    assert store.get("psdist/run//joined/2") == b""
+    assert seen == expected | place | {"tls": False, "request_timeout": 5.0}
+    assert store.get("psdist/run//0/joined/2") == b""
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]) == ("0", "1", "7")
     assert "LOCAL_WORLD_SIZE" not in os.environ
 

@@ -39,6 +39,8 @@ def test_one_process_may_train_alone(environ: dict[str, str]) -> None:
         ({"OMPI_COMM_WORLD_SIZE": "2", "PMIX_RANK": "0"}, "mpirun started 2 processes"),
         ({"PMI_SIZE": "8"}, "PMI_SIZE is 8"),
         ({"PMIX_RANK": "3"}, "PMIX_RANK is 3"),
+        (_ALLOCATION | {"SLURM_PROCID": "1"}, "SLURM_PROCID is 1"),
+        ({"HOROVOD_SIZE": "2"}, "HOROVOD_SIZE is 2"),
     ],
 )
 def test_one_of_several_processes_is_refused_with_the_remedy(environ: dict[str, str], words: str) -> None:
@@ -47,7 +49,11 @@ def test_one_of_several_processes_is_refused_with_the_remedy(environ: dict[str, 
     text = str(caught.value)
     assert words in text and "no scheduler is named" in text
     assert "psdist run" in text and "psdist-worker" in text and "PSDIST_SCHEDULER=HOST:PORT" in text
-    assert "unset" in text and ("srun --ntasks-per-node=1 psdist-worker" in text) == ("srun" in words)
+    assert (
+        "unset" in text
+        and "alone=True" in text
+        and ("srun --ntasks-per-node=1 psdist-worker" in text) == ("SLURM" in text)
+    )
 
 
 _SRUN = _BATCH | {

@@ -1,0 +1,94 @@
+"""Processes that were started together with this one, as torch, JAX, Ray Train and ``multiprocessing`` know them.
+
+Without a scheduler each of them would train alone, on all data. The ranks of torch can train together, because they
+share a store. Others are refused. The variables of launchers are in ``settings.other_launchers``.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, Final
+
+from psdist.errors import ConfigurationError
+from psdist.settings.other_launchers import check_alone
+
+#: Variables by which torch's ``env://`` finds its store.
+_RENDEZVOUS: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def torch_group_size() -> int:
+    """Return the size of torch's default process group; 0 if this process has none."""
+    dist: Any = sys.modules.get("torch.distributed")
+    has_group = dist is not None and dist.is_available() and dist.is_initialized()
+    return int(dist.get_world_size()) if has_group else 0
+
+
+def names_torch_store(environ: Mapping[str, str]) -> bool:
+    """True if the environment names torch's store for several ranks, as torchrun sets it, and this is one of them.
+
+    A process of ``multiprocessing`` has inherited these variables: they describe its parent.
+    """
+    several = environ.get("WORLD_SIZE", "") not in ("", "0", "1") and all(environ.get(name) for name in _RENDEZVOUS)
+    return several and multiprocessing.parent_process() is None
+
+
+def check_no_siblings(environ: Mapping[str, str]) -> None:
+    """Raise ConfigurationError if this process is one of several that would each train alone."""
+    remedy = "call torch.distributed.init_process_group in each process first, or set PSDIST_SCHEDULER=HOST:PORT"
+    check_alone(environ, remedy)
+    if sign := _sign():
+        raise ConfigurationError(
+            f"{sign}, and no scheduler is named: each of such processes would train alone. To train together, start "
+            "the script with 'psdist run' or torchrun instead, or call torch.distributed.init_process_group in each "
+            "process first. If each process is to train a model of its own, as in a search for hyperparameters, call "
+            "psdist.init(alone=True) in each before anything else of psdist"
+        )
+
+
+def _sign() -> str:
+    """Return how this process is known to be one of several; empty if it is not."""
+    if (count := _jax_processes()) > 1:
+        return f"jax.distributed has {count} processes"
+    if (count := _ray_train_workers()) > 1:
+        return f"Ray Train started {count} workers"
+    parent = multiprocessing.parent_process()
+    if parent is not None and torch_group_size() != 1:  # A group of one says that there are no others.
+        return f"this process was started by multiprocessing (its parent is process {parent.pid})"
+    return ""
+
+
+def _jax_processes() -> int:
+    # jax.process_count() would start the devices.
+    state = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
+    return int(getattr(state, "num_processes", None) or 0)
+
+
+def _ray_train_workers() -> int:
+    train: Any = sys.modules.get("ray.train")
+    with suppress(Exception):  # Outside of a training it has no context. Its errors differ by version.
+        return int(train.get_context().get_world_size()) if train is not None else 0
+    return 0
+
+
+@contextmanager
+def placed(rank: int, size: int, local_rank: int | None, local_size: int) -> Iterator[None]:
+    """Let the environment state this process's place: the given one may be that of a parent, or of another launcher.
+
+    local_rank: None keeps the given one.
+    """
+    place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": local_size}
+    place |= {} if local_rank is None else {"LOCAL_RANK": local_rank}
+    before = {name: os.environ.get(name) for name in place}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
