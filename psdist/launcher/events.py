@@ -145,7 +145,9 @@ class WorkersWanted:
 
 @dataclass(frozen=True, slots=True)
 class TimePassed:
-    """Passage of time."""
+    """Passage of time. suspended: processes that are stopped now, as by SIGSTOP."""
+
+    suspended: frozenset[ProcessKey] = frozenset()
 
 
 Event = Exited | Connected | Interrupted | RunFailed | ServersWanted | WorkersWanted | TimePassed

@@ -58,6 +58,8 @@ from psdist.snapshots import resumable
 STORAGE_DIRECTORY: Final = "psdist-runs"
 #: Let workers and servers start first: one more program would only delay the first step.
 _LISTEN_DELAY_SECONDS: Final = 2.0
+#: Times the limit of a silent server for which the scheduler awaits the last copy of a shard.
+_LAST_COPY_LEASES: Final = 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +104,8 @@ class LocalSettings(DashboardSettings, ServicesSettings, ScriptSettings):
         return RunPolicy(
             restarts_max=self.restarts_max,
             stop_timeout_seconds=self.stop_timeout_seconds,
+            service_suspended_seconds=_LAST_COPY_LEASES * self.failure_timeout_seconds,
+            worker_suspended_seconds=self.worker_timeout_seconds,
             copies=self.replicas > 1,
             durable=self.replicas > 1 or self.has_storage,
             saves=self.has_storage and not self.no_save_at_end,

@@ -51,6 +51,7 @@ class RunPolicy:
 
     restarts_max: restarts of each worker.
     grace_seconds, stop_timeout_seconds: time for servers and the scheduler, and for workers, to end.
+    service_suspended_seconds, worker_suspended_seconds: time for which they may be stopped, as by SIGSTOP.
     elastic: True if the others continue after a worker failed for good.
     durable: True if a server's state may outlive it, so that the run may continue without it.
     copies: True if other servers hold that state, so that the run certainly continues.
@@ -64,6 +65,8 @@ class RunPolicy:
     copies: bool = False
     saves: bool = False
     elastic: bool = False
+    service_suspended_seconds: float = 60.0
+    worker_suspended_seconds: float = 30.0
 
 
 class _Phase(Enum):

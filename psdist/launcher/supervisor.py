@@ -18,6 +18,8 @@ During the run:
   that rejects its settings, or cannot start with them, is the cause immediately.
 * The scheduler requests servers to be started and drained ones to be stopped (``ServerScaling``). The same holds for
   workers (``WorkerScaling``): a stopped worker ends in order, after its push.
+* A process that is stopped (SIGSTOP) for too long is killed, and counts as failed: nobody else can end it, and workers
+  that the scheduler has expelled would be awaited forever.
 * When all workers have succeeded, the run does.
 
 ``shutdown`` describes how everything is stopped then. No snapshot is taken if servers or the scheduler are the cause.
@@ -66,6 +68,8 @@ REPEAT_SECONDS: Final = 1.0
 #: cancelled.
 STARTS_AT_ONCE: Final = 4
 STARTS_SECONDS: Final = 1.0
+#: Longest time between two looks at the processes that counts as a time in which one of them was stopped.
+LONGEST_LOOK_SECONDS: Final = 2.0
 #: Exit statuses that every attempt of a worker would end with, and the explanation that is printed.
 _RECURRING: Final = {
     exit_codes.CONFIGURATION: " (wrong settings or use of psdist: not restarted)",
@@ -108,6 +112,33 @@ class StoppingProcesses:
         late = [key for key, deadline in self._deadlines.items() if now >= deadline]
         self._deadlines |= dict.fromkeys(late, math.inf)
         return [Kill(key, signal.SIGKILL) for key in late]
+
+
+class SuspendedProcesses:
+    """Processes that are stopped, as by SIGSTOP. Time in which this process did not look does not count, because it may
+    have been stopped with them."""
+
+    def __init__(self, policy: RunPolicy) -> None:
+        self._policy = policy
+        #: Seconds for which each has been seen stopped, and the time of the last look.
+        self._seconds: dict[ProcessKey, float] = {}
+        self._looked = math.inf
+
+    def on_time(self, suspended: Iterable[ProcessKey], now: float) -> list[Effect]:
+        """Kill those that are stopped for too long."""
+        passed, self._looked = min(max(now - self._looked, 0.0), LONGEST_LOOK_SECONDS), now
+        self._seconds = {key: self._seconds.get(key, -passed) + passed for key in suspended}
+        late = [key for key, seconds in self._seconds.items() if seconds >= self._limit(key)]
+        self._seconds |= dict.fromkeys(late, -math.inf)
+        return [effect for key in late for effect in self._end(key)]
+
+    def _limit(self, key: ProcessKey) -> float:
+        policy = self._policy
+        return policy.worker_suspended_seconds if key.role == "worker" else policy.service_suspended_seconds
+
+    def _end(self, key: ProcessKey) -> list[Effect]:
+        said = f"{key} has been stopped for {self._limit(key):g} s, as by SIGSTOP: its process is killed"
+        return [Say(said), Kill(key, signal.SIGKILL)]
 
 
 class ServerScaling:
@@ -191,6 +222,7 @@ class Supervisor:
         self._policy = policy
         self.table = ProcessTable(keys, now)
         self._stopping = StoppingProcesses()
+        self._suspended = SuspendedProcesses(policy)
         self._servers = ServerScaling(self.table, self._stopping, policy.grace_seconds)
         self._workers = WorkerScaling(self.table, self._stopping, policy.stop_timeout_seconds)
         self._shutdown = Shutdown(self.table, policy)
@@ -234,8 +266,9 @@ class Supervisor:
                 )
             case TimePassed() if self.stopping:
                 return self._shutdown.on_time(now)
-            case TimePassed():
-                return self._stopping.on_time(now) + self._servers.on_time(now)
+            case TimePassed(suspended):
+                killed = self._suspended.on_time(suspended, now)
+                return self._stopping.on_time(now) + self._servers.on_time(now) + killed
 
     def _exited(self, event: Exited, now: float) -> list[Effect]:
         process = self.table.remove(event.key)

@@ -23,11 +23,20 @@ def own_scope() -> str:
 
 def is_stopped(pid: int) -> bool:
     """True if a process of this scope was stopped, or has ended."""
+    return _state(pid) in _STOPPED
+
+
+def is_suspended(pid: int) -> bool:
+    """True if a process of this scope exists, and was stopped by a signal: not by a debugger."""
+    return _state(pid) == "T"
+
+
+def _state(pid: int) -> str:
+    """Return the state of a process in /proc: X if it is gone, empty if it is unknown."""
     try:
         # The name of the program, in parentheses, may contain anything.
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
-        return True
+        return "X" if Path("/proc/self/stat").exists() else ""
     except OSError:
-        return False
-    return state in _STOPPED
+        return ""

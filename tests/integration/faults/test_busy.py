@@ -200,3 +200,29 @@ def test_a_busy_rank_keeps_its_group(tmp_path: Path) -> None:
         run.stop()
     assert status == 0 and "rank 0 life 1" in text and "rank 1 life 1" in text, text
     assert re.search(r"worker-1 .*is not expelled yet .*its process answers pings", text), text
+
+
+#: Rank 1 stops its own process in its first life, and is not continued.
+_STOPPED_SCRIPT = """
+import os, pathlib, signal
+import numpy as np
+import psdist
+
+with psdist.init() as context:
+    context.client.barrier("begun")
+    if context.rank == 1 and not pathlib.Path("stopped").exists():
+        pathlib.Path("stopped").touch()
+        signal.raise_signal(signal.SIGSTOP)
+    context.client.barrier("end")
+"""
+
+
+def test_the_launcher_ends_and_restarts_a_stopped_worker(tmp_path: Path) -> None:
+    run = Run(tmp_path, _STOPPED_SCRIPT, flags=("--max-restarts", "1", *_SHORT_LEASE))
+    try:
+        status, text = run.end()
+    finally:
+        run.stop()
+    assert status == 0, text
+    assert "worker 1 has been stopped for 1 s, as by SIGSTOP: its process is killed" in text, text
+    assert "worker 1 failed: killed by SIGKILL; restart 1 of 1" in text, text

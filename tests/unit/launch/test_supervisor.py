@@ -55,6 +55,25 @@ def test_all_workers_end_well() -> None:
     assert machine.on(Exited(SCHEDULER, 0), 2.3) == [Finish(0)]
 
 
+def test_a_process_that_is_stopped_for_too_long_is_killed_and_counts_as_failed() -> None:
+    machine = supervisor(restarts=1)
+    for second in range(30):
+        assert machine.on(TimePassed(frozenset({W0})), second) == []
+    for second in (30, 31):  # It was continued, and stopped again.
+        assert machine.on(TimePassed(frozenset({W1} if second == 30 else {W0, W1})), second) == []
+    machine.on(TimePassed(frozenset({W0, W1})), 3600.0)  # This process was stopped itself.
+    for second in range(3601, 3627):
+        assert machine.on(TimePassed(frozenset({W0, W1, S0})), second) == []
+    said, killed = machine.on(TimePassed(frozenset({W0, W1, S0})), 3627)
+    assert said == Say("worker 1 has been stopped for 30 s, as by SIGSTOP: its process is killed")
+    assert killed == Kill(W1, signal.SIGKILL)
+    assert machine.on(TimePassed(frozenset({W1, S0})), 3628) == []
+    assert machine.on(Exited(W1, -9, True), 3628.5)[-1] == Start(W1, 1)
+    for second in range(3629, 3661):
+        assert machine.on(TimePassed(frozenset({S0})), second) == []
+    assert machine.on(TimePassed(frozenset({S0})), 3661)[-1] == Kill(S0, signal.SIGKILL)
+
+
 def test_a_worker_is_not_restarted_into_a_group_that_a_member_has_left() -> None:
     machine = supervisor(restarts=3)
     assert machine.on(Exited(W0, 0, True, group_age=5.0), 6.0) == []
