@@ -84,7 +84,7 @@ SOURCES: Final = {
                 "__init__",
                 """\
                 client = AsyncClient(ARGUMENTS)
-                client.report_waits(lambda: loop.shared().has_one_caller)
+                client.report_waits(lambda: loop.shared().has_one_caller, loop.shared().is_awaited)
                 loop.shared().call(client.connect())
                 client.watch_signals(sigterm.read_signals)
                 assert client.session is not None

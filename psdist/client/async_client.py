@@ -8,6 +8,7 @@ own. All clients of a process must share one loop, because grpc.aio polls for on
 
 from __future__ import annotations
 
+import asyncio
 import operator
 import os
 import random
@@ -15,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from functools import partial
 from types import TracebackType
-from typing import Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 from numpy.typing import ArrayLike
 
@@ -103,6 +104,7 @@ class AsyncClient(ProcessBound):
         self.snapshots: SnapshotRequests | None = None
         self._barriers: dict[str, Barrier] = {}
         self._is_alone: Callable[[], bool] = lambda: False
+        self._is_awaited: Callable[[asyncio.Task[Any]], bool] = lambda _: False
         self.is_closed = False
         self._pid = os.getpid()
         self.local_rank = 0
@@ -126,7 +128,7 @@ class AsyncClient(ProcessBound):
             target, settings = await find_target(*self._arguments, self._transport, self._connect_timeout)
             self.local_rank, self._transport = settings.local_rank, settings.transport
             session = WorkerSession(target, __version__, self._rng, self._connections, rejoins=self._rejoin)
-            session.activities.is_alone = self._is_alone
+            self._tell_waits(session)
             self.handles = Handles(session)
             self.snapshots = SnapshotRequests(session, self._quiesce)
             self.session = session
@@ -405,14 +407,21 @@ class AsyncClient(ProcessBound):
         if self.session is not None:
             self.session.stopping.is_asked = is_asked
 
-    def report_waits(self, is_alone: Callable[[], bool]) -> None:
+    def report_waits(
+        self, is_alone: Callable[[], bool], is_awaited: Callable[[asyncio.Task[Any]], bool] = lambda _: False
+    ) -> None:
         """Report waits, so that the scheduler can detect workers that wait for each other.
 
         is_alone: returns True if a single thread makes calls, so that nothing else can end its waits.
+        is_awaited: returns True if that thread waits for a task.
         """
-        self._is_alone = is_alone
+        self._is_alone, self._is_awaited = is_alone, is_awaited
         if self.session is not None:
-            self.session.activities.is_alone = is_alone
+            self._tell_waits(self.session)
+
+    def _tell_waits(self, session: WorkerSession) -> None:
+        session.activities.is_alone = self._is_alone
+        session.waits.group_calls.is_awaited = self._is_awaited
 
     async def status(self) -> GetStatusResponse:
         """Return the run as the scheduler sees it: members, parameters, waits and events.

@@ -97,7 +97,7 @@ class Client(Blocking[AsyncClient]):
             transport=transport,
             rejoin=rejoin,
         )
-        client.report_waits(lambda: loop.shared().has_one_caller)
+        client.report_waits(lambda: loop.shared().has_one_caller, loop.shared().is_awaited)
         loop.shared().call(client.connect())
         client.watch_signals(sigterm.read_signals)
         assert client.session is not None

@@ -9,6 +9,7 @@ from functools import partial
 
 from psdist.client.session.wait_tracker import WaitTracker
 from psdist.collectives import messages
+from psdist.collectives.call_waits import AwaitedCall, CallCounts
 from psdist.collectives.core.machine import (
     CallDone,
     CallLane,
@@ -32,6 +33,7 @@ from psdist.errors import (
     copy_error,
 )
 from psdist.types import WorkerEntry
+from psdist.v1 import scheduler_pb2
 from psdist.v1 import worker_pb2 as pb
 from psdist.wire import limits, status
 
@@ -61,6 +63,7 @@ class Exchange:
         self._unopened: deque[Effect] = deque()
         self._is_busy = False
         self.route = DataRoute(self, self._machine)
+        self._counts = CallCounts()
         #: Set after the next event, for calls that wait for a message of any rank.
         self._event = asyncio.Event()
         self._silence = silence
@@ -86,6 +89,7 @@ class Exchange:
         except PsdistError as error:
             raise copy_error(error) from None
         self._results[call_id] = asyncio.get_running_loop().create_future()
+        self._counts.made(lane, plan)
         self._carry_out(effects)
         self.watch.start()
         return call_id
@@ -106,6 +110,7 @@ class Exchange:
                     timer = loop.call_later(_pause(until), check)
 
             timer = loop.call_later(_pause(until), check)
+            self._waits.group_calls.wait(AwaitedCall(self, call_id))
             try:
                 if future.done():  # In a group of one. The worker's heartbeats need a turn of the event loop, too.
                     await asyncio.sleep(0)
@@ -114,6 +119,7 @@ class Exchange:
                 self.end(ClosedError(f"rank {self._machine.rank} gave up {call}, so that the group has ended"))
                 raise
             finally:
+                self._waits.group_calls.wait(None)
                 timer.cancel()
                 del self._results[call_id]
 
@@ -147,6 +153,15 @@ class Exchange:
         if not self.key and (absent := self._mesh.absent(self)):
             return f"for rank {', '.join(map(str, absent[:8]))} to join the run"
         return self._machine.waiting_for(call_id)
+
+    def need(self, call_id: int) -> scheduler_pb2.Activity.GroupCall | None:
+        """Return the call that must be made before this one ends, and ranks that have not made it; None if all have."""
+        return self._counts.need(self._machine, call_id, self.key, self.members)
+
+    def lacks(self, check: scheduler_pb2.CheckCall) -> bool:
+        """See ``GroupFrames``."""
+        peer = self._by_worker.get((check.worker_id, check.incarnation))
+        return peer is not None and not self.has_ended and self._counts.lacks(check, peer)
 
     def _expire(self, call_id: int, timeout: float) -> None:
         if not self.key:
@@ -273,6 +288,7 @@ class Exchange:
             case "call":
                 call = frame.call
                 lane, number = messages.lane_of(call.lane, peer, rank), call.lane.number
+                self._counts.heard(lane, peer)
                 self._carry_out(self._machine.on_call(peer, lane, number, messages.header_of(call), data))
             case "part":
                 part = frame.part

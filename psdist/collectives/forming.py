@@ -70,11 +70,15 @@ def outlasts_stop(
 
     @wraps(call)
     async def outlasting(owner: _Owner, /, *arguments: _P.args, **keywords: _P.kwargs) -> _T:
+        calls_ = owner._session.waits.group_calls
+        entered = calls_.enter()
         try:
             return await call(owner, *arguments, **keywords)
         except _LOST:
             await owner._session.outlast_stop()
             raise
+        finally:
+            calls_.leave(entered)
 
     return outlasting
 

@@ -14,6 +14,7 @@ from psdist.link.arenas import take_arena
 from psdist.link.frame_connection import FrameConnection, MessageReceiver
 from psdist.link.peer_link import ARENA
 from psdist.types import WorkerEntry
+from psdist.v1 import scheduler_pb2
 from psdist.v1 import worker_pb2 as pb
 from psdist.wire import limits
 
@@ -41,6 +42,9 @@ class GroupFrames(Protocol):
 
     def on_frame(self, sender: Sender, frame: pb.PeerFrame, data: Bytes) -> None:
         """Process a frame."""
+
+    def lacks(self, check: scheduler_pb2.CheckCall) -> bool:
+        """Return True if this worker has not made the call that another one waits for."""
 
     def on_lost(self, worker: Sender, reason: str) -> None:
         """Process the loss of a worker, of this group or not."""

@@ -31,7 +31,7 @@ from psdist.link.peers import PeerListener, check_hello
 from psdist.rights.tokens import Audience, present
 from psdist.security.credentials import Credentials
 from psdist.types import WorkerEntry
-from psdist.v1 import common_pb2
+from psdist.v1 import common_pb2, scheduler_pb2
 from psdist.v1 import worker_pb2 as pb
 from psdist.wire import limits
 
@@ -100,6 +100,13 @@ class Mesh:
         for group in self._groups.values():
             if group.has_ended:
                 self.remove(group)
+
+    def lacks(self, check: scheduler_pb2.CheckCall) -> bool:
+        """Return True if this worker has not made the call of a group that another one waits for."""
+        if (group := self._groups.get(check.group)) is not None:
+            return group.lacks(check)
+        # A group that is not open yet has no key, and a closed one is about to end at the other worker.
+        return not self._waiting and not self._is_late(check.group)
 
     def knows(self, worker: WorkerEntry) -> bool:
         """Return True if a worker is in the map, in this incarnation."""

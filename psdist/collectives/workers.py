@@ -31,7 +31,9 @@ class AsyncCollectives:
         membership, listener = self._session.membership, self._session.registrar.listener
         membership.raise_if_expelled(membership.registration.incarnation)
         self._incarnation = membership.registration.incarnation
-        return GroupFormer(self._session, Mesh(membership, listener, listener.credentials))
+        mesh = Mesh(membership, listener, listener.credentials)
+        self._session.waits.group_calls.lacks = mesh.lacks
+        return GroupFormer(self._session, mesh)
 
     def _current_former(self) -> GroupFormer:
         if self._session.membership.registration.incarnation != self._incarnation:

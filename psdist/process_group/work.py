@@ -116,7 +116,7 @@ class CollectiveWork(dist.Work):
         self._future: torch.futures.Future[Any] | None = None
         self._tensors = list(tensors)
         try:
-            loop.shared().start(self._run(call))
+            self._call = loop.shared().start(self._run(call))
         except BaseException:  # Also for SystemExit: an unawaited coroutine would cause a warning.
             call.close()
             raise
@@ -150,6 +150,7 @@ class CollectiveWork(dist.Work):
         limit = timeout.total_seconds()
         until = None if limit <= 0 else limit
         while not self._ended.wait(0.5 if until is None else min(until, 0.5)):  # Signals are handled in between.
+            self._call.mark_awaited()
             if until is not None and (until := until - 0.5) <= 0:
                 raise WaitTimeoutError(f"a call of torch.distributed took longer than {limit:g} s")
         if isinstance(self._error, PsdistError):

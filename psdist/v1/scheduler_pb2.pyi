@@ -295,7 +295,7 @@ class SnapshotProgress(_message.Message):
     def __init__(self, attempt: _Optional[int] = ..., bytes_done: _Optional[int] = ..., bytes: _Optional[int] = ..., bytes_aside: _Optional[int] = ..., waiting_for: _Optional[str] = ..., loading: _Optional[bool] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
-    __slots__ = ("hello", "heartbeat", "join_answer", "replica_filled", "replica_unreachable", "snapshot", "stop", "values_answer", "server_checked", "align", "equal_contributions", "trace")
+    __slots__ = ("hello", "heartbeat", "join_answer", "replica_filled", "replica_unreachable", "snapshot", "stop", "values_answer", "server_checked", "align", "equal_contributions", "trace", "call_checked")
     class Hello(_message.Message):
         __slots__ = ("member_id", "incarnation", "takes_differences", "epoch", "scheduler_id")
         MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -375,6 +375,7 @@ class SessionRequest(_message.Message):
     ALIGN_FIELD_NUMBER: _ClassVar[int]
     EQUAL_CONTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
+    CALL_CHECKED_FIELD_NUMBER: _ClassVar[int]
     hello: SessionRequest.Hello
     heartbeat: SessionRequest.Heartbeat
     join_answer: SessionRequest.JoinAnswer
@@ -387,7 +388,8 @@ class SessionRequest(_message.Message):
     align: AlignReport
     equal_contributions: SessionRequest.EqualContributions
     trace: TraceReport
-    def __init__(self, hello: _Optional[_Union[SessionRequest.Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[SessionRequest.Heartbeat, _Mapping]] = ..., join_answer: _Optional[_Union[SessionRequest.JoinAnswer, _Mapping]] = ..., replica_filled: _Optional[_Union[ReplicaFilled, _Mapping]] = ..., replica_unreachable: _Optional[_Union[ReplicaUnreachable, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotReport, _Mapping]] = ..., stop: _Optional[_Union[StopReport, _Mapping]] = ..., values_answer: _Optional[_Union[SessionRequest.ValuesAnswer, _Mapping]] = ..., server_checked: _Optional[_Union[ServerChecked, _Mapping]] = ..., align: _Optional[_Union[AlignReport, _Mapping]] = ..., equal_contributions: _Optional[_Union[SessionRequest.EqualContributions, _Mapping]] = ..., trace: _Optional[_Union[TraceReport, _Mapping]] = ...) -> None: ...
+    call_checked: CheckCall
+    def __init__(self, hello: _Optional[_Union[SessionRequest.Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[SessionRequest.Heartbeat, _Mapping]] = ..., join_answer: _Optional[_Union[SessionRequest.JoinAnswer, _Mapping]] = ..., replica_filled: _Optional[_Union[ReplicaFilled, _Mapping]] = ..., replica_unreachable: _Optional[_Union[ReplicaUnreachable, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotReport, _Mapping]] = ..., stop: _Optional[_Union[StopReport, _Mapping]] = ..., values_answer: _Optional[_Union[SessionRequest.ValuesAnswer, _Mapping]] = ..., server_checked: _Optional[_Union[ServerChecked, _Mapping]] = ..., align: _Optional[_Union[AlignReport, _Mapping]] = ..., equal_contributions: _Optional[_Union[SessionRequest.EqualContributions, _Mapping]] = ..., trace: _Optional[_Union[TraceReport, _Mapping]] = ..., call_checked: _Optional[_Union[CheckCall, _Mapping]] = ...) -> None: ...
 
 class UnreachableServer(_message.Message):
     __slots__ = ("server", "seconds", "reason")
@@ -478,7 +480,7 @@ class WorkerTotals(_message.Message):
     def __init__(self, compute_seconds: _Optional[float] = ..., push_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., pull_seconds: _Optional[float] = ..., pushes: _Optional[_Mapping[str, int]] = ..., traffic: _Optional[_Iterable[_Union[WorkerTotals.Traffic, _Mapping]]] = ..., dropped: _Optional[int] = ..., staleness: _Optional[int] = ..., reported: _Optional[_Mapping[str, float]] = ..., reported_step: _Optional[int] = ..., samples_per_second: _Optional[float] = ...) -> None: ...
 
 class Activity(_message.Message):
-    __slots__ = ("sequence", "next", "partial", "step", "clock", "call")
+    __slots__ = ("sequence", "next", "partial", "step", "clock", "call", "group")
     class Step(_message.Message):
         __slots__ = ("parameters", "step")
         PARAMETERS_FIELD_NUMBER: _ClassVar[int]
@@ -486,6 +488,19 @@ class Activity(_message.Message):
         parameters: str
         step: int
         def __init__(self, parameters: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
+    class GroupCall(_message.Message):
+        __slots__ = ("group", "message", "number", "awaited", "text")
+        GROUP_FIELD_NUMBER: _ClassVar[int]
+        MESSAGE_FIELD_NUMBER: _ClassVar[int]
+        NUMBER_FIELD_NUMBER: _ClassVar[int]
+        AWAITED_FIELD_NUMBER: _ClassVar[int]
+        TEXT_FIELD_NUMBER: _ClassVar[int]
+        group: bytes
+        message: bool
+        number: int
+        awaited: _containers.RepeatedCompositeFieldContainer[_common_pb2.WorkerIncarnation]
+        text: str
+        def __init__(self, group: _Optional[bytes] = ..., message: _Optional[bool] = ..., number: _Optional[int] = ..., awaited: _Optional[_Iterable[_Union[_common_pb2.WorkerIncarnation, _Mapping]]] = ..., text: _Optional[str] = ...) -> None: ...
     class NextEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -499,13 +514,33 @@ class Activity(_message.Message):
     STEP_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     CALL_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     next: _containers.ScalarMap[str, int]
     partial: _containers.RepeatedScalarFieldContainer[str]
     step: Activity.Step
     clock: Activity.Step
     call: bool
-    def __init__(self, sequence: _Optional[int] = ..., next: _Optional[_Mapping[str, int]] = ..., partial: _Optional[_Iterable[str]] = ..., step: _Optional[_Union[Activity.Step, _Mapping]] = ..., clock: _Optional[_Union[Activity.Step, _Mapping]] = ..., call: _Optional[bool] = ...) -> None: ...
+    group: Activity.GroupCall
+    def __init__(self, sequence: _Optional[int] = ..., next: _Optional[_Mapping[str, int]] = ..., partial: _Optional[_Iterable[str]] = ..., step: _Optional[_Union[Activity.Step, _Mapping]] = ..., clock: _Optional[_Union[Activity.Step, _Mapping]] = ..., call: _Optional[bool] = ..., group: _Optional[_Union[Activity.GroupCall, _Mapping]] = ...) -> None: ...
+
+class CheckCall(_message.Message):
+    __slots__ = ("sequence", "worker_id", "incarnation", "waiting", "group", "message", "number")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    worker_id: str
+    incarnation: int
+    waiting: int
+    group: bytes
+    message: bool
+    number: int
+    def __init__(self, sequence: _Optional[int] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., waiting: _Optional[int] = ..., group: _Optional[bytes] = ..., message: _Optional[bool] = ..., number: _Optional[int] = ...) -> None: ...
 
 class StopReport(_message.Message):
     __slots__ = ("number", "stopping", "holding", "next")
@@ -616,7 +651,7 @@ class ReplicaUnreachable(_message.Message):
     def __init__(self, parameters: _Optional[str] = ..., shard: _Optional[int] = ..., term: _Optional[int] = ..., replica: _Optional[_Union[_common_pb2.Replica, _Mapping]] = ..., reason: _Optional[str] = ..., fill: _Optional[int] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("map", "join_proposal", "join_withdrawn", "member_lost", "shards_lost", "snapshot", "rolled_back", "stop", "mutual_wait", "check_values", "run_ended", "map_difference", "check_server", "align", "notice", "trace")
+    __slots__ = ("map", "join_proposal", "join_withdrawn", "member_lost", "shards_lost", "snapshot", "rolled_back", "stop", "mutual_wait", "check_values", "run_ended", "map_difference", "check_server", "align", "notice", "trace", "check_call")
     class JoinProposal(_message.Message):
         __slots__ = ("proposal_id", "parameters", "member")
         PROPOSAL_ID_FIELD_NUMBER: _ClassVar[int]
@@ -705,6 +740,7 @@ class SessionResponse(_message.Message):
     ALIGN_FIELD_NUMBER: _ClassVar[int]
     NOTICE_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
+    CHECK_CALL_FIELD_NUMBER: _ClassVar[int]
     map: _common_pb2.ClusterMap
     join_proposal: SessionResponse.JoinProposal
     join_withdrawn: SessionResponse.JoinWithdrawn
@@ -721,7 +757,8 @@ class SessionResponse(_message.Message):
     align: AlignCommand
     notice: SessionResponse.Notice
     trace: TraceCommand
-    def __init__(self, map: _Optional[_Union[_common_pb2.ClusterMap, _Mapping]] = ..., join_proposal: _Optional[_Union[SessionResponse.JoinProposal, _Mapping]] = ..., join_withdrawn: _Optional[_Union[SessionResponse.JoinWithdrawn, _Mapping]] = ..., member_lost: _Optional[_Union[SessionResponse.MemberLost, _Mapping]] = ..., shards_lost: _Optional[_Union[SessionResponse.ShardsLost, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotCommand, _Mapping]] = ..., rolled_back: _Optional[_Union[SessionResponse.RolledBack, _Mapping]] = ..., stop: _Optional[_Union[StopCommand, _Mapping]] = ..., mutual_wait: _Optional[_Union[MutualWait, _Mapping]] = ..., check_values: _Optional[_Union[SessionResponse.CheckValues, _Mapping]] = ..., run_ended: _Optional[_Union[SessionResponse.RunEnded, _Mapping]] = ..., map_difference: _Optional[_Union[_common_pb2.ClusterMapDifference, _Mapping]] = ..., check_server: _Optional[_Union[_common_pb2.Replica, _Mapping]] = ..., align: _Optional[_Union[AlignCommand, _Mapping]] = ..., notice: _Optional[_Union[SessionResponse.Notice, _Mapping]] = ..., trace: _Optional[_Union[TraceCommand, _Mapping]] = ...) -> None: ...
+    check_call: CheckCall
+    def __init__(self, map: _Optional[_Union[_common_pb2.ClusterMap, _Mapping]] = ..., join_proposal: _Optional[_Union[SessionResponse.JoinProposal, _Mapping]] = ..., join_withdrawn: _Optional[_Union[SessionResponse.JoinWithdrawn, _Mapping]] = ..., member_lost: _Optional[_Union[SessionResponse.MemberLost, _Mapping]] = ..., shards_lost: _Optional[_Union[SessionResponse.ShardsLost, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotCommand, _Mapping]] = ..., rolled_back: _Optional[_Union[SessionResponse.RolledBack, _Mapping]] = ..., stop: _Optional[_Union[StopCommand, _Mapping]] = ..., mutual_wait: _Optional[_Union[MutualWait, _Mapping]] = ..., check_values: _Optional[_Union[SessionResponse.CheckValues, _Mapping]] = ..., run_ended: _Optional[_Union[SessionResponse.RunEnded, _Mapping]] = ..., map_difference: _Optional[_Union[_common_pb2.ClusterMapDifference, _Mapping]] = ..., check_server: _Optional[_Union[_common_pb2.Replica, _Mapping]] = ..., align: _Optional[_Union[AlignCommand, _Mapping]] = ..., notice: _Optional[_Union[SessionResponse.Notice, _Mapping]] = ..., trace: _Optional[_Union[TraceCommand, _Mapping]] = ..., check_call: _Optional[_Union[CheckCall, _Mapping]] = ...) -> None: ...
 
 class MutualWait(_message.Message):
     __slots__ = ("sequence", "error")

@@ -261,6 +261,10 @@ HANDLE_CHARACTERS_MAX: Final = 512
 #: Open groups of one worker, names of its groups, and lanes (tags and directions) of one group.
 GROUPS_MAX: Final = 4096
 LANES_MAX: Final = 4096
+#: Of a waiting call of a group, the workers that are reported, the characters that name it, and the group's key.
+AWAITED_REPORTED_MAX: Final = 16
+GROUP_CALL_CHARACTERS_MAX: Final = 200
+GROUP_KEY_BYTES_MAX: Final = 64
 #: Names of groups that a run reconfigures.
 GROUP_NAMES_MAX: Final = 1024
 #: Calls of one lane that wait for their turn.

@@ -244,6 +244,9 @@ class Cluster:
                 return machines.coordinated_shutdown.on_report(event)
             case we.ServerChecked():
                 return machines.losses.on_checked(event, now)
+            case we.CallChecked():
+                machines.deadlocks.on_checked(event)
+                return []
             case we.EqualContributions():
                 return self._same_batches.on_report(event)
             case we.AlignReported():

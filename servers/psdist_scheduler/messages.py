@@ -25,7 +25,10 @@ from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import server_pb2
 from psdist.wire import convert, status
 from psdist.wire.limits import (
+    AWAITED_REPORTED_MAX,
     CLOCK_CHARACTERS_MAX,
+    GROUP_CALL_CHARACTERS_MAX,
+    GROUP_KEY_BYTES_MAX,
     LEASES_MAX,
     MEMBERS_MAX,
     NAMES_MAX,
@@ -117,7 +120,20 @@ def _activity(report: pb.Activity) -> we.Activity:
             return we.Activity(report.sequence, numbers, kind, name, waited.step, partial)
         case "call":
             return we.Activity(report.sequence, numbers, "call", partial=partial)
+        case "group":
+            return we.Activity(report.sequence, numbers, "group", partial=partial, group_call=_group_call(report.group))
     return we.Activity(report.sequence, numbers, partial=partial)
+
+
+def _group_call(call: pb.Activity.GroupCall) -> we.GroupCall:
+    if len(call.awaited) > AWAITED_REPORTED_MAX or len(call.group) > GROUP_KEY_BYTES_MAX:
+        raise LimitExceededError(
+            f"a call of a group names {len(call.awaited)} workers and a key of {len(call.group)} bytes; the limits are "
+            f"{AWAITED_REPORTED_MAX} and {GROUP_KEY_BYTES_MAX}"
+        )
+    awaited = tuple((worker.worker_id, worker.incarnation) for worker in call.awaited)
+    text = call.text[:GROUP_CALL_CHARACTERS_MAX]
+    return we.GroupCall(call.group, call.message, call.number, awaited, text)
 
 
 #: Conversion of nested messages, by their type.
@@ -208,7 +224,7 @@ _REPORTERS: Final[dict[str, Role]] = {
     **dict.fromkeys(("join_answer", "values_answer", "equal_contributions"), "server"),
     **dict.fromkeys(("replica_filled", "replica_unreachable"), "server"),
     **dict.fromkeys(("prepared", "written", "loaded", "load_failed"), "server"),
-    **dict.fromkeys(("stop", "server_checked", "align", "marked", "keeps"), "worker"),
+    **dict.fromkeys(("stop", "server_checked", "call_checked", "align", "marked", "keeps"), "worker"),
 }
 
 
@@ -244,6 +260,8 @@ def session_event(call: int, request: pb.SessionRequest) -> ev.Event:
             return make_event(we.EqualContributions, call, request.equal_contributions)
         case "server_checked":
             return make_event(we.ServerChecked, call, request.server_checked)
+        case "call_checked":
+            return make_event(we.CallChecked, call, request.call_checked)
         case "align":
             return make_event(we.AlignReported, call, request.align, next=_next_pushes(request.align.next))
         case "trace":
@@ -506,6 +524,8 @@ def command(value: ev.Value | ev.News) -> pb.SessionResponse:
             return message(align=pb.AlignCommand(number=number, until=until, hold=hold, release=release or None))
         case we.DeadlockFound(sequence, error):
             return message(mutual_wait=pb.MutualWait(sequence=sequence, error=status.to_detail(error)))
+        case we.CheckCall():
+            return message(check_call=make_message(pb.CheckCall, value))
         case sn.Prepare() | sn.Mark() | sn.TakeCut() | sn.End():
             return message(snapshot=_snapshot_command(value))
     raise AssertionError(f"{value} is not a session command")

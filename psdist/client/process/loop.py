@@ -88,6 +88,8 @@ class _Call(Generic[T]):
         #: Calls to cancel when the worker leaves; None if this one is not. Used on the loop only.
         self._under_way = under_way
         self._task: asyncio.Task[T] | None = None
+        #: True once a thread has waited for it for a while.
+        self.is_awaited = False
         #: Released when the coroutine has ended.
         self.ended = threading.Lock()
         self.ended.acquire()
@@ -106,6 +108,10 @@ class _Call(Generic[T]):
         """
         if self._task is not None:
             self._loop.call_soon(self._task.cancel)
+
+    def runs(self, task: asyncio.Task[Any]) -> bool:
+        """Return True if the task is that of the coroutine."""
+        return self._task is task
 
     def _end(self, task: asyncio.Task[T]) -> None:
         if self._under_way is not None:
@@ -129,8 +135,9 @@ class _Call(Generic[T]):
 class StartedCall(Generic[T]):
     """Coroutine that runs on the loop while the caller continues. Made by ``LoopThread.start``."""
 
-    def __init__(self, wait: Callable[[], T]) -> None:
+    def __init__(self, wait: Callable[[], T], call: _Call[T]) -> None:
         self._wait = wait
+        self._call = call
 
     def result(self) -> T:
         """Wait for the coroutine, and return its result or raise its error. Call it once.
@@ -138,6 +145,10 @@ class StartedCall(Generic[T]):
         Interrupts cancel the coroutine, as in ``LoopThread.call``.
         """
         return self._wait()
+
+    def mark_awaited(self) -> None:
+        """Record that a thread of the script waits for the coroutine by other means than ``result``."""
+        self._call.is_awaited = True
 
 
 class LoopThread:
@@ -164,6 +175,10 @@ class LoopThread:
         """True if at most one thread has made calls."""
         return len(self._callers) <= 1
 
+    def is_awaited(self, task: asyncio.Task[Any]) -> bool:
+        """Return True if a thread waits for a call whose task this is. Runs on the loop."""
+        return any(call.is_awaited and call.runs(task) for call in self._under_way)
+
     def end_on_sigterm(self) -> None:
         """See ``sigterm``."""
         sigterm.install(self.loop, self._clients, self._give_up)
@@ -184,7 +199,7 @@ class LoopThread:
         """Run ``coroutine`` on the loop, and return immediately. Arguments as for ``call``."""
         call = self._made(coroutine, reading=reading, ending=False)
         self.loop.call_soon_threadsafe(self._begin, call, reading)
-        return StartedCall(lambda: self._wait(call, reading=reading))
+        return StartedCall(lambda: self._wait(call, reading=reading), call)
 
     def _made(self, coroutine: Coroutine[Any, Any, T], *, reading: bool, ending: bool) -> _Call[T]:
         """Return a call that may be started. Raises the error that forbids it."""
@@ -205,7 +220,7 @@ class LoopThread:
             if begins:
                 self.loop.call_soon_threadsafe(self._begin, call, reading)
             while not call.ended.acquire(timeout=_SIGNAL_SECONDS):
-                pass  # The interpreter handles signals between two waits.
+                call.is_awaited = True  # The interpreter handles signals between two waits.
         except BaseException:
             self.loop.call_soon_threadsafe(call.cancel)
             call.ended.acquire(timeout=_UNWIND_SECONDS)

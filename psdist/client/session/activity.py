@@ -15,6 +15,7 @@ from typing import Any, Self
 from psdist.client.core.snapshot_marks import SnapshotMarks
 from psdist.client.reporting.throughput import Throughput
 from psdist.client.session.cluster_view import ClusterView
+from psdist.client.session.group_calls import GroupCalls
 from psdist.client.session.reachability import Reachability
 from psdist.errors import PsdistError
 from psdist.v1 import scheduler_pb2 as pb
@@ -64,11 +65,13 @@ class Activities:
     """Activity of one client.
 
     marks: returns the push sequences of this incarnation.
+    group_calls: calls of groups under way.
     is_alone: returns True if a single thread makes calls, so that nothing else can end its waits.
     """
 
-    def __init__(self, marks: Callable[[], SnapshotMarks], view: ClusterView) -> None:
+    def __init__(self, marks: Callable[[], SnapshotMarks], view: ClusterView, group_calls: GroupCalls) -> None:
         self._marks = marks
+        self._group_calls = group_calls
         self.reachability = Reachability(view)
         self.throughput = Throughput()
         #: Returns the totals of this client so far.
@@ -76,6 +79,8 @@ class Activities:
         self.is_alone: Callable[[], bool] = lambda: False
         self._sequence = 0
         self._wait: ReportedWait | None = None
+        #: Call of a group in the newest report.
+        self._group_call: pb.Activity.GroupCall | None = None
 
     def message(self, sequence: int, **what: Any) -> pb.Activity:
         """Return a report: the progress of this worker's pushes, and ``what`` it waits for."""
@@ -107,11 +112,26 @@ class Activities:
 
     def report(self) -> pb.Activity:
         """Return the report for the next heartbeat."""
-        if self._wait is None:
-            return self.message(self._sequence)
-        return self._wait.activity
+        if self._wait is not None:
+            self._group_call = None
+            return self._wait.activity
+        call = self._group_calls.awaited() if self.is_alone() else None
+        need = call.need() if call is not None else None
+        if need != self._group_call:
+            self._group_call = need
+            self._sequence += 1
+        return self.message(self._sequence) if need is None else self.message(self._sequence, group=need)
+
+    def holds(self, check: pb.CheckCall) -> bool:
+        """Return True if this worker lacks the checked call, and the wait of report ``check.sequence`` lasts."""
+        report = self.report()
+        waits = report.sequence == check.sequence and report.WhichOneof("waits_for") is not None
+        return waits and not self._group_calls.acts and self._group_calls.lacks(check)
 
     def on_mutual_wait(self, sequence: int, error: PsdistError) -> None:
         """End a wait: the scheduler has found that this worker and others wait for each other."""
-        if self._wait is not None and self._wait.sequence == sequence:
-            self._wait.fail(error)
+        if self._wait is not None:
+            if self._wait.sequence == sequence:
+                self._wait.fail(error)
+        elif self.report().sequence == sequence and (call := self._group_calls.awaited()) is not None:
+            call.fail(error)

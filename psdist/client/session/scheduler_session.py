@@ -89,7 +89,7 @@ class WorkerSession:
         self.snapshots = SnapshotParticipant(self.calls, self.membership, self._send)
         iterations = Iterations(self._report_progress, lambda: self.is_heard)
         self.stopping = Stopping(lambda: self.snapshots.marks, self._report_stop, lambda: self.is_heard, iterations)
-        self.activities = Activities(lambda: self.snapshots.marks, self.membership.view)
+        self.activities = Activities(lambda: self.snapshots.marks, self.membership.view, self.waits.group_calls)
         self.registrar = Registrar(target, version, self.calls, self.waits)
         self._connections = connections
         self._requests = SessionRequests()
@@ -289,6 +289,9 @@ class WorkerSession:
             case "mutual_wait":
                 error = status.from_detail(response.mutual_wait.error)
                 self.activities.on_mutual_wait(response.mutual_wait.sequence, error)
+            case "check_call":
+                if self.activities.holds(response.check_call):
+                    self._send(scheduler_pb2.SessionRequest(call_checked=response.check_call))
             case "rolled_back":
                 raise _rolled_back(response.rolled_back, self.snapshots.marks.sequences)
 

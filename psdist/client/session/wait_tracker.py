@@ -14,6 +14,7 @@ import math
 from typing import Final, Self
 
 from psdist.client.reporting.phase_timer import PhaseTimer, Subject, TimedRequest
+from psdist.client.session.group_calls import GroupCalls
 from psdist.tracing.member import MemberTrace
 from psdist.wire import limits
 
@@ -124,6 +125,8 @@ class WaitTracker:
         self.reported: dict[str, float] = {}
         #: Time that the script spends in each phase.
         self.phases = PhaseTimer()
+        #: Calls of groups under way.
+        self.group_calls = GroupCalls()
         self.trace = MemberTrace(self.phases.add_sink, self.phases.remove_sink)
 
     def open(self, reason: str) -> Wait:

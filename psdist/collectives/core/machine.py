@@ -418,6 +418,16 @@ def needed_ranks(machine: GroupMachine) -> list[int]:
     return [peer for peer in machine.peers if any(call.needs(peer) for call in under_way)]
 
 
+def missing_ranks(machine: GroupMachine, call_id: int) -> tuple[CallLane, int, Header, list[int]]:
+    """Return the lane of a call, the number of the lane's call under way, that call, and the ranks that have not made
+    it. The lane has no other order: all of its calls wait for these ranks."""
+    lane, calls = next((one for one in machine._lanes.items() if one[1] is machine._unended.get(call_id)), (None, None))
+    if lane is None or calls is None:
+        return COLLECTIVES, 0, Header(""), []
+    first = calls.queue[0]
+    return lane, calls.number, first.plan.call, [peer for peer in first.plan.peers if peer not in first.called]
+
+
 def _reason(call: GroupCall) -> str:
     absent = [peer for peer in call.plan.peers if peer not in call.called]
     if absent:

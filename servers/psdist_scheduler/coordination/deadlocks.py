@@ -9,6 +9,9 @@ report could do so only because the worker that it waited for pushed, or called,
 continued before it. Only waits that cannot end by themselves count. Calls with a time limit, and clients used by
 several threads, report no wait.
 
+Calls of a group travel between workers, so one that is missing may be on its way. A cycle with such a wait counts once
+each worker that lacks the call has confirmed that it has not made it, and still waits as it reported.
+
 Other reasons for a stalled run, such as a script that never calls, are reported by ``Cluster.waits``.
 """
 
@@ -17,13 +20,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from psdist.consistency import BSP, SSP
 from psdist.errors import MutualWaitError
 from psdist.types import ParametersEntry, ParametersMember
 from psdist_scheduler.events.cluster_events import Answer, Effect, LogEvent, Refuse
 from psdist_scheduler.events.cluster_state import Member
-from psdist_scheduler.events.worker_events import Activity, DeadlockFound
+from psdist_scheduler.events.worker_events import Activity, CallChecked, CheckCall, DeadlockFound, GroupCall
 from psdist_scheduler.members.barriers import Barriers
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement.registry import Registry, awaited_workers
@@ -34,12 +38,17 @@ _REMEDY = (
 )
 
 
+#: Id and incarnation of a worker, and the sequence of its wait.
+_Waiting = tuple[str, int, int]
+
+
 @dataclass(frozen=True, slots=True)
 class WaitFor:
     """Edges of the wait-for graph from one worker to the workers that it waits for.
 
     text: reason for the wait, to follow the word "waits".
     call: the call that waits here; 0 for none.
+    group_call: the call of a group that it waits for, or None.
     """
 
     worker: Member
@@ -47,6 +56,12 @@ class WaitFor:
     awaited: tuple[str, ...]
     sequence: int
     call: int = 0
+    group_call: GroupCall | None = None
+
+    @property
+    def identity(self) -> _Waiting:
+        """The worker, and the sequence of its wait."""
+        return (*self.worker.identity, self.sequence)
 
 
 @dataclass(slots=True)
@@ -60,6 +75,9 @@ class Deadlocks:
     _activities: dict[str, tuple[int, Activity]] = field(default_factory=dict)
     #: Activity that came with each open call.
     _calls: dict[int, Activity] = field(default_factory=dict)
+    #: Pairs of waits. The worker of the second was asked, on this session, if it lacks the call of the first: True once
+    #: it has confirmed that.
+    _checks: dict[tuple[_Waiting, _Waiting], int | Literal[True]] = field(default_factory=dict)
 
     def on_activity(self, worker: Member, activity: Activity | None, call: int = 0) -> None:
         """Record a worker's activity. call: the call that it came with, if that waits for an answer."""
@@ -71,6 +89,15 @@ class Deadlocks:
         if call:
             self._calls[call] = activity
 
+    def on_checked(self, event: CallChecked) -> None:
+        """Record that a worker lacks the call that it was asked about."""
+        worker = self._members.by_session(event.call)
+        if worker is not None:
+            waiting = event.worker_id, event.incarnation, event.waiting
+            check = waiting, (*worker.identity, event.sequence)
+            if check in self._checks:
+                self._checks[check] = True
+
     def end_call(self, call: int) -> None:
         self._calls.pop(call, None)
 
@@ -80,10 +107,20 @@ class Deadlocks:
             if not self._members.is_live(worker_id, incarnation):
                 del self._activities[worker_id]
         waits = {wait.worker.member_id: wait for wait in self._waits()}
+        awaited = {worker_id: wait.awaited for worker_id, wait in waits.items()}
+        lasting = {wait.identity for wait in waits.values()}
+        self._checks = {check: state for check, state in self._checks.items() if lasting.issuperset(check)}
         effects: list[Effect] = []
         calls: list[int] = []
-        while circle := _find_circle({worker_id: wait.awaited for worker_id, wait in waits.items()}):
-            found = [waits.pop(worker_id) for worker_id in circle]
+        while circle := _find_circle(awaited):
+            found = [waits[worker_id] for worker_id in circle]
+            if unconfirmed := self._unconfirmed(found, effects):
+                for wait, other in unconfirmed:
+                    left = tuple(one for one in awaited[wait.worker.member_id] if one != other.worker.member_id)
+                    awaited[wait.worker.member_id] = left
+                continue
+            for worker_id in circle:
+                del awaited[worker_id]
             text = _text(found)
             error = MutualWaitError(f"{text}. {_REMEDY}")
             effects.append(LogEvent(f"deadlock: {text}", "warning"))
@@ -97,11 +134,34 @@ class Deadlocks:
                     effects.append(Answer(session, DeadlockFound(wait.sequence, error)))
         return effects, calls
 
+    def _unconfirmed(self, circle: Sequence[WaitFor], effects: list[Effect]) -> list[tuple[WaitFor, WaitFor]]:
+        """Return the waits for calls of groups that the next worker of a cycle has not confirmed, with that worker's.
+
+        effects: takes questions to those that have not been asked.
+        """
+        found = []
+        for wait, other in zip(circle, (*circle[1:], circle[0]), strict=True):
+            check = wait.identity, other.identity
+            if (call := wait.group_call) is None or self._checks.get(check) is True:
+                continue
+            found.append((wait, other))
+            session = self._members.sessions.call_of(other.worker.member_id)
+            if session and self._checks.get(check) != session:
+                self._checks[check] = session
+                question = CheckCall(other.sequence, *wait.identity, call.group, call.message, call.number)
+                effects.append(Answer(session, question))
+        return found
+
     def _waits(self) -> Iterator[WaitFor]:
         """Yield all known waits for other workers."""
         groups: dict[tuple[str, str, int, bool], tuple[str, ...]] = {}
         for worker_id, (_, activity) in self._activities.items():
             worker = self._members.get(worker_id)
+            if worker is not None and (call := activity.group_call) is not None:
+                others = tuple(
+                    other for other, incarnation in call.awaited if self._members.is_live(other, incarnation)
+                )
+                yield WaitFor(worker, call.text, _others(others, worker), activity.sequence, group_call=call)
             if worker is None or activity.kind not in ("step", "clock"):
                 continue
             key = (activity.kind, activity.parameters, activity.number, activity.parameters in activity.partial)

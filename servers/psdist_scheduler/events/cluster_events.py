@@ -293,7 +293,7 @@ class Tick:
     """Passage of time. Expected every ``ClusterSettings.tick_seconds``."""
 
 
-WorkerReport = we.StopReported | we.AlignReported | we.ServerChecked | we.Heard | we.EqualContributions
+WorkerReport = we.StopReported | we.AlignReported | we.ServerChecked | we.CallChecked | we.Heard | we.EqualContributions
 SessionEvent = SessionOpened | SessionClosed | Probed | Heartbeat | JoinAnswered | ValuesAnswered
 MemberEvent = Register | Leave | WorkerReport | SessionEvent
 ReplicaEvent = ReplicaFilled | ReplicaUnreachable

@@ -24,6 +24,21 @@ class Caller:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupCall:
+    """Call of a group that a worker waits for: see Activity.GroupCall of scheduler.proto.
+
+    awaited: ids and incarnations.
+    text: the call, to follow the word "waits".
+    """
+
+    group: bytes
+    message: bool
+    number: int
+    awaited: tuple[tuple[str, int], ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Activity:
     """A worker's report on the wait of its script, if other workers can end that wait.
 
@@ -31,15 +46,17 @@ class Activity:
     next: number of its next push, by parameter set.
     partial: parameter sets of whose next push a part is made.
     kind: "step" or "clock" if it waits for all members of ``parameters`` to push step ``number``, or to reach that
-        clock. "call" if it waits in a call to this scheduler. "" if it is not known to wait, or may continue by itself.
+        clock. "call" if it waits in a call to this scheduler, "group" if for others to make ``group_call``. "" if it is
+        not known to wait, or may continue by itself.
     """
 
     sequence: int
     next: Numbers
-    kind: Literal["", "step", "clock", "call"] = ""
+    kind: Literal["", "step", "clock", "call", "group"] = ""
     parameters: str = ""
     number: int = 0
     partial: tuple[str, ...] = ()
+    group_call: GroupCall | None = None
 
     @property
     def age(self) -> tuple[int, int, int, bool]:
@@ -129,6 +146,30 @@ class DeadlockFound:
     error: PsdistError
 
 
+@dataclass(frozen=True, slots=True)
+class CheckCall:
+    """To a worker, on its session: see CheckCall of scheduler.proto. The answer is a CallChecked."""
+
+    sequence: int
+    worker_id: str
+    incarnation: int
+    waiting: int
+    group: bytes
+    message: bool
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallChecked:
+    """A worker's report, on its session ``call``: it confirms the CheckCall with these fields."""
+
+    call: int
+    sequence: int
+    worker_id: str
+    incarnation: int
+    waiting: int
+
+
 StopKind = Literal["ask", "hold", "leave"]
 
 
@@ -163,7 +204,7 @@ class AlignCommand:
     release: bool = False
 
 
-WorkerCommand = DeadlockFound | StopCommand | AlignCommand | CheckServer | Notice
+WorkerCommand = DeadlockFound | CheckCall | StopCommand | AlignCommand | CheckServer | Notice
 
 
 # --- data sets --------------------------------------------------------------------------------------------------------

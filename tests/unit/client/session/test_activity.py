@@ -20,6 +20,7 @@ from psdist.client.core.push_sequence import PushSequence
 from psdist.client.core.snapshot_marks import SnapshotMarks
 from psdist.client.session.activity import Activities
 from psdist.client.session.cluster_view import ClusterView
+from psdist.client.session.group_calls import GroupCalls
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import status
 
@@ -36,7 +37,8 @@ class Worker:
         self.session = PushSequence(1, psdist.BSP())
         pushes = SnapshotMarks()
         pushes.enter("p", self.session)
-        self.activities = Activities(lambda: pushes, ClusterView())
+        self.group_calls = GroupCalls()
+        self.activities = Activities(lambda: pushes, ClusterView(), self.group_calls)
         self.activities.is_alone = lambda: True
         self.waits = asyncio.Event()
         self.end = asyncio.Event()
@@ -154,6 +156,66 @@ async def test_an_older_wait_that_ends_does_not_end_the_newer_one() -> None:
         with first:
             worker.activities.began(second)
         assert worker.activities.report().call
+
+
+class GroupCall:
+    """Call of a group that waits for another worker."""
+
+    def __init__(self, number: int = 0) -> None:
+        self.wanted: pb.Activity.GroupCall | None = pb.Activity.GroupCall(group=b"g", number=number)
+        self.error: errors.PsdistError | None = None
+
+    def need(self) -> pb.Activity.GroupCall | None:
+        return self.wanted
+
+    def fail(self, error: errors.PsdistError) -> None:
+        self.error = error
+
+
+async def test_the_call_of_a_group_that_the_script_waits_for_is_reported() -> None:
+    worker = Worker()
+    calls, task = worker.group_calls, asyncio.current_task()
+    before = worker.activities.report()
+    entered, call = calls.enter(), GroupCall()
+    assert entered is task and calls.enter() is None, "a call that makes another one is one call"
+    calls.wait(call)
+    assert worker.activities.report().WhichOneof("waits_for") is None, "the script does something else"
+    calls.is_awaited = lambda one: one is task
+    during = worker.activities.report()
+    assert during.group == call.wanted and during.sequence > before.sequence
+    assert worker.activities.report() == during
+    worker.activities.is_alone = lambda: False
+    assert worker.activities.report().WhichOneof("waits_for") is None
+    worker.activities.is_alone = lambda: True
+    worker.activities.on_mutual_wait(during.sequence, CIRCLE)
+    assert call.error is None, "a wait that was interrupted is another one"
+    worker.activities.on_mutual_wait(worker.activities.report().sequence, CIRCLE)
+    assert call.error is CIRCLE
+    call.wanted = None
+    assert worker.activities.report().WhichOneof("waits_for") is None
+    calls.wait(None)
+    calls.leave(entered)
+    calls.leave(None)
+    assert not calls.acts
+
+
+async def test_a_worker_confirms_that_it_lacks_a_call_only_while_it_waits() -> None:
+    worker = Worker()
+    task = await worker.begin()
+    check = pb.CheckCall(sequence=worker.activities.report().sequence, group=b"g")
+    assert worker.activities.holds(check)
+    worker.group_calls.lacks = lambda asked: asked != check
+    assert not worker.activities.holds(check), "it has made the call"
+    worker.group_calls.lacks = lambda _: True
+    entered = worker.group_calls.enter()  # A call in the background, which is not made yet.
+    assert not worker.activities.holds(check)
+    worker.group_calls.leave(entered)
+    worker.end.set()
+    await task
+    assert not worker.activities.holds(check), "it continues"
+    assert not worker.activities.holds(pb.CheckCall(sequence=worker.activities.report().sequence)), (
+        "it waits for nobody"
+    )
 
 
 # --- with a scheduler -------------------------------------------------------------------------------------------------

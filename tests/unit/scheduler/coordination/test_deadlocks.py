@@ -10,7 +10,14 @@ import pytest
 from psdist import errors
 from psdist.consistency import ASP, BSP, SSP, Consistency
 from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events.worker_events import Activity, DeadlockFound, ResumePush
+from psdist_scheduler.events.worker_events import (
+    Activity,
+    CallChecked,
+    CheckCall,
+    DeadlockFound,
+    GroupCall,
+    ResumePush,
+)
 from tests.support.scheduler_driver import LAYOUT, Driver, caller, spec
 
 
@@ -36,6 +43,24 @@ class Run(Driver):
     def beat_with(self, number: int, activity: Activity) -> Activity:
         self.on(ev.Heartbeat(self.sessions[number], self.map.epoch, activity=activity))
         return activity
+
+    def group(self, number: int, key: bytes, *others: int) -> Activity:
+        """Report of a worker that waits for others in a barrier of a group."""
+        awaited = tuple(self.workers[other].identity for other in others)
+        call = GroupCall(key, False, 3, awaited, f"in barrier() of group {key.decode()}")
+        return self.beat_with(number, replace(self.report("group", mlp=7), group_call=call))
+
+    def asked(self, number: int) -> list[CheckCall]:
+        """Questions to a worker since it was asked last."""
+        self.tick(1.0)
+        told = self.told[self.sessions[number]]
+        found = [value for value in told if isinstance(value, CheckCall)]
+        told[:] = [value for value in told if not isinstance(value, CheckCall)]
+        return found
+
+    def confirm(self, number: int, asked: CheckCall) -> None:
+        session = self.sessions[number]
+        self.on(CallChecked(session, asked.sequence, asked.worker_id, asked.incarnation, asked.waiting))
 
     def barrier(self, number: int, activity: Activity, name: str = "b") -> int:
         call = self.number()
@@ -224,3 +249,100 @@ def test_a_worker_that_rejoins_may_wait_for_one_at_a_barrier() -> None:
     call = run.barrier(1, run.report("call"), "end")
     run.ended()
     assert isinstance(run.errors[call], errors.MutualWaitError)
+
+
+# --- calls of groups --------------------------------------------------------------------------------------------------
+
+
+def test_calls_of_groups_are_a_circle_once_each_worker_lacks_them() -> None:
+    run = Run()
+    first, second = run.group(0, b"a", 1), run.group(1, b"b", 0)
+    [of_second], [of_first] = run.asked(1), run.asked(0)
+    assert of_second == CheckCall(second.sequence, *run.workers[0].identity, first.sequence, b"a", False, 3)
+    assert of_first == CheckCall(first.sequence, *run.workers[1].identity, second.sequence, b"b", False, 3)
+    run.confirm(1, of_second)
+    assert run.ended() == {} and not run.asked(0) and not run.asked(1), "each is asked once"
+    run.confirm(0, of_first)
+    assert run.ended()[0] == run.ended()[1]
+    assert "waits in barrier() of group a for worker-1 (rank 1), which waits in barrier() of group b" in run.ended()[0]
+
+
+@pytest.mark.parametrize("kind", ["step", "call"])
+def test_a_call_of_a_group_and_another_wait_are_a_circle(kind: str) -> None:
+    run = Run()
+    run.group(0, b"a", 1)
+    call = 0
+    if kind == "step":
+        run.beat_with(1, run.report("step", 7, mlp=8))
+    else:
+        call = run.barrier(1, run.report("call", mlp=8))
+    [question] = run.asked(1)
+    assert run.ended() == {} and call not in run.errors
+    run.confirm(1, question)
+    assert list(run.ended()) == ([0, 1] if kind == "step" else [0])
+    assert kind == "step" or isinstance(run.errors[call], errors.MutualWaitError)
+
+
+def test_a_worker_that_waits_for_the_circle_is_not_in_it() -> None:
+    run = Run(workers=3)
+    run.group(2, b"c", 0, 1)
+    run.group(0, b"a", 1, 2)
+    run.group(1, b"b", 0)
+    for number in (0, 1):
+        for question in run.asked(number):
+            run.confirm(number, question)
+    assert {0, 1} <= run.ended().keys()
+
+
+def test_a_circle_of_three_calls_of_groups() -> None:
+    run = Run(workers=3)
+    for number, key in enumerate((b"a", b"b", b"c")):
+        run.group(number, key, (number + 1) % 3)
+    for number in range(3):
+        assert run.ended() == {}
+        for question in run.asked(number):
+            run.confirm(number, question)
+    assert list(run.ended()) == [0, 1, 2]
+
+
+def test_a_confirmation_of_another_wait_means_nothing() -> None:
+    run = Run()
+    run.group(0, b"a", 1)
+    run.beat_with(1, run.report("step", 7, mlp=8))
+    [question] = run.asked(1)
+    run.beat_with(1, run.report("", mlp=8))  # It continued, and waits again.
+    run.beat_with(1, run.report("step", 7, mlp=8))
+    run.confirm(1, question)
+    assert run.ended() == {}
+    [again] = run.asked(1)
+    assert again.sequence > question.sequence
+
+
+def test_a_worker_is_asked_again_on_its_next_session() -> None:
+    run = Run()
+    run.group(0, b"a", 1)
+    waits = run.beat_with(1, run.report("step", 7, mlp=8))
+    assert len(run.asked(1)) == 1
+    run.sessions[1] = run.number()
+    run.on(ev.SessionOpened(run.sessions[1], *run.workers[1].identity))
+    run.beat_with(1, waits)
+    [question] = run.asked(1)
+    run.confirm(1, question)
+    assert list(run.ended()) == [0, 1]
+
+
+def test_a_call_waits_for_no_other_incarnation() -> None:
+    run = Run()
+    run.group(0, b"a", 1)
+    run.on(ev.SessionClosed(run.sessions[1], "its session broke"))
+    run.tick(100.0)
+    run.workers[1], run.sessions[1] = run.join(member_id="worker-1")
+    run.beat_with(1, run.report("step", 7, mlp=8))
+    assert run.ended() == {} and not run.asked(1)
+
+
+def test_a_worker_that_computes_is_asked_nothing() -> None:
+    run = Run()
+    run.group(0, b"a", 1)
+    run.beat_with(1, run.report("", mlp=8))
+    assert run.ended() == {} and not run.asked(1)
