@@ -160,7 +160,6 @@ class DistributedDataParallel(UnevenBatches, DDPAttributes):
         self._parameters_then = ModelParameters(module)
         #: Excluded from the graphs of torch.compile, because it talks to servers.
         self._begin_step = torch.compiler.disable(self._begin)  # type: ignore[no-untyped-call]  # torch: untyped
-        self._join: UnevenInputs | None = None
         self._stream = GradientStream(
             self.handle, tensors.trained, bucket_bytes, self._on_begin,
             as_views=gradient_as_bucket_view, others=flags, overflows=_OVERFLOWS, after_failure=_AFTER_FAILURE,

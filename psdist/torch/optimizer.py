@@ -139,7 +139,6 @@ class DistributedOptimizer(UnevenBatches, torch.optim.Optimizer):
         buffers = KeptBuffers(model, [name], f"{name}/fixed", tensors.fixed, tensors.aliases)
         buffers.save_in_snapshots(client, self.handle)
         self._loss_scale = LossScale(self.context, f"{name}/overflows", consistency)
-        self._join: UnevenInputs | None = None
         self._means: MeanGradients | None = None
         self._clipping = MeanClipping(tensors.trained, self._average_before)
         self._rates = LearningRates(spec, wrapped, scheduler, self.handle)
@@ -150,7 +149,8 @@ class DistributedOptimizer(UnevenBatches, torch.optim.Optimizer):
         self._rates.attach(self.param_groups, [(self.handle, tensors.trained)])
         self._inner = InnerOptimizer(wrapped, self, "DistributedOptimizer")
         self._overlap = OverlapChoice(
-            overlap, not spec.max_grad_norm or isinstance(consistency, BSP), name, self.context.world_size,
+            overlap, not spec.max_grad_norm or isinstance(consistency, BSP), name,
+            self.context.world_size if isinstance(consistency, BSP) else 1,
             self._stream.listen, self._make_probe,
         )  # fmt: skip
         self._is_made = True
@@ -289,7 +289,7 @@ class DistributedOptimizer(UnevenBatches, torch.optim.Optimizer):
         Raises InvalidArgumentError outside BSP, in ``join``, and if gradients were pushed during the backward pass; and
         the errors of ``Parameters.push_pull``.
         """
-        self._overlap.close()
+        self._overlap.on_average()
         if obstacle := self._obstacle_to_averages():
             raise InvalidArgumentError(
                 f"average_gradients() and clip_grad_norm_() of {self.handle.name!r} are not possible {obstacle}"

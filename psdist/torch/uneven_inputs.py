@@ -34,7 +34,7 @@ class UnevenBatches:
     """Base of the classes that push a model's gradients: batches of different sizes have weights."""
 
     _stream: GradientStream
-    _join: UnevenInputs | None
+    _join: UnevenInputs | None = None
 
     def set_weight(self, weight: float) -> None:
         """Set the weight of this worker's gradient in the mean of the next step.

@@ -48,7 +48,7 @@ class Outcome:
 #: The weights equal torch's up to rounding, or in every byte.
 EQUAL, BYTES = Outcome("equal"), Outcome("same bytes", tolerance=0.0)
 #: Each worker's own gradient is changed before the mean, and a warning says so.
-OWN_GRADIENT = Outcome("each worker's own gradient, with a warning that names `clip_grad_norm_`", reference=OWN)
+OWN_GRADIENT = Outcome("each worker's own gradient, with a warning that names `average_gradients()`", reference=OWN)
 
 #: Weights of 16 bits differ by their rounding.
 ROUNDED = Outcome("equal up to the rounding of bfloat16: gradients are averaged in float32", tolerance=2**-7)

@@ -27,6 +27,8 @@ LATER_ELEMENTS: Final = 1 << 18
 _AT_LEAST: Final = 16
 #: Integers with the sizes of floating-point elements. Their comparison treats equal NaNs as equal.
 _BITS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: Rounding errors of a multiplied tensor, in units of the last place of its largest element.
+_ROUNDING: Final = 4
 
 
 class Fingerprint:
@@ -39,6 +41,8 @@ class Fingerprint:
         self._is_enabled = is_enabled
         self._taken = 0
         self._is_complete = False
+        #: Number of the covered part, and the number of parts.
+        self._place = 0, 1
         #: Name, current content and copied content of each covered part: arrays on the CPU, tensors on other devices.
         self._parts: list[tuple[str, Any, Any]] = []
 
@@ -49,9 +53,23 @@ class Fingerprint:
         found = [(name, one) for name, one in tensors if one.numel() and one.layout is torch.strided]
         limit = FIRST_ELEMENTS if self._taken < FIRST or self._is_complete else LATER_ELEMENTS
         parts = max(1, -(-sum(one.numel() for _, one in found) // limit))
-        number = self._taken % parts
+        self._place = number, parts = self._taken % parts, parts
         self._taken += 1
         self._parts = [(name, part := _part(one, number, parts), _copied(part)) for name, one in found]
+
+    def factors(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, float] | None:
+        """Return the number that each of ``tensors`` is its copy multiplied by, up to rounding.
+
+        tensors: those of ``take`` by name, or others in their places.
+
+        None if the covered part of one of them is anything else, such as clamped, and if a copy has infinite elements.
+        """
+        copies = {name: then for name, _, then in self._parts}
+        found = [(name, one, copies.get(name)) for name, one in tensors]
+        if not all(one.layout is torch.strided and then is not None for _, one, then in found):
+            return None
+        numbers = {name: _factor(one, _part(one, *self._place), then) for name, one, then in found}
+        return None if None in numbers.values() else {name: one for name, one in numbers.items() if one is not None}
 
     def forget(self) -> None:
         """Discard the copy, so that nothing counts as changed."""
@@ -66,6 +84,10 @@ class Fingerprint:
         names += [name for name, now, then in self._parts if isinstance(now, np.ndarray) and (now != then).any()]
         self._is_complete = self._is_complete or bool(names)
         return names
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
 
 
 def _part(tensor: Tensor, number: int, parts: int) -> Any:
@@ -85,3 +107,15 @@ def _part(tensor: Tensor, number: int, parts: int) -> Any:
 
 def _copied(part: Any) -> Any:
     return part.copy() if isinstance(part, np.ndarray) else part.clone()
+
+
+def _factor(tensor: Tensor, part: Any, copied: Any) -> float | None:
+    now, then = (_numbers(torch.as_tensor(bits).view(tensor.dtype)) for bits in (part, copied))
+    if now.numel() != then.numel() or not bool(then.isfinite().all()):
+        return None
+    now, then = now.reshape(-1), then.reshape(-1)
+    square = then.dot(then)
+    factor = float(then.dot(now) / square) if square else 1.0
+    error = float((now - factor * then).abs().max())
+    allowed = _ROUNDING * torch.finfo(tensor.dtype).eps * float(now.abs().max())
+    return factor if error <= allowed else None

@@ -11,6 +11,7 @@ Not here: pushing (``gradients``).
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Literal
@@ -27,6 +28,8 @@ Overlap = bool | Literal["auto"]
 
 #: Steps that are watched. The second one shows gradients that another model's loss left between two steps.
 _WATCHED_STEPS: Final = 2
+#: Relative difference of two factors that rounding explains.
+_ROUNDING: Final = 1e-4
 #: Writes to the weights between backward passes of one step. One is part of some methods, such as SAM.
 _WRITES: Final = 2
 
@@ -70,6 +73,10 @@ class OverlapProbe:
         self._writes = 0
         #: Reason for pushes in ``step``; empty if none was seen.
         self.reason = ""
+        #: A gradient that the script changes by more than a constant factor, which the mean does not commute with.
+        self.changed = ""
+        #: Factors of the first step, by parameter; None before.
+        self._factors: dict[str, float] | None = None
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]  # torch gives it no types
                 partial(self._on_gradient, number)
@@ -80,8 +87,8 @@ class OverlapProbe:
 
     @property
     def is_done(self) -> bool:
-        """True once a reason or enough steps without one were seen."""
-        return bool(self.reason) or self._steps >= _WATCHED_STEPS
+        """True once enough steps were seen."""
+        return self._steps >= _WATCHED_STEPS
 
     def _on_gradient(self, number: int, parameter: Tensor) -> None:
         if self._pass != (current := torch._C._current_graph_task_id()):
@@ -124,10 +131,15 @@ class OverlapProbe:
         if is_scaled:
             self.reason = self.reason or "a GradScaler may skip steps"
         hidden = self._values.changed()
-        for number, (gradient, version) in self._seen.items():
-            name, parameter = self._parameters[number]
-            if parameter.grad is not gradient or gradient._version != version or name in hidden:
-                self.reason = self.reason or f"the gradient of {name!r} changed after backward()"
+        changed = {
+            name: parameter.grad
+            for number, (gradient, version) in self._seen.items()
+            for name, parameter in [self._parameters[number]]
+            if parameter.grad is not gradient or gradient._version != version or name in hidden
+        }
+        if changed:
+            self.reason = self.reason or f"the gradient of {next(iter(changed))!r} changed after backward()"
+        self._check_factors(changed, is_scaled=is_scaled)
         if name := self._written_weight():
             self.reason = self.reason or f"the weight {name!r} was written to after backward()"
         if self._seen and self._settings_of() != self._settings:
@@ -135,6 +147,26 @@ class OverlapProbe:
         self._forget()
         self._versions, self._writes = [], 0
         self._steps += 1
+
+    def _check_factors(self, changed: Mapping[str, Tensor | None], *, is_scaled: bool) -> None:
+        """Record a change of gradients that is no multiplication by the same numbers in each step.
+
+        changed: gradients that were changed in this step. is_scaled: a GradScaler divides by powers of two.
+        """
+        taken = [gradient for gradient, _ in self._seen.values()]
+        if is_scaled and not all(bool(one.isfinite().all()) for one in taken if one.layout is torch.strided):
+            return  # The step is skipped.
+        given = {name: gradient for name, gradient in changed.items() if gradient is not None}
+        factors = self._values.factors(given.items()) if given else {}
+        if factors is None:
+            self.changed = self.changed or next(iter(given))
+            return
+        if is_scaled:
+            factors = {name: math.frexp(factor)[0] * 2 for name, factor in factors.items()}
+        first = self._factors = factors if self._factors is None else self._factors
+        for name in sorted(factors.keys() | first.keys()):
+            if not math.isclose(factors.get(name, 1.0), first.get(name, 1.0), rel_tol=_ROUNDING):
+                self.changed = self.changed or name
 
     def _written_weight(self) -> str:
         """Return the name of a parameter that was written to since the backward pass; empty if there is none."""
@@ -167,7 +199,8 @@ class OverlapChoice:
 
     overlap: the script's choice.
     can_overlap: False pushes in ``step`` regardless of it.
-    name, workers: parameter set and number of workers, for the log.
+    name: parameter set, for the log.
+    workers: number of workers whose gradients a step averages.
     start: makes backward passes push.
     probe: watches the first steps for "auto".
     """
@@ -197,12 +230,31 @@ class OverlapChoice:
         if self._probe is None or not self._probe.is_done:
             return
         reason = self._probe.reason
+        self._warn_of_changes()
         self.close()
         if reason:
-            _report(self._name, reason, self._workers)
+            logger.info("%r pushes gradients in step(), not during the backward pass (%s)", self._name, reason)
         else:
             self.is_active = True
             self._start()
+
+    def on_average(self) -> None:
+        """Stop watching: gradients are averaged from now on, and the script changes the mean."""
+        if self._probe is not None:
+            self._probe.on_step(is_scaled=True)  # It may be.
+            self._warn_of_changes()
+        self.close()
+
+    def _warn_of_changes(self) -> None:
+        """Warn of a gradient that the script changed before the mean, if there are several workers."""
+        if self._probe is not None and self._probe.changed and self._workers > 1:
+            logger.warning(
+                "the script changes gradients of %r after backward(), such as that of %r, on each worker before the "
+                "mean, and not by a constant factor: the step differs from that of one process, unless all workers add "
+                "the same numbers. To change the mean call average_gradients() of the DistributedOptimizer first; "
+                "overlap=False turns this message off",
+                self._name, self._probe.changed,
+            )  # fmt: skip
 
     def on_clear(self) -> None:
         """Record that the script clears the gradients."""
@@ -214,17 +266,3 @@ class OverlapChoice:
         if self._probe is not None:
             self._probe.close()
             self._probe = None
-
-
-def _report(name: str, reason: str, workers: int) -> None:
-    """Log the reason for pushes in ``step``. workers: number of workers; each has its own gradients."""
-    text = "%r pushes gradients in step(), not during the backward pass (%s)"
-    if workers == 1:
-        logger.info(text, name, reason)
-    else:
-        logger.warning(
-            text + ". Gradients are changed on each worker, before the mean. To clip or change the mean use "
-            "clip_grad_norm_(max_norm) or average_gradients() of the DistributedOptimizer; overlap=False turns this "
-            "message off",
-            name, reason,
-        )  # fmt: skip

@@ -185,16 +185,80 @@ def test_workers_choose_alone_and_the_mean_is_clipped(caplog: pytest.LogCaptureF
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
 
 
-def test_two_workers_are_warned_that_each_changes_its_own_gradient(caplog: pytest.LogCaptureFixture) -> None:
+def halve(model: nn.Module, step: int) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.data.mul_(0.5)
+
+
+def halve_later(model: nn.Module, step: int) -> None:
+    if step:
+        halve(model, step)
+
+
+def clip_by_hand(model: nn.Module, step: int) -> None:
+    norm = torch.stack([one.grad.norm() for one in model.parameters() if one.grad is not None]).norm()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.01 / norm)
+
+
+def clamp_and_clip(model: nn.Module, step: int) -> None:
+    clamp_data(model, step)
+    clip(model, step)
+
+
+@pytest.mark.parametrize(
+    ("change", "warns"),
+    [
+        (clip, False),
+        (halve, False),
+        (negate_data, False),
+        (replace, False),
+        (add_a_pass, False),
+        (write_weights, False),
+        (halve_later, True),
+        (clamp_data, True),
+        (clip_by_hand, True),
+        (clamp_and_clip, True),
+    ],
+)
+def test_two_workers_are_warned_of_changes_that_the_mean_does_not_commute_with(
+    caplog: pytest.LogCaptureFixture, change: Callable[[nn.Module, int], None], warns: bool
+) -> None:
     def work(context: Context) -> None:
-        torch.manual_seed(0)
+        torch.manual_seed(context.rank)
         model = mlp()
-        train(model, DistributedOptimizer(model, optim.SGD(lr=0.1), context=context, name="own"), clamp_data)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        train(model, DistributedOptimizer(model, inner, context=context, name="own"), change)
 
     with caplog.at_level(logging.WARNING, logger="psdist"):
         on_two_workers(work)
-    lines = [record.getMessage() for record in caplog.records if "pushes gradients in step()" in record.getMessage()]
-    assert len(lines) == 2 and all("clip_grad_norm_(max_norm) or average_gradients()" in line for line in lines)
+    lines = [text for record in caplog.records if "before the mean" in (text := record.getMessage())]
+    assert len(lines) == 2 * warns and all("average_gradients()" in line for line in lines)
+
+
+def test_a_scaler_that_unscales_and_skips_is_no_change(caplog: pytest.LogCaptureFixture) -> None:
+    """Check that the first step overflows, so that the scale differs in the second one."""
+
+    def work(context: Context) -> float:
+        model = mlp()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(model, inner, context=context, name="scaled")
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, part(BATCHES(step), context.rank, 2)) * (1e38 * 1e3) ** (not step)).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        return scaler.get_scale()
+
+    with caplog.at_level(logging.INFO, logger="psdist"):
+        assert on_two_workers(work) == [2.0**9] * 2
+    texts = [record.getMessage() for record in caplog.records]
+    assert sum("GradScaler may skip" in text for text in texts) == 2
+    assert not any("before the mean" in text for text in texts)
 
 
 def test_the_mean_needs_common_steps_and_unsent_gradients(alone: Context, name: str) -> None:
