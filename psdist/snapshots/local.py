@@ -254,6 +254,9 @@ class LocalWriter:
         storage = self._storage
         with storage._errors("write", self._path), self._lock:
             os.fsync(self._file)
+            # Reading the file back then reads the disk, and not these pages.
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
             self._close()
             with storage._parent(self._path) as (parent, _):
                 os.fsync(parent)

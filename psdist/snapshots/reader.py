@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 import xxhash
 
-from psdist.errors import PsdistError, SnapshotCorruptError, UnknownSnapshotError
+from psdist.errors import PsdistError, SnapshotCorruptError, StorageError, UnknownSnapshotError
 from psdist.snapshots import format as layouts
 from psdist.snapshots.format import CommitRecord, Manifest, ParametersState, WorkerState, corrupt
 from psdist.snapshots.storage import Storage
@@ -37,6 +37,9 @@ Progress = Callable[[int, int], None]
 _AT_A_TIME: Final = 8
 #: Bytes of one read, unless a slice is longer.
 BATCH_BYTES: Final = 8 << 20
+#: Pauses in seconds before a new file that differs from what was written is read again, for storages that show files
+#: late.
+_PATIENCE: Final = (0.5, 1.0, 2.0)
 
 
 @dataclass(frozen=True)
@@ -190,6 +193,57 @@ async def newest(storage: Storage, without: Collection[str] = ()) -> CommittedSn
     async for found in usable(storage, without):
         return found
     return None
+
+
+# --- new files --------------------------------------------------------------------------------------------------------
+
+
+async def confirm(
+    storage: Storage, path: str, length: int, digest: bytes, progress: Callable[[int], None] = lambda size: None
+) -> None:
+    """Read a new file back, to confirm that the storage has all of it.
+
+    length: bytes of the file.
+    digest: its xxh3_128.
+    progress: called with the size of each part in bytes, when it was read for the first time.
+
+    Raises StorageError that names the file if the storage still has something else after some seconds.
+    """
+    for pause in (*_PATIENCE, None):
+        found = await _difference(storage, path, length, digest, progress)
+        if not found:
+            return
+        if pause is not None:
+            await asyncio.sleep(pause)
+            progress = _ignore
+    raise StorageError(
+        f"{storage.url} acknowledged {path} with {length} bytes, and {found}: check the storage, or use another "
+        "--storage-path",
+        path=path,
+    )
+
+
+async def _difference(storage: Storage, path: str, length: int, digest: bytes, progress: Callable[[int], None]) -> str:
+    """Return how a file differs from what was written; empty if it does not."""
+    whole, done, is_over = xxhash.xxh3_128(), 0, False
+    while done <= length and not is_over:
+        asked = min(BATCH_BYTES, length + 1 - done)  # One byte more than it should have.
+        try:
+            part = await storage.read(path, done, asked)
+        except UnknownSnapshotError:
+            return "does not have it"
+        # In a thread, because the caller's event loop answers heartbeats.
+        await asyncio.to_thread(whole.update, part)
+        done += len(part)
+        progress(len(part))
+        is_over = len(part) < asked
+    if done != length:
+        return f"has {f'more than {length}' if done > length else done} bytes of it"
+    return "" if whole.digest() == digest else "has other bytes"
+
+
+def _ignore(size: int) -> None:
+    pass
 
 
 # --- content ----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,9 @@ each returns to the machine as an event. A commit has this order: every shard's 
 for that), then the manifest, then the commit record, which is created exclusively. Nothing is overwritten or renamed. A
 snapshot that is deleted loses its record first.
 
+Every file is read back before anything relies on it, since a storage may acknowledge a file and lose a part of it. So
+an older snapshot is deleted only when the storage has been seen to have the newer one.
+
 The storage's answer may be lost, so an error does not mean that nothing was done. If the storage has a record of the
 number that this scheduler tried to create, the record is read. If it is this scheduler's, the snapshot exists. If not,
 another scheduler has taken over, and this one saves no more.
@@ -238,12 +241,14 @@ class SnapshotIo:
             commit = replace(commit, sequence=commit.sequence + 1)
 
     async def _create(self, path: str, data: bytes) -> None:
-        """Create a file. Succeeds if the file already has these bytes, because only the answer was lost.
+        """Create a file, and read it back. Succeeds if the file already has these bytes, because only the answer was
+        lost.
 
-        Raises FileExistsError if it has others, and StorageError if that is not known.
+        Raises FileExistsError if it has others, and StorageError if that is not known, or the storage has lost it.
         """
         try:
             await self.storage.create(path, data)
+            await reader.confirm(self.storage, path, len(data), xxhash.xxh3_128_digest(data))
         except (StorageError, FileExistsError):
             try:
                 there = await self.storage.read(path)
@@ -271,6 +276,10 @@ class SnapshotIo:
         try:
             for commit in effect.commits:
                 await self.storage.delete([commit.path])
+                if await reader.is_committed(self.storage, commit):
+                    raise StorageError(
+                        f"{self.storage.url} acknowledged the deletion of {commit.path}, and still has it"
+                    )
                 done.append(commit.sequence)
                 await self._abandon(commit.directory)
             if effect.collect:
@@ -309,7 +318,7 @@ class SnapshotIo:
 async def write_state(
     storage: Storage, place: sn.StatePlace, header: pb.HandInStateRequest.Header, parts: AsyncIterator[bytes]
 ) -> WorkerState:
-    """Write the file of a worker's state durably. At most one part of it is in memory.
+    """Write the file of a worker's state durably, and read it back. At most one part of it is in memory.
 
     Raises StorageError, and InvalidArgumentError if length or digest differ from the header's. Then nothing of it
     remains.
@@ -318,7 +327,8 @@ async def write_state(
         header.parameters, place.rank, header.next, place.file, header.length, bytes(header.digest).hex()
     )
     digest, length = xxhash.xxh3_128(), 0
-    async with storage.writer(layout.file_path(place.directory, place.file)) as file:
+    path = layout.file_path(place.directory, place.file)
+    async with storage.writer(path) as file:
         async for part in parts:
             length += len(part)
             if length > header.length:
@@ -329,6 +339,7 @@ async def write_state(
             raise InvalidArgumentError(
                 f"the state of {header.parameters!r} that arrived is not the one that was announced"
             )
+    await reader.confirm(storage, path, length, digest.digest())
     return state
 
 

@@ -24,6 +24,7 @@ import xxhash
 from psdist.consistency import BSP
 from psdist.errors import InternalError, PsdistError, SnapshotFailedError, StorageError
 from psdist.snapshots import format as layout
+from psdist.snapshots import reader
 from psdist.snapshots.storage import Storage, Writer
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import convert, status
@@ -60,9 +61,19 @@ class _Attempt:
     directory: str
     parts: dict[str, _Part] = field(default_factory=dict)
     bytes: int = 0
-    bytes_done: int = 0
+    bytes_written: int = 0
+    bytes_confirmed: int = 0
     #: At the last check, training was waiting and nothing had been written since the previous check.
     is_stalled: bool = False
+
+    @property
+    def bytes_done(self) -> int:
+        """Progress in bytes. Half of a byte's work is to write it, and half to read it back."""
+        return min(self.bytes, (self.bytes_written + self.bytes_confirmed) // 2)
+
+    def add_confirmed(self, size: int) -> None:
+        """Add bytes that were read back."""
+        self.bytes_confirmed += size
 
 
 class SnapshotWriter:
@@ -232,7 +243,7 @@ class SnapshotWriter:
         part.store.cuts.disarm(part.copies)
 
     async def _write_shard(self, attempt: _Attempt, part: _Part, storage: Storage, shard: int) -> None:
-        """Stream one file. While a slice is being written, it is hashed and the next one is copied."""
+        """Stream one file, and read it back. While a slice is written, it is hashed and the next one is copied."""
         store, machine = part.store, part.store.replicator.machines[shard]
         slices, term, state_names = machine.slices, machine.term, store.dense.state_names
         name = layout.shard_file_name(part.number, shard, len(store.entry.shards))
@@ -241,7 +252,8 @@ class SnapshotWriter:
         for index in slices[:1]:  # Open the file only once the cut is reached.
             await part.copies.take(index)
             await part.copies.rest()
-        async with storage.writer(layout.file_path(attempt.directory, name)) as file:
+        path = layout.file_path(attempt.directory, name)
+        async with storage.writer(path) as file:
             await file.write(header)
             batch: list[int] = []
             arrays: list[Array] = []
@@ -256,8 +268,9 @@ class SnapshotWriter:
                     await self._write_batch(file, hashes, arrays)
                     for one in batch:
                         part.copies.written(one)
-                    attempt.bytes_done += size
+                    attempt.bytes_written += size
                     batch, arrays, size = [], [], 0
+        await reader.confirm(storage, path, hashes.length, hashes.whole.digest(), attempt.add_confirmed)
         written = pb.SnapshotReport.Written(
             parameters=store.entry.spec.name,
             shard=shard,

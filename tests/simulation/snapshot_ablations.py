@@ -21,6 +21,7 @@ from psdist_server.core.async_shard import AsyncShard
 from psdist_server.store import copy_on_write
 from tests.simulation import snapshots
 from tests.simulation.ablations import Ablation, Put, noted_in, search
+from tests.simulation.storage import LIES
 
 #: Number of runs within which an ablation must be caught.
 SEEDS = 150
@@ -107,15 +108,19 @@ def _lost_at_once(put: Put) -> None:
     put(deferred_losses.DeferredLosses, "_must_wait", lambda self, now: False)
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------
+# --- the storage ------------------------------------------------------------------------------------------------------
+
+
+async def _trusted(*_: Any) -> None:
+    pass
 
 
 @_ablation(
-    "digests are compared", faults=(), storage_faults=0.3, storage_kinds=("flipped, silently",), save_steps=0,
-    save_seconds=0.3, steps=8, keep_last=3,
+    "a new file is read back", faults=(), storage_faults=0.3, storage_kinds=LIES, save_steps=0, save_seconds=0.3,
+    steps=8, keep_last=1,
 )  # fmt: skip
 def _trusting(put: Put) -> None:
-    put(reader.SliceReader, "_check", lambda *_: None)
+    put(reader, "confirm", _trusted)
 
 
 # --- lives and data ---------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ from tests.simulation.nemesis import Nemesis
 from tests.simulation.options import SINGLE, Options
 from tests.simulation.oracle import Life, Push
 from tests.simulation.snapshot_oracle import SnapshotOracle
-from tests.simulation.storage import WRITING, Bucket, Operation, SimStorage
+from tests.simulation.storage import LIES, WRITING, Bucket, Operation, SimStorage
 
 URL: Final = "sim://bucket"
 #: Faults of runs with snapshots, besides those of other runs.
@@ -117,7 +117,7 @@ def draw(seed: int) -> SnapshotOptions:
         storage_faults=rng.choice((0.0, 0.0, 0.02, 0.1)),
         ends=ends,
         data=rng.random() < 0.4,
-        storage_kinds=rng.choice((_TOLD, _TOLD, _CRASHES)),
+        storage_kinds=rng.choice((_TOLD, _TOLD, _CRASHES, LIES)),
         keeps=rng.random() < 0.4,
     )
 
@@ -160,7 +160,10 @@ class SnapshotWorld(World):
         self.bucket.fault = self._fault
         self.bucket.crash = self._storage_crash
         self.bucket.created = self._created
+        self.bucket.deleting = self._deleting
+        self._was_loadable = False
         self._restarts = 0
+        self.restarted_at = math.inf
         #: By the life's number.
         self._scripts: dict[int, Script] = {}
         self._servers = options.servers
@@ -219,6 +222,7 @@ class SnapshotWorld(World):
     def restart(self) -> None:
         """End everything, lose the scheduler's store, and run the same command again with other servers."""
         self.counts["restart everything"] += 1
+        self.restarted_at = min(self.restarted_at, self.loop.time())
         self.end_everything()
         self.lose_store()
         self.start_scheduler()
@@ -276,13 +280,9 @@ class SnapshotWorld(World):
         if self.healed or self._chance.random() >= self.options.storage_faults:
             return ""
         kind = self._chance.choice(self.options.storage_kinds)
-        if kind.endswith("silently"):
-            if operation.kind != "close":
-                return ""
-            self.oracle.spoilt = True
-        elif "," in kind and operation.kind not in WRITING:
+        if "," in kind and operation.kind not in WRITING:
             return ""
-        elif "crash" in kind and operation.node != "scheduler" and not self.oracle.commits:
+        if "crash" in kind and operation.node != "scheduler" and not self.oracle.commits:
             return ""  # The loss of a server that dies now would be permanent.
         self.counts[f"storage {operation.kind}: {kind}"] += 1
         return kind
@@ -290,6 +290,12 @@ class SnapshotWorld(World):
     def _created(self, path: str) -> None:
         if path.startswith("commits/"):
             self.oracle.committed(path, self.bucket)
+
+    def _deleting(self, is_done: bool) -> None:
+        if not is_done:
+            self._was_loadable = self.bucket.is_loadable
+        elif self._was_loadable and not self.bucket.is_loadable:
+            self.oracle.violation("the last snapshot that could be loaded was deleted")
 
     def _storage_crash(self, node: Node) -> None:
         if node.dead:
@@ -489,4 +495,5 @@ def _play(
         loop.lines or [],
     )  # fmt: skip
     operations = world.bucket.operations
-    return result, [op for op in operations if op.time <= world.trained_at or op.kind in ("read", "list")]
+    reads = [op for op in operations if op.time >= world.restarted_at and op.kind in ("read", "list")]
+    return result, [*(op for op in operations if op.time <= world.trained_at), *reads]

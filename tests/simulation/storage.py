@@ -9,7 +9,8 @@ Faults:
 * An operation fails before its effect, or after it.
 * The calling process dies before the effect, or after it.
 * Written data is torn (a part of it stays), and the process dies or gets an error.
-* Written data is torn or has a flipped bit, silently.
+* The storage lies: it acknowledges an operation, and drops it, tears or repeats its data, flips a bit, or carries it
+  out much later.
 * An operation takes very long.
 """
 
@@ -23,7 +24,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from psdist.errors import SnapshotCorruptError, StorageError, UnknownSnapshotError
-from psdist.snapshots.format import CommitRecord
+from psdist.snapshots import format as layouts
+from psdist.snapshots.format import CommitRecord, Manifest
 from psdist.snapshots.storage import StoredFile
 from tests.simulation.loop import Node, SimLoop
 
@@ -37,11 +39,17 @@ FAULTS: Final = (
     "torn, crash",
     "torn, silently",
     "flipped, silently",
+    "dropped, silently",
+    "repeated, silently",
+    "delayed, silently",
     "slow",
 )
+LIES: Final = tuple(fault for fault in FAULTS if fault.endswith("silently"))
 #: Kinds of operations that change the stored files.
 WRITING: Final = ("write", "close", "create", "delete")
 SLOW_SECONDS: Final = 20.0
+#: Times after which a storage carries out an acknowledged operation: before its callers lose patience, and after.
+DELAYS: Final = (1.0, SLOW_SECONDS)
 #: Damage to snapshots: a bit is flipped in each shard's file, in the manifest, or in the commit record; shards' files
 #: are cut in half, or are missing; or no file is left.
 DAMAGES: Final = ("flipped shards", "flipped manifest", "flipped record", "cut shards", "missing shards", "emptied")
@@ -74,11 +82,30 @@ class Bucket:
     created: Callable[[str], None] = lambda path: None
     #: Paths that were written although they existed.
     overwritten: list[str] = field(default_factory=list)
+    #: Called before and after each deletion, with True afterwards.
+    deleting: Callable[[bool], None] = lambda is_done: None
 
     @property
     def directories(self) -> list[str]:
         """Directories of the committed snapshots, newest first."""
         return list(self._records())
+
+    @property
+    def is_loadable(self) -> bool:
+        """True if a committed snapshot is intact."""
+        return any(self._is_intact(record) for record in self._records().values())
+
+    def _is_intact(self, path: str) -> bool:
+        commit = CommitRecord.from_bytes(self.files[path][0], path)
+        data = self._bytes(layouts.manifest_path(commit.directory))
+        if layouts.digest_of(data) != commit.manifest_digest:
+            return False
+        files = Manifest.from_bytes(data, "").files
+        paths = {layouts.file_path(commit.directory, file): digest for file, (_, digest) in files.items()}
+        return all(layouts.digest_of(self._bytes(path)) == digest for path, digest in paths.items())
+
+    def _bytes(self, path: str) -> bytes:
+        return self.files[path][0] if path in self.files else b""
 
     def _records(self) -> dict[str, str]:
         """Return the paths of the readable commit records by directory, newest first."""
@@ -112,6 +139,18 @@ class Bucket:
     def data(self) -> dict[str, bytes]:
         """Contents by path."""
         return {path: data for path, (data, _) in self.files.items()}
+
+
+def spoilt(data: bytes, how: str, rng: random.Random) -> bytes:
+    """Return the part or form of ``data`` that is stored. how: first word of a fault."""
+    match how:
+        case "torn":
+            return data[: len(data) // 2]
+        case "repeated":
+            return data + data
+        case "flipped":
+            return flipped(data, rng)
+    return data
 
 
 def flipped(data: bytes, rng: random.Random) -> bytes:
@@ -151,8 +190,6 @@ class SimStorage:
             if path in self._bucket.files:
                 raise FileExistsError(path)
             self._put(path, bytes(data), spoil)
-            if not spoil:
-                self._bucket.created(path)
 
     @asynccontextmanager
     async def writer(self, path: str) -> AsyncIterator[_Writer]:
@@ -161,7 +198,7 @@ class SimStorage:
             writer = _Writer(self, path)
         yield writer
         async with self._operation("close", path) as spoil:
-            if path in self._bucket.files:
+            if path in self._bucket.files and not writer.is_visible:
                 self._bucket.overwritten.append(path)
             self._put(path, b"".join(writer.parts), spoil)
 
@@ -169,20 +206,39 @@ class SimStorage:
         """See Storage."""
         names = list(paths)
         async with self._operation("delete", " ".join(names)) as spoil:
-            for path in names[: len(names) // 2 if spoil else len(names)]:
-                self._bucket.files.pop(path, None)
+            kept = {"torn": len(names) // 2, "dropped": 0}.get(spoil, len(names))
+            self._later(spoil, lambda: self._remove(names[:kept]))
+
+    def _remove(self, names: list[str]) -> None:
+        self._bucket.deleting(False)
+        for path in names:
+            self._bucket.files.pop(path, None)
+        self._bucket.deleting(True)
 
     def _put(self, path: str, data: bytes, spoil: str) -> None:
-        if spoil == "torn":
-            data = data[: len(data) // 2]
-        elif spoil == "flipped":
-            data = flipped(data, self._bucket.rng)
+        if spoil != "dropped":
+            data = spoilt(data, spoil, self._bucket.rng)
+            self._later(spoil, lambda: self._set(path, data, is_whole=spoil in ("", "delayed")))
+
+    def _set(self, path: str, data: bytes, *, is_whole: bool) -> None:
+        has_file = path in self._bucket.files
+        if has_file and path.startswith("commits/"):
+            return  # It came late, and its name was taken.
         self._bucket.files[path] = (data, self._loop.time())
+        if is_whole:
+            self._bucket.created(path)
+
+    def _later(self, spoil: str, effect: Callable[[], None]) -> None:
+        """Carry out an effect: much later if the storage lies about its time."""
+        if spoil == "delayed":
+            self._loop.call_later(self._bucket.rng.choice(DELAYS), effect, context=self._loop.world.context)
+        else:
+            effect()
 
     @asynccontextmanager
     async def _operation(self, kind: str, path: str) -> AsyncIterator[str]:
-        """Context of an operation's effect, which itself takes no time. Yields "torn" or "flipped" if a fault spoils
-        the data, else ""."""
+        """Context of an operation's effect, which itself takes no time. Yields the first word of a fault that spoils
+        the effect, else ""."""
         bucket, loop, node = self._bucket, self._loop, self._loop.current()
         operation = Operation(len(bucket.operations) + 1, kind, path, node.name, loop.time())
         bucket.operations.append(operation)
@@ -203,9 +259,11 @@ class SimStorage:
     async def write(self, writer: _Writer, data: bytes) -> None:
         """Add a part to a file that is being written. No part is visible before the end, unless it is torn."""
         async with self._operation("write", writer.path) as spoil:
-            writer.parts.append(data)
-            if spoil:
-                self._put(writer.path, b"".join(writer.parts), spoil)
+            if spoil not in ("dropped", "delayed"):
+                writer.parts.append(spoilt(data, spoil, self._bucket.rng))
+            if spoil == "torn":
+                writer.is_visible = True
+                self._put(writer.path, b"".join(writer.parts), "")
 
 
 class _Writer:
@@ -214,6 +272,8 @@ class _Writer:
     def __init__(self, storage: SimStorage, path: str) -> None:
         self.path = path
         self.parts: list[bytes] = []
+        #: True if a torn write has shown its file early.
+        self.is_visible = False
         self._storage = storage
 
     async def write(self, buffer: bytes | bytearray | memoryview) -> None:

@@ -23,12 +23,13 @@ from fake_bucket import FakeBucket
 import psdist
 from psdist import AsyncClient, optim
 from psdist.consistency import BSP
-from psdist.errors import SnapshotCorruptError, StorageError, UnknownSnapshotError
+from psdist.errors import SnapshotCorruptError, SnapshotFailedError, StorageError, UnknownSnapshotError
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.snapshots import bucket, reader
 from psdist.snapshots import format as layouts
 from psdist.snapshots.format import CommitRecord, Manifest, ParametersState, ShardFile
 from psdist.snapshots.opening import open_storage
+from psdist.snapshots.policy import SavePolicy
 from psdist.snapshots.storage import Storage
 from psdist.types import Layout, ParametersSpec, TensorSpec
 
@@ -234,6 +235,22 @@ async def test_of_an_upload_that_is_cancelled_nothing_comes_later(fake: FakeBuck
         await task
     # Uploads that the caller believes to be gone are gone, and nothing is left that would make them again.
     assert not fake.objects and not fake.uploads
+
+
+async def test_a_bucket_that_loses_a_part_of_a_file_leaves_the_snapshot_before(fake: FakeBucket) -> None:
+    policy, url, size = SavePolicy(0, 0.0, keep_last=1), "s3://runs/x", 100_000
+    with closing(EmbeddedCluster(storage=url, run_id="lossy", policy=policy)) as cluster:
+        async with AsyncClient(cluster.address, cluster.token) as client:
+            net = await client.parameters("net", {"w": np.zeros(size, np.float32)}, optim.SGD(lr=1.0), BSP())
+            await client.snapshot(timeout=60)
+            fake.stored = lambda path, data: data[: len(data) // 2] if "-of-" in path else data
+            await net.push_pull({"w": np.ones(size, np.float32)})
+            with pytest.raises(SnapshotFailedError, match=r"acknowledged snapshots/.*safetensors with"):
+                await client.snapshot(timeout=60)
+            assert psdist.load_snapshot(url)["w"][-1] == 0, "the snapshot before is still there"
+            fake.stored = lambda path, data: data
+            assert (await client.snapshot(timeout=60)).steps == {"net": 1}
+    assert psdist.load_snapshot(url)["w"][-1] == -1
 
 
 @pytest.mark.long

@@ -13,6 +13,7 @@ import pytest
 from psdist.consistency import BSP
 from psdist.errors import ConfigurationError, StorageError, UnknownSnapshotError
 from psdist.optim import SGD
+from psdist.snapshots import reader
 from psdist.snapshots.format import Manifest, ParametersState, ShardFile, commit_path, digest_of, manifest_path
 from psdist.snapshots.storage import StoredFile
 from psdist.types import Layout, ParametersSpec, TensorSpec
@@ -24,7 +25,7 @@ FILE = b"shard"
 
 class Memory:
     """A storage whose operations do what ``faults`` has for them: "before" fails, "after" is carried out and fails;
-    "defect" raises what no storage should."""
+    "lie" is acknowledged, and tears a file in half or deletes nothing; "defect" raises what no storage should."""
 
     url = "memory://test"
 
@@ -36,11 +37,14 @@ class Memory:
 
     def _fault(self, operation: str, path: str, when: str) -> None:
         self.log += [f"{operation} {path}"] if when == "before" else []
-        fault = self.faults.get(f"{operation} {path}", self.faults.get(operation))
+        fault = self._found(operation, path)
         if fault == "defect":
             raise KeyError(path)
         if fault == when:
             raise StorageError(f"{operation} {path}: it does not answer")
+
+    def _found(self, operation: str, path: str) -> str:
+        return self.faults.get(f"{operation} {path}", self.faults.get(operation, ""))
 
     async def read(self, path: str, start: int = 0, length: int | None = None) -> bytes:
         self._fault("read", path, "before")
@@ -60,7 +64,7 @@ class Memory:
         self._fault("create", path, "before")
         if path in self.files:
             raise FileExistsError(path)
-        self.files[path] = data
+        self.files[path] = data[: len(data) // 2] if self._found("create", path) == "lie" else data
         self._fault("create", path, "after")
 
     @asynccontextmanager
@@ -71,7 +75,8 @@ class Memory:
     async def delete(self, paths: Iterable[str]) -> None:
         for path in paths:
             self._fault("delete", path, "before")
-            self.files.pop(path, None)
+            if self._found("delete", path) != "lie":
+                self.files.pop(path, None)
 
 
 def manifest(directory: str, run_id: str = "run", step: int = 5) -> Manifest:
@@ -126,7 +131,8 @@ def test_the_record_comes_last() -> None:
     storage = Memory()
     (event,) = carry_out(storage, write(1))
     assert isinstance(event, sn.Committed) and event.commit.sequence == 1 and event.commit.seconds >= 0.25
-    assert storage.log == [f"create {manifest_path('dir-1-salt')}", f"create {commit_path(1)}"]
+    paths = manifest_path("dir-1-salt"), commit_path(1)
+    assert storage.log == [f"{operation} {path}" for path in paths for operation in ("create", "read")]
     assert event.manifest.time > 1e9 and event.manifest.psdist_version
     found = history(storage).newest
     assert found == sn.CommitFound(event.commit, event.manifest)
@@ -149,10 +155,30 @@ def test_a_manifest_that_cannot_be_written_leaves_nothing() -> None:
     assert storage.files == {}
 
 
+def test_a_manifest_that_the_storage_tore_is_not_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "_PATIENCE", ())
+    storage, path = Memory(), manifest_path("dir-1-salt")
+    storage.faults[f"create {path}"] = "lie"
+    failed, committed = carry_out(storage, write(1), write(2))
+    assert isinstance(failed, sn.CommitFailed) and f"acknowledged {path} with" in failed.text and not failed.unsure
+    assert isinstance(committed, sn.Committed) and not any("dir-1" in path for path in storage.files)
+
+
+def test_a_record_that_the_storage_tore_counts_as_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "_PATIENCE", ())
+    storage = Memory()
+    storage.faults[f"create {commit_path(1)}"] = "lie"
+    failed, read, committed = carry_out(storage, write(1), sn.ReadHistory(), write(2, 2))
+    assert isinstance(failed, sn.CommitFailed) and failed.unsure and not failed.replaced
+    assert f"acknowledged {commit_path(1)} with" in failed.text
+    assert isinstance(read, sn.HistoryRead) and read.history is not None and read.history.highest == 1
+    assert isinstance(committed, sn.Committed) and history(storage).newest is not None
+
+
 def test_a_record_of_which_nobody_knows_keeps_its_files() -> None:
     """It may yet appear; the files that it names must then exist."""
     storage = Memory()
-    storage.faults = {f"create {commit_path(1)}": "before", "read": "before"}
+    storage.faults = {f"create {commit_path(1)}": "before", f"read {commit_path(1)}": "before"}
     (event,) = carry_out(storage, write(1))
     assert isinstance(event, sn.CommitFailed) and not event.replaced and event.unsure
     assert f"{manifest_path('dir-1-salt')}" in storage.files
@@ -285,6 +311,16 @@ def test_a_record_that_cannot_be_deleted_keeps_its_files() -> None:
     before = dict(storage.files)
     (event,) = carry_out(storage, sn.Prune((commits[2], commits[1])))
     assert event.sequences == () and "it does not answer" in event.error and storage.files == before
+
+
+def test_a_record_that_the_storage_did_not_delete_keeps_its_files() -> None:
+    storage = three()
+    commits = history(storage).commits
+    storage.faults["delete"] = "lie"
+    before = dict(storage.files)
+    (event,) = carry_out(storage, sn.Prune((commits[2], commits[1])))
+    assert event.sequences == () and storage.files == before
+    assert f"acknowledged the deletion of {commit_path(1)}, and still has it" in event.error
 
 
 def test_what_was_given_up_is_removed() -> None:

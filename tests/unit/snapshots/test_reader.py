@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import xxhash
 from dict_storage import DictStorage, state_of, table_of, write_snapshot
 
 from psdist.errors import SnapshotCorruptError, StorageError, UnknownSnapshotError
@@ -309,3 +310,44 @@ async def test_the_digest_of_the_whole_file_is_compared_too() -> None:
     state = replace(state, shards=(state.shards[0], replace(state.shards[1], digest="0" * 32)))
     with pytest.raises(SnapshotCorruptError, match=r"00001-of-00002.safetensors.*its digest is not"):
         await reader.verify(storage, replace(manifest, parameters=(state,)))
+
+
+# --- new files --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        (None, "does not have it"),
+        (b"", "has 0 bytes of it"),
+        (b"12345678", "has 8 bytes of it"),
+        (b"0123456789", "has more than 9 bytes of it"),
+        (b"123456780", "has other bytes"),
+    ],
+)
+async def test_a_new_file_that_the_storage_lost_or_changed_is_named(
+    found: bytes | None, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "_PATIENCE", (0.0, 0.0))
+    monkeypatch.setattr(reader, "BATCH_BYTES", 4)
+    storage, written = DictStorage(), b"123456789"
+    if found is not None:
+        storage.files["a/b"] = found
+    with pytest.raises(StorageError, match=rf"dict:// acknowledged a/b with 9 bytes, and {text}: check the storage"):
+        await reader.confirm(storage, "a/b", len(written), xxhash.xxh3_128_digest(written))
+
+
+@pytest.mark.parametrize("data", [b"", b"1234", b"123456789"])
+async def test_a_file_that_is_shown_late_is_confirmed(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "_PATIENCE", (0.0, 0.0))
+    monkeypatch.setattr(reader, "BATCH_BYTES", 4)
+
+    class Late(DictStorage):
+        async def read(self, path: str, start: int = 0, length: int | None = None) -> bytes:
+            if len(self.reads) == 2:
+                self.files[path] = data
+            return await super().read(path, start, length)
+
+    storage, sizes = Late(), list[int]()
+    await reader.confirm(storage, "a/b", len(data), xxhash.xxh3_128_digest(data), sizes.append)
+    assert len(storage.reads) >= 3 and not sizes, "only the first reading is progress"
