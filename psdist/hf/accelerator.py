@@ -22,9 +22,11 @@ from torch import nn
 
 from psdist.compression import Codec
 from psdist.errors import InvalidArgumentError
+from psdist.hf.data_order import ReplayedSampler, follow_epochs, replay
 from psdist.process_group import mark_iteration, open_collectives
 from psdist.torch import DistributedOptimizer
 from psdist.torch.optimizer import parameters_of
+from psdist.torch.values import share_fixed
 
 logger = logging.getLogger("psdist")
 
@@ -49,6 +51,9 @@ class Accelerator(accelerate.Accelerator):
     _set_name = "model"
     #: True between two backward passes of one step.
     _is_in_step = False
+    #: Prepared loaders that shuffle, with their orders, until an optimizer is prepared; and the number of those before.
+    _orders: tuple[tuple[Any, ReplayedSampler], ...] = ()
+    _orders_shared = 0
 
     def __init__(
         self,
@@ -80,7 +85,36 @@ class Accelerator(accelerate.Accelerator):
         for model in models:
             self._place(model)
         ready = [self._distributed(one, models) if _is_optimizer(one) else one for one in objects]
-        return super().prepare(*ready, device_placement=device_placement)
+        prepared = super().prepare(*ready, device_placement=device_placement)
+        self._share_orders()
+        return prepared
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """Prepare a loader. One that shuffles has an order that follows from the data epoch, also in a run that resumes
+        and in a worker that restarts."""
+        is_ready = self.use_seedable_sampler or getattr(data_loader, "_is_accelerate_prepared", False)
+        order = None if is_ready else replay(data_loader)
+        prepared = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        if order is not None:
+            follow_epochs(prepared, order)
+            self._orders = (*self._orders, (prepared, order))
+            self._share_orders()
+        return prepared
+
+    def _share_orders(self) -> None:
+        """Give all workers the same orders, and start them at the run's data epoch."""
+        optimizers = self.distributed_optimizers
+        if not optimizers:
+            return
+        orders, self._orders = self._orders, ()
+        for loader, order in orders:
+            name = f"{self._set_name}/order-{self._orders_shared}"
+            self._orders_shared += 1
+            share_fixed(optimizers[0].context.client, name, {"state": order.first_state})
+            steps = -(-len(loader) // self.gradient_accumulation_steps)
+            loader.iteration = order.epoch = optimizers[0].handle.step // max(1, steps)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -160,7 +194,8 @@ class Accelerator(accelerate.Accelerator):
         if made.handle.step:
             logger.warning(
                 "this run resumes at step %d: let the script skip the batches that it has trained with, by "
-                "accelerator.skip_first_batches(), and advance its scheduler",
+                "accelerator.skip_first_batches(), start at its data epoch (loader.set_epoch()), and advance its "
+                "scheduler",
                 made.handle.step,
             )
         return made

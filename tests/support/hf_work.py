@@ -151,6 +151,32 @@ def loop(
     }  # fmt: skip
 
 
+def epochs(seed: int, stop: int, **_: Any) -> list[tuple[int, list[int]]]:
+    """Train up to step ``stop`` by a loop that shuffles, and return the data epoch and samples of each batch."""
+    import psdist.hf
+    from psdist.process_group import save_run
+
+    accelerator = psdist.hf.Accelerator()
+    set_seed(seed + accelerator.process_index)  # Workers and runs with their own seeds have the same order.
+    model: Any = torch.nn.Linear(4, 1)
+    data: Any = [(torch.full((4,), number / 48), number) for number in range(48)]
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader: Any = torch.utils.data.DataLoader(data, 4, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    handle, batches, seen = optimizer.optimizer.handle, len(loader), list[tuple[int, list[int]]]()
+    while handle.step < stop:
+        epoch, skipped = divmod(handle.step, batches)
+        for inputs, numbers in accelerator.skip_first_batches(loader, skipped) if skipped else loader:
+            accelerator.backward(model(inputs).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append((epoch, numbers.tolist()))
+            if handle.step == stop:
+                break
+    save_run(optimizer.optimizer.context)
+    return seen
+
+
 def messages(directory: str) -> dict[str, str]:
     """Return the errors of what is refused."""
     from accelerate.utils import DistributedType
@@ -219,4 +245,4 @@ def messages(directory: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    serve(train, loop, messages)
+    serve(train, loop, epochs, messages)

@@ -79,6 +79,19 @@ def test_a_loop_equals_a_single_process(runs: Runs) -> None:
     assert [one["main"] for one in several] == [True, False]
 
 
+def test_a_resumed_loop_reads_each_sample_of_an_epoch_once(runs: Runs) -> None:
+    """Resume in the second and the third data epoch, with the default settings of a loader."""
+    found = [
+        batch
+        for seed, stop in ((5, 9), (6, 14), (7, 24))
+        for one in runs.together("epochs", 2, storage=True, seed=seed, stop=stop)
+        for batch in one
+    ]
+    orders = [[number for epoch, numbers in found if epoch == one for number in numbers] for one in range(4)]
+    assert [sorted(order) for order in orders] == [list(range(48))] * 4
+    assert len({tuple(order) for order in orders}) == 4
+
+
 def test_the_survivor_of_a_lost_worker_finishes(runs: Runs, tmp_path: Path) -> None:
     """Check also that it evaluates the samples that are left."""
     survivor, _ = runs.together(
