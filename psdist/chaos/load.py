@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from types import TracebackType
 from typing import Final, Self
 
+from psdist.cgroups import usable_cores
 from psdist.launcher.process import ReaperProcess
 
 _BUSY: Final = (sys.executable, "-I", "-S", "-c", "while True: pass")
@@ -18,7 +18,7 @@ class BackgroundLoad:
 
     def __init__(self, per_core: int) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
-        self._count = per_core * len(os.sched_getaffinity(0))
+        self._count = per_core * usable_cores()
 
     def __enter__(self) -> Self:
         if self._count:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 
 from psdist.cli.commands import show
 from psdist.cli.step_bench import BenchSettings, StepBench
+from psdist.interpreter import python
 from psdist.launcher.output import stamped
 from psdist.settings.config import INSECURE_VARIABLE, TransportName, find_scheduler, given_credentials
 from psdist.settings.declarations import flags_of, read
@@ -88,7 +89,7 @@ def _client(given: Namespace, environ: Mapping[str, str], stack: ExitStack) -> C
 
 def _compile_kernels() -> None:
     """Compile kernels that are not in the cache. Otherwise servers would do so during the first, measured steps."""
-    command = [sys.executable, "-m", "psdist_server.kernels"]
+    command = [python(), "-m", "psdist_server.kernels"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as compiler:
         try:
             compiler.wait(_QUIET_SECONDS)

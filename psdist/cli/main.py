@@ -109,7 +109,8 @@ def _become(module: str, arguments: Sequence[str]) -> NoReturn:
     # psdist never imports the programs' packages.
     from psdist.launcher.plan import program
 
-    os.execv(sys.executable, [*program(module), *arguments])
+    command = program(module)
+    os.execv(command[0], [*command, *arguments])
 
 
 def _end(command: Callable[[], int]) -> NoReturn:

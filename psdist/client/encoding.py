@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from psdist.cgroups import usable_cores
 from psdist.client.core.buckets import ReadySlices
 from psdist.client.core.flat_vector import Flat, join_names
 from psdist.client.participation import Participation
@@ -228,7 +228,7 @@ def check_codec(codec: Codec) -> Codec:
 @cache
 def _threads() -> ThreadPoolExecutor:
     """Return the process's encoding threads. They do not hold the interpreter's lock while they encode."""
-    return ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "psdist-encode")
+    return ThreadPoolExecutor(min(_THREADS, usable_cores()), "psdist-encode")
 
 
 def _run_in_threads(work: Callable[[int], Any], items: Iterable[int]) -> list[Any]:

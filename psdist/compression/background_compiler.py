@@ -20,7 +20,6 @@ import mmap
 import re
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -32,6 +31,8 @@ from time import monotonic
 from typing import IO, Final
 
 from psdist.compression.compiled import Kernel, compile_all, locked
+from psdist.errors import ConfigurationError
+from psdist.interpreter import python
 
 #: Interpreting for longer than this costs more than loading the compiled kernels.
 _WORTH_SECONDS: Final = 0.2
@@ -175,7 +176,8 @@ class BackgroundCompiler:
         with TemporaryFile() as output, ExitStack() as started:
             try:
                 process = self._start(sorted({kernel.__name__ for kernel in kernels}), output)
-            except OSError as error:  # They are compiled in this process instead, which blocks everything else.
+            except (OSError, ConfigurationError) as error:
+                # They are compiled in this process instead, which blocks everything else.
                 self._log.warning("could not start a process to compile kernels: %s", error)
                 return True
             if process is None:
@@ -227,7 +229,7 @@ class BackgroundCompiler:
 
     def _start(self, names: Sequence[str], output: IO[bytes]) -> subprocess.Popen[bytes] | None:
         """Start a process that compiles the kernels with these names. Return None once this is closed."""
-        command = [sys.executable, "-P", "-m", _PROGRAM, *names]
+        command = [python(), "-P", "-m", _PROGRAM, *names]
         with self._lock:
             if self._closed:
                 return None

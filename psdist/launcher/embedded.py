@@ -17,6 +17,7 @@ from typing import Final
 
 from psdist import addresses
 from psdist.errors import ConfigurationError, SchedulerUnreachableError
+from psdist.interpreter import python
 from psdist.launcher.plan import SchedulerAddress, ServicesPlan, ServicesSettings
 from psdist.launcher.process import Lifeline, ProcessSpec
 from psdist.launcher.run_record import DIRECTORY_PREFIX
@@ -71,6 +72,7 @@ class EmbeddedCluster:
             raise ConfigurationError(
                 f"servers={servers}, replicas={replicas} are out of range: use 1 or more, and as many servers"
             )
+        python()  # Raises before anything is made.
         self.token = secrets.token_urlsafe(32)
         self.run_id = f"local-{secrets.token_hex(4)}" if run_id is None else check_run_id(run_id)
         place, policy = "" if storage is None else storage_text(os.fspath(storage)), policy or DEFAULT_POLICY

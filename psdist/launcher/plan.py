@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from psdist.addresses import is_loopback
+from psdist.cgroups import usable_cores
 from psdist.errors import ConfigurationError
+from psdist.interpreter import python
 from psdist.launcher.events import ProcessKey
 from psdist.launcher.metrics.run_metrics import MetricsOptions
 from psdist.launcher.output import Routing
@@ -83,7 +85,7 @@ class ScriptKind(Enum):
 def processes_text(value: str) -> int:
     """Convert torchrun's --nproc-per-node: a number, or ``auto`` or ``cpu`` for the cores this process may use."""
     if value in ("auto", "cpu"):
-        return len(os.sched_getaffinity(0))
+        return usable_cores()
     if value == "gpu":
         raise ValueError("gpu is not supported: give a number, or auto for one process per core")
     return integer(1, 4096)(value)
@@ -160,7 +162,7 @@ class ScriptSettings(MetricsOptions, MonitoringSettings, Routing):
         """The command line of a worker: this Python without output buffering, or the program itself."""
         if self.kind is ScriptKind.PROGRAM:
             return self.command
-        return (sys.executable, "-u", *(("-m",) if self.kind is ScriptKind.MODULE else ()), *self.command)
+        return (python(), "-u", *(("-m",) if self.kind is ScriptKind.MODULE else ()), *self.command)
 
     def check(self) -> None:
         """Raise ConfigurationError, with the reason, if the script cannot be run."""
@@ -438,10 +440,10 @@ def server_number(server_id: str) -> int | None:
 
 def _kernel_threads_of_each(servers: int) -> int:
     """Return the kernel threads for each server, so that together they have one for each core."""
-    return max(1, len(os.sched_getaffinity(0)) // servers)
+    return max(1, usable_cores() // servers)
 
 
 def program(module: str) -> tuple[str, ...]:
-    """Return the command of one of psdist's own programs, without arguments."""
+    """Return the command of one of psdist's own programs, without arguments. Raises ConfigurationError."""
     # -P: a file in the user's directory that is named like a standard module must not break our programs.
-    return (sys.executable, "-P", "-m", module)
+    return (python(), "-P", "-m", module)

@@ -14,7 +14,6 @@ import fcntl
 import os
 import signal
 import subprocess
-import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import IO, Final
 
 from psdist.addresses import free_port as free_port
+from psdist.interpreter import python
 from psdist.launcher import reaper
 from psdist.launcher.events import ProcessKey
 from psdist.wire.limits import OUTPUT_LINE_BYTES_MAX
@@ -232,7 +232,7 @@ class ReaperProcess:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(Path(reaper.__file__))],
+            [python(), "-I", "-S", str(Path(reaper.__file__))],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

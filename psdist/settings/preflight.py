@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from psdist.errors import ConfigurationError
+from psdist.interpreter import python
 
 #: Open files of a launcher by itself, and for each process that it starts: its streams, its pidfd and its log.
 _FILES_OF_LAUNCHER: Final = 24
@@ -26,7 +27,8 @@ _TEMPORARY_BYTES: Final = 1 << 20
 
 
 def require_for_launcher(children: int) -> None:
-    """Raise ConfigurationError if this process may not start ``children`` processes."""
+    """Raise ConfigurationError if this process may not start ``children`` processes, or has no Python for them."""
+    python()
     _require_files(_FILES_OF_LAUNCHER + children * _FILES_OF_CHILD, f"to start {children} processes")
     _require_addresses()
 

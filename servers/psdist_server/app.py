@@ -22,6 +22,7 @@ import uvloop
 from grpc_health.v1.health import aio as health
 
 from psdist import addresses, logs, loop_monitor
+from psdist.cgroups import usable_cores
 from psdist.compression.background_compiler import BackgroundCompiler
 from psdist.device.device import open_device
 from psdist.errors import (
@@ -94,7 +95,7 @@ def default_kernel_threads(cluster: ClusterMap, advertise: str) -> int:
     host = advertise.rpartition(":")[0]
     others = [server for server in cluster.servers if server.address != advertise]
     here = 1 + sum(server.address.rpartition(":")[0] == host for server in others)
-    return max(1, len(os.sched_getaffinity(0)) // here)
+    return max(1, usable_cores() // here)
 
 
 async def _serve(settings: ServerSettings, scheduler: str, lanes: Lanes | None) -> int:

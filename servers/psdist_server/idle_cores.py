@@ -7,12 +7,15 @@ from typing import Final
 
 import psutil
 
+from psdist.cgroups import usable_cores
+
 #: A shorter period says little: the kernel counts in hundredths of a second.
 _SECONDS_MIN: Final = 0.25
 
 
 class IdleCores:
-    """Mean number of this host's cores that do nothing, over the time between two calls."""
+    """Mean number of this host's cores that do nothing, over the time between two calls: no more than this process may
+    use."""
 
     def __init__(self) -> None:
         psutil.cpu_percent()  # Starts the first period.
@@ -24,5 +27,6 @@ class IdleCores:
         now = time.monotonic()
         if now - self._since >= _SECONDS_MIN:
             self._since = now
-            self._newest = (psutil.cpu_count() or 1) * (1 - psutil.cpu_percent() / 100)
+            idle = (psutil.cpu_count() or 1) * (1 - psutil.cpu_percent() / 100)
+            self._newest = min(idle, usable_cores())
         return self._newest

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from psdist.cgroups import usable_cores
 from psdist.compression import segments
 from psdist.compression.background_compiler import LARGE_ELEMENTS, BackgroundCompiler
 from psdist.errors import NoStorageError
@@ -208,7 +209,7 @@ class ParameterServer:
             device=self._lanes.device.name if self._lanes is not None else "",
             device_bytes=self._lanes.device.allocated if self._lanes is not None else 0,
             kernel_threads=self._pool.threads,
-            cores=len(os.sched_getaffinity(0)),
+            cores=usable_cores(),
             parameters=[store.statistics() for store in self.stores.values()],
         )
 

@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
-from psdist import addresses
+from psdist import addresses, cgroups
 from psdist.cli.diagnosis.finding import Finding, fail, ok, warn
 from psdist.cli.diagnosis.time_limit import Check
 from psdist.errors import PsdistError
@@ -33,8 +33,6 @@ _FILES_FEW: Final = 1024
 _LOCKED_FEW: Final = 8 * _MIB
 #: For checks that read a disk.
 _DISK_REMEDY: Final = "is a disk or network file system dead? See mount and dmesg, and remount or unmount it"
-_CGROUP: Final = Path("/sys/fs/cgroup")
-_MEMBERSHIP: Final = Path("/proc/self/cgroup")
 
 
 def machine_checks(ports: Iterable[int], device: str = "") -> Iterator[Check]:
@@ -118,7 +116,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 def check_cores() -> Finding:
     """Check the cores that this process may use, and the limit of its cgroup."""
-    cores, limit = len(os.sched_getaffinity(0)), _cpu_limit()
+    cores, limit = len(os.sched_getaffinity(0)), cgroups.cpu_limit()
     text = f"{cores} of {os.cpu_count()} cores"
     if limit is None:
         return ok("cores", text)
@@ -127,7 +125,7 @@ def check_cores() -> Finding:
         remedy = "give it at least one core: --cpus of a container, resources.limits.cpu, CPUQuota= of a systemd unit"
         return warn("cores", text, remedy)
     if limit < cores:
-        return warn("cores", text, f"start servers with --kernel-threads {int(limit)}: more threads would be throttled")
+        return ok("cores", f"{text}: servers start no more threads than that")
     return ok("cores", text)
 
 
@@ -287,37 +285,17 @@ def check_device(name: str, *, required: bool = True) -> Finding:
         return level("device", error.message, "see docs/gpu.md, or train without --server-device")
 
 
-def _cgroups() -> list[Path]:
-    """Return the directories of this process's cgroup (version 2) and of all above it, which limit it, too."""
-    own = next((line[4:] for line in _read(_MEMBERSHIP).splitlines() if line.startswith("0::/")), "")
-    directory = _CGROUP / own
-    return [path for path in (directory, *directory.parents) if path.is_relative_to(_CGROUP)]
-
-
-def _cpu_limit() -> float | None:
-    """Return the processor time per second that the cgroups allow; None if they do not limit it."""
-    pairs = [_read(directory / "cpu.max").split() for directory in _cgroups()]
-    return min((int(pair[0]) / int(pair[1]) for pair in pairs if pair and pair[0].isdigit()), default=None)
-
-
 def _memory_below_limit() -> int | None:
     """Return the bytes that the cgroups still allow; None if they do not limit memory. The kernel drops cached files
     first, so these count as free."""
     found = []
-    for directory in _cgroups():
-        if (limit := _read(directory / "memory.max").strip()).isdigit():
-            cached = re.search(r"^inactive_file (\d+)$", _read(directory / "memory.stat"), re.MULTILINE)
-            used = int(_read(directory / "memory.current").strip() or 0) - int(cached[1] if cached else 0)
+    for directory in cgroups.directories():
+        if (limit := cgroups.read(directory / "memory.max").strip()).isdigit():
+            cached = re.search(r"^inactive_file (\d+)$", cgroups.read(directory / "memory.stat"), re.MULTILINE)
+            used = int(cgroups.read(directory / "memory.current").strip() or 0) - int(cached[1] if cached else 0)
             found.append(int(limit) - used)
     return min(found, default=None)
 
 
 def _limit(value: int) -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else str(value)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -18,6 +18,7 @@ from typing import Any, Final
 import msgspec
 
 from psdist import __version__
+from psdist.cgroups import usable_cores
 from psdist.errors import PsdistError, StorageError
 from psdist.monitoring import run_summary as form
 from psdist.monitoring.run_summary import MeanValue, Point, Summary, WorkerPart
@@ -177,7 +178,7 @@ def environment() -> dict[str, str]:
         "system": platform.platform(),
         "host": platform.node(),
         "processor": _processor(),
-        "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",
+        "cores": f"{usable_cores()} of {os.cpu_count()}",
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB",
     }
     for package in _PACKAGES:

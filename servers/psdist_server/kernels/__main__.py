@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from itertools import count
 from typing import Final
 
+from psdist.cgroups import usable_cores
 from psdist_server.kernels.memory import leave_out
 
 _NICENESS: Final = 19
@@ -56,7 +57,7 @@ def main() -> None:
 def _share(names: list[str], stack: ExitStack) -> None:
     """Start processes that compile some of these kernels, one for each further core. They end with ``stack``."""
     command = [sys.executable, "-m", "psdist_server.kernels", *names]
-    for _ in range(min(_PROCESSES, len(os.sched_getaffinity(0))) - 1):
+    for _ in range(min(_PROCESSES, usable_cores()) - 1):
         stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL))
 
 

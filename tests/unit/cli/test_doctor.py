@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
+from psdist import cgroups
 from psdist.cli.diagnosis import machine
 from psdist.cli.diagnosis.cluster import check_clock, check_connection, check_name, check_version
 from psdist.cli.diagnosis.doctor import _here, command_line
@@ -87,7 +88,7 @@ def test_a_full_shared_directory_is_found(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_cgroups_limits_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    monkeypatch.setattr(cgroups, "ROOT", tmp_path)
     assert machine.check_cores().level == "ok"
     (tmp_path / "cpu.max").write_text("max 100000\n")
     assert machine.check_cores().level == "ok"
@@ -99,7 +100,7 @@ def test_cgroups_limits_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 def test_memory_of_cached_files_counts_as_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    monkeypatch.setattr(cgroups, "ROOT", tmp_path)
     (tmp_path / "memory.max").write_text(f"{8 << 30}\n")
     (tmp_path / "memory.current").write_text(f"{8 << 30}\n")
     (tmp_path / "memory.stat").write_text(f"anon {1 << 30}\ninactive_file {7 << 30}\nactive_file 0\n")
@@ -112,8 +113,8 @@ def test_limits_of_a_systemd_unit_count(monkeypatch: pytest.MonkeyPatch, tmp_pat
     unit = tmp_path / "system.slice" / "psdist.service"
     unit.mkdir(parents=True)
     (tmp_path / "membership").write_text("0::/system.slice/psdist.service\n")
-    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
-    monkeypatch.setattr(machine, "_MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(cgroups, "ROOT", tmp_path)
+    monkeypatch.setattr(cgroups, "MEMBERSHIP", tmp_path / "membership")
     (unit / "cpu.max").write_text("max 100000\n")
     (unit.parent / "cpu.max").write_text("50000 100000\n")
     (unit / "memory.max").write_text(f"{100 << 20}\n")
@@ -205,6 +206,7 @@ def test_a_dead_disk_below_home_and_storage_ends_the_command_with_both_named(tmp
     script = """
 import threading
 from psdist.cli import main
+from psdist import cgroups
 from psdist.cli.diagnosis import machine
 from psdist.snapshots import local
 machine._unwritable = lambda directory: threading.Event().wait()

@@ -21,7 +21,7 @@ from psdist.compression.compiled import Kernel
 
 #: Starts to compile a kernel into an empty cache, and uses it immediately.
 _SCRIPT = """
-import logging, sys, threading
+import logging, os, sys, threading
 import numpy as np
 from psdist.compression.background_compiler import BackgroundCompiler
 from psdist.compression.casts import widen_brain
@@ -37,9 +37,9 @@ def settle():
             thread.join()
 
 if "broken" in sys.argv:
-    sys.executable = "/bin/false"
+    os.environ["PSDIST_PYTHON"] = "/bin/false"
 if "stuck" in sys.argv:
-    sys.executable = sys.argv[2]
+    os.environ["PSDIST_PYTHON"] = sys.argv[2]
 compiler = BackgroundCompiler(logging.getLogger("psdist"))
 assert not widen_brain.is_cached
 compiler.add([widen_brain], "payloads")
