@@ -40,11 +40,8 @@ _SPECIFICATIONS: Final[dict[type[torch.optim.Optimizer], type[Optimizer]]] = {
 _SPEED: Final = ("foreach", "fused", "capturable")
 #: Settings that the servers do not support.
 _REFUSED: Final = ("differentiable",)
-#: Other keys of a parameter group, which do not affect the update. Schedulers add some of them.
-_OTHER: Final = (
-    *("params", "param_names"),
-    *("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"),
-)
+#: Setting of the groups of Adam and AdamW, which are one class in torch. AdamW of psdist.optim has it in all groups.
+_DECOUPLED: Final = "decoupled_weight_decay"
 #: Limit of psdist.optim.
 _PATTERNS: Final = 256
 
@@ -89,7 +86,7 @@ def convert_settings(
             f"this {title} has already made steps: the servers start with an empty state. Wrap a new one; a run "
             "resumes from a snapshot by its --run-id"
         )
-    hyperparameters = [_hyperparameters(title, kind, group) for group in groups]
+    hyperparameters = [_hyperparameters(optimizer, kind, group) for group in groups]
     base = max(range(len(groups)), key=lambda number: len(groups[number]["params"]))
     spec = kind(**hyperparameters[base])
     changes = [_changes(spec, values) for values in hyperparameters]
@@ -121,7 +118,7 @@ def check_same_state(
     spec, saved: specification of the snapshot, and names of the state arrays that it has of this parameter.
     """
     kind = _kind_of(optimizer)
-    mine = kind(**_hyperparameters(_title(optimizer), kind, group)).state_names
+    mine = kind(**_hyperparameters(optimizer, kind, group)).state_names
     if type(spec) is not kind or set(mine) != set(saved):
         raise SettingsMismatchError(
             f"the snapshot has {', '.join(saved) or 'no state'} of {type(spec).__name__} for {name!r}, but this "
@@ -143,23 +140,30 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> type[Optimizer]:
             f"of torch.optim.{{{known}}}, a specification of psdist.optim, or psdist.torch.DistributedDataParallel, "
             "which keeps your optimizer"
         )
-    if kind is optim.Adam and all(group.get("decoupled_weight_decay") for group in optimizer.param_groups):
-        return optim.AdamW
+    if kind in (optim.Adam, optim.AdamW):
+        are_decoupled = all(group.get(_DECOUPLED, kind is optim.AdamW) for group in optimizer.param_groups)
+        return optim.AdamW if are_decoupled else optim.Adam
     return kind
 
 
-def _hyperparameters(title: str, kind: type[Optimizer], group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of one parameter group, by their names in psdist.optim."""
+def _hyperparameters(
+    optimizer: torch.optim.Optimizer, kind: type[Optimizer], group: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the settings of one parameter group, by their names in psdist.optim.
+
+    Keys without a default in the optimizer are those of schedulers and of the script: torch keeps and ignores them.
+    """
+    title = _title(optimizer)
     for name in _REFUSED:
         if group.get(name):
             raise InvalidArgumentError(f"{title}({name}=True) has no counterpart on the servers: use {name}=False")
     out: dict[str, Any] = {}
     known = set(kind.__dataclass_fields__)
-    others = (*_SPEED, *_REFUSED, *_OTHER, *(("decoupled_weight_decay",) if kind is optim.AdamW else ()))
+    others = (*_SPEED, *_REFUSED, _DECOUPLED)
     for name, value in group.items():
         if name in known:
             out[name] = value.item() if isinstance(value, torch.Tensor) else value
-        elif name not in others:
+        elif name in optimizer.defaults and name not in others:
             raise InvalidArgumentError(f"{title}: the setting {name}={value!r:.60} is not known to psdist")
     if "initial_lr" in group:
         out["lr"] = float(group["initial_lr"])

@@ -71,9 +71,9 @@ class DistributedOptimizer(UnevenBatches, torch.optim.Optimizer):
     name: name of the parameter set. Each model of a script has its own, also one that is wrapped after another was
         closed: in a loop over folds pass ``name=f"fold-{fold}"``. The same model can be wrapped again.
     overlap: push gradients while the backward pass still computes others. False pushes all of them in ``step``, and so
-        do SSP and ASP with ``max_grad_norm``. "auto" starts in ``step``, and overlaps from the third step on unless the
-        first two showed a reason not to: gradients or weights that change after ``backward``, several passes in a step,
-        or skipped steps. It logs that reason.
+        do SSP and ASP with ``max_grad_norm``. "auto" starts in ``step``, and overlaps once each optimizer of the script
+        has made two steps, unless these showed a reason not to: gradients or weights that change after ``backward``,
+        several passes in a step, none, or skipped steps. It logs that reason. ``close`` an optimizer that is not used.
     bucket_cap_mb: MiB of gradients that are pushed together.
     context: None uses the context of ``psdist.init()``: a script without a launcher trains alone.
 
@@ -151,7 +151,7 @@ class DistributedOptimizer(UnevenBatches, torch.optim.Optimizer):
         self._overlap = OverlapChoice(
             overlap, not spec.max_grad_norm or isinstance(consistency, BSP), name,
             self.context.world_size if isinstance(consistency, BSP) else 1,
-            self._stream.listen, self._make_probe,
+            client.session, self._stream.listen, self._make_probe,
         )  # fmt: skip
         self._is_made = True
 
@@ -208,7 +208,9 @@ class DistributedOptimizer(UnevenBatches, torch.optim.Optimizer):
             raise
 
     def _make_probe(self) -> OverlapProbe:
-        return OverlapProbe(self._trained, lambda: self._stream.is_paused, lambda: shown_settings(self.param_groups))
+        return OverlapProbe(
+            self._trained, lambda: self._stream.is_paused, lambda: shown_settings(self.param_groups, self.defaults)
+        )
 
     def _collect(self) -> None:
         if not self._stream.collect(self._writer.write):
@@ -417,7 +419,7 @@ class DistributedOptimizer(UnevenBatches, torch.optim.Optimizer):
     def close(self) -> None:
         """Remove the hooks from the model, which keeps its weights. The context stays open."""
         self._stream.close()
-        self._overlap.close()
+        self._overlap.release()
         self._clipping.close()
         self._inner.release()
         self._name.release()

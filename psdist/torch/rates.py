@@ -341,9 +341,10 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) else value
 
 
-def shown_settings(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the settings of each group as plain values, without its parameters."""
-    return [{key: _plain(value) for key, value in group.items() if key != "params"} for group in groups]
+def shown_settings(groups: list[dict[str, Any]], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the optimizer's settings of each group as plain values, without keys of the script. defaults: the
+    optimizer's."""
+    return [{key: _plain(value) for key, value in group.items() if key in defaults} for group in groups]
 
 
 def check_scheduler(optimizer: object, scheduler: object, consistency: Consistency) -> None:

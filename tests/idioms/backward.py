@@ -283,6 +283,29 @@ def functional_gradients(script: Script) -> Any:
     return model
 
 
+@idiom(
+    "gradients from losses at perturbed weights, without a backward pass (MeZO, evolution strategies)",
+    ddp=(EQUAL, NOT_AVERAGED),
+)
+def perturbed_losses(script: Script) -> Any:
+    model, optimizer = script.wrap(model := net().double(), sgd(model))
+    inner, random, size = getattr(model, "module", model), torch.Generator().manual_seed(1), 1e-3
+    for inputs, targets in script.batches(6):
+        directions = [torch.randn(one.shape, generator=random, dtype=one.dtype) for one in inner.parameters()]
+        losses = []
+        with torch.no_grad():
+            for change in (size, -2 * size):
+                for parameter, direction in zip(inner.parameters(), directions, strict=True):
+                    parameter.add_(direction, alpha=change)
+                losses.append(float(loss_of(inner, (inputs.double(), targets.double()))))
+            for parameter, direction in zip(inner.parameters(), directions, strict=True):
+                parameter.add_(direction, alpha=size)
+        for parameter, direction in zip(inner.parameters(), directions, strict=True):
+            parameter.grad = direction * ((losses[0] - losses[1]) / (2 * size))
+        optimizer.step()
+    return model
+
+
 @idiom("`p.register_hook(lambda g: g * 0.5)`")
 def tensor_hooks(script: Script) -> Any:
     model = net()

@@ -58,6 +58,53 @@ def dcgan(script: Script) -> Any:
     return [generator, discriminator]
 
 
+def _train_critic(script: Script, critic_steps: int, penalty: float = 0.0) -> Any:
+    """Train a Wasserstein GAN: the critic makes several steps for each of the generator's."""
+    generator, critic, generates, judges = gan(script)
+    mixing = torch.Generator().manual_seed(4)
+    for number, (noise, real) in enumerate(script.batches(4 * critic_steps)):
+        judges.zero_grad()
+        fake = generator(noise).detach()
+        loss = critic(fake).square().mean() - critic(real).mean()
+        if penalty:
+            share = script.part(torch.rand(SAMPLES, 1, generator=mixing))
+            mixed = (share * real + (1 - share) * fake).requires_grad_()
+            slopes = torch.autograd.grad(critic(mixed).square().sum(), mixed, create_graph=True)[0]
+            loss = loss + penalty * (slopes.norm(dim=1) - 1).square().mean()
+        loss.backward()
+        judges.step()
+        if not penalty:
+            for parameter in critic.parameters():
+                parameter.data.clamp_(-0.3, 0.3)
+        if number % critic_steps == critic_steps - 1:
+            generates.zero_grad()
+            (-critic(generator(noise))).mean().backward()
+            generates.step()
+    return [generator, critic]
+
+
+@idiom("a Wasserstein GAN: three steps of the critic for each of the generator, `p.data.clamp_`")
+def wasserstein(script: Script) -> Any:
+    return _train_critic(script, 3)
+
+
+@idiom("a Wasserstein GAN with gradient penalty, two steps of the critic for each of the generator")
+def wasserstein_penalty(script: Script) -> Any:
+    return _train_critic(script, 2, penalty=0.1)
+
+
+@idiom("two optimizers in turn, each for several steps, whose losses reach both models")
+def taking_turns(script: Script) -> Any:
+    encoder, decoder, encodes, decodes = gan(script)
+    for number, (inputs, targets) in enumerate(script.batches(12)):
+        optimizer = encodes if number // 3 % 2 else decodes
+        encodes.zero_grad()
+        decodes.zero_grad()
+        (decoder(encoder(inputs).tanh()) - targets[:, :1]).square().mean().backward()
+        optimizer.step()
+    return [encoder, decoder]
+
+
 @idiom("a critic that is frozen for the generator's pass: `requires_grad_(False)`, then `True`")
 def frozen_critic(script: Script) -> Any:
     generator, discriminator, generates, judges = gan(script)

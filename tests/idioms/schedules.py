@@ -75,6 +75,40 @@ def rates_by_group(script: Script) -> Any:
     return train(script, model, optimizer)
 
 
+@idiom("keys of the script's own in groups: `lr_scale`, by which it sets the rates, and a name")
+def own_keys(script: Script) -> Any:
+    model = net()
+    groups = [
+        {"params": model[0].parameters(), "name": "backbone", "lr_scale": 0.1},
+        {"params": model[2].parameters(), "name": "head", "lr_scale": 1.0},
+    ]
+    wrapped, optimizer = script.wrap(model, torch.optim.SGD(groups, lr=0.1, momentum=0.9))
+    for number, batch in enumerate(script.batches(STEPS)):
+        for group in optimizer.param_groups:
+            assert group["name"] in ("backbone", "head")
+            group["lr"] = 0.1 * group["lr_scale"] / (number + 1)
+        optimizer.zero_grad()
+        loss_of(wrapped, batch).backward()
+        optimizer.step()
+    return model
+
+
+@idiom("`AdamW` with `decoupled_weight_decay=False`, in one group and in all")
+def coupled_decay(script: Script) -> Any:
+    model, other = net(), net()
+    weights = {"params": [model[0].weight, model[2].weight], "decoupled_weight_decay": False}
+    groups = [weights, {"params": [model[0].bias, model[2].bias]}]
+    first = script.wrap(model, torch.optim.AdamW(groups, lr=1e-2, eps=1e-3, weight_decay=0.1))
+    everything = [{"params": other.parameters(), "decoupled_weight_decay": False}]
+    second = script.wrap(other, torch.optim.AdamW(everything, lr=1e-2, eps=1e-3, weight_decay=0.1))
+    for batch in script.batches(STEPS):
+        for wrapped, optimizer in (first, second):
+            optimizer.zero_grad()
+            loss_of(wrapped, batch).backward()
+            optimizer.step()
+    return [model, other]
+
+
 @idiom("groups that differ in `momentum`")
 def momentum_by_group(script: Script) -> Any:
     model = net()

@@ -2,8 +2,11 @@
 
 Gradients that are pushed during the backward pass can no longer change, and weights that are written after it come too
 late for their step. A script that clips gradients, restores weights, adds up several backward passes, or skips a step
-needs pushes in ``step``. The first steps are pushed there while this module
-watches, so nothing wrong is ever sent. Each worker decides alone: buckets and whole pushes carry the same slices.
+needs pushes in ``step``. The first steps are pushed there while this module watches, so nothing wrong is ever sent.
+Each worker decides alone: buckets and whole pushes carry the same slices.
+
+A loss of one model may reach another, as a generator's reaches the critic, which has made several steps by then. So the
+choice is made after whole iterations: when every optimizer of the script has made its first steps.
 
 Not here: pushing (``gradients``).
 """
@@ -12,6 +15,8 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Literal
@@ -26,7 +31,7 @@ logger = logging.getLogger("psdist")
 
 Overlap = bool | Literal["auto"]
 
-#: Steps that are watched. The second one shows gradients that another model's loss left between two steps.
+#: Steps of each optimizer that are watched. The second one shows gradients that another model's loss left between two.
 _WATCHED_STEPS: Final = 2
 #: Relative difference of two factors that rounding explains.
 _ROUNDING: Final = 1e-4
@@ -65,7 +70,6 @@ class OverlapProbe:
         #: Content and autograd's versions of the weights at the end of the pass.
         self._weights = Fingerprint()
         self._weight_versions: list[int] = []
-        self._steps = 0
         #: Autograd's number of the latest backward pass, the weights' versions at its start, and how many passes since
         #: the latest step came after a write to the weights.
         self._pass = -1
@@ -84,11 +88,6 @@ class OverlapProbe:
             for number, (_, parameter) in enumerate(self._parameters)
             if parameter.requires_grad  # A frozen one takes no hook. It gets no gradient that could change.
         ]
-
-    @property
-    def is_done(self) -> bool:
-        """True once enough steps were seen."""
-        return self._steps >= _WATCHED_STEPS
 
     def _on_gradient(self, number: int, parameter: Tensor) -> None:
         if self._pass != (current := torch._C._current_graph_task_id()):
@@ -140,13 +139,14 @@ class OverlapProbe:
         if changed:
             self.reason = self.reason or f"the gradient of {next(iter(changed))!r} changed after backward()"
         self._check_factors(changed, is_scaled=is_scaled)
+        if not self._seen:
+            self.reason = self.reason or "step() came without a backward pass that would push"
         if name := self._written_weight():
             self.reason = self.reason or f"the weight {name!r} was written to after backward()"
         if self._seen and self._settings_of() != self._settings:
             self.reason = self.reason or "settings of the optimizer changed after backward()"
         self._forget()
         self._versions, self._writes = [], 0
-        self._steps += 1
 
     def _check_factors(self, changed: Mapping[str, Tensor | None], *, is_scaled: bool) -> None:
         """Record a change of gradients that is no multiplication by the same numbers in each step.
@@ -194,6 +194,11 @@ class OverlapProbe:
         self._hooks = []
 
 
+#: Choices of all optimizers of this process, except for those that were closed.
+_choices: weakref.WeakSet[OverlapChoice] = weakref.WeakSet()
+_lock = threading.Lock()
+
+
 class OverlapChoice:
     """Present choice: ``is_active`` is True if backward passes push.
 
@@ -201,6 +206,7 @@ class OverlapChoice:
     can_overlap: False pushes in ``step`` regardless of it.
     name: parameter set, for the log.
     workers: number of workers whose gradients a step averages.
+    script: the same object for all optimizers of one worker.
     start: makes backward passes push.
     probe: watches the first steps for "auto".
     """
@@ -211,14 +217,18 @@ class OverlapChoice:
         can_overlap: bool,
         name: str,
         workers: int,
+        script: object,
         start: Callable[[], None],
         probe: Callable[[], OverlapProbe],
     ) -> None:
         self.is_active = overlap is True and can_overlap
-        self._name, self._workers, self._start = name, workers, start
+        self._name, self._workers, self._script, self._start = name, workers, script, start
+        self._steps = 0
         self._probe = probe() if overlap == "auto" and can_overlap else None
         if self.is_active:
             start()
+        with _lock:
+            _choices.add(self)
 
     def on_step(self, *, is_scaled: bool) -> None:
         """Look at the gradients before they are pushed in ``step``. is_scaled: a GradScaler decides about the step."""
@@ -226,10 +236,12 @@ class OverlapChoice:
             self._probe.on_step(is_scaled=is_scaled)
 
     def on_step_end(self) -> None:
-        """Choose once enough steps were seen."""
-        if self._probe is None or not self._probe.is_done:
+        """Choose once enough steps were seen: whole iterations, or two steps and a reason."""
+        self._steps += 1
+        if self._probe is None or self._steps < _WATCHED_STEPS:
             return
-        reason = self._probe.reason
+        if not (reason := self._probe.reason) and not _have_made_first_steps(self._script):
+            return
         self._warn_of_changes()
         self.close()
         if reason:
@@ -266,3 +278,15 @@ class OverlapChoice:
         if self._probe is not None:
             self._probe.close()
             self._probe = None
+
+    def release(self) -> None:
+        """Let other optimizers choose without this one, which is closed."""
+        self.close()
+        with _lock:
+            _choices.discard(self)
+
+
+def _have_made_first_steps(script: object) -> bool:
+    """Return True if all optimizers of a script have made the steps that are watched."""
+    with _lock:
+        return all(one._steps >= _WATCHED_STEPS for one in _choices if one._script is script)

@@ -118,6 +118,70 @@ def test_a_script_that_changes_gradients_or_weights_pushes_in_step(
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
 
 
+def critic_and_generator(name: str) -> list[tuple[nn.Module, DistributedOptimizer]]:
+    """Return two small models and their optimizers."""
+    torch.manual_seed(0)
+    models = [nn.Linear(4, 1), nn.Linear(4, 4)]
+    return [
+        (model, DistributedOptimizer(model, optim.SGD(lr=0.01), name=f"{name}-{number}"))
+        for number, model in enumerate(models)
+    ]
+
+
+@pytest.mark.parametrize("critic_steps", [1, 2, 3, 5])
+def test_the_choice_is_made_after_whole_iterations_of_all_optimizers(
+    alone: Context, name: str, caplog: pytest.LogCaptureFixture, critic_steps: int
+) -> None:
+    """The generator's loss reaches the critic, whose gradients of it are cleared in its next step."""
+    (critic, judges), (generator, generates) = critic_and_generator(name)
+    overlapped = []
+    with caplog.at_level(logging.INFO, logger="psdist"):
+        for step in range(4 * critic_steps):
+            judges.zero_grad()
+            (critic(generator(torch.ones(2, 4)).detach()).mean() - critic(torch.zeros(2, 4)).mean()).backward()
+            judges.step()
+            if step % critic_steps == critic_steps - 1:
+                generates.zero_grad()
+                (-critic(generator(torch.ones(2, 4))).mean()).backward()
+                overlapped.append(bool(generates._stream._step.given))
+                generates.step()
+    assert "gradients were cleared before step()" in caplog.text and not judges._overlap.is_active
+    assert overlapped == [False, False, True, True]
+    judges.close()
+    generates.close()
+
+
+def test_optimizers_without_a_reason_overlap_once_all_have_made_two_steps(alone: Context, name: str) -> None:
+    for _, unused in critic_and_generator(f"{name}-unused"):
+        unused.close()  # Nobody waits for it then.
+    (first, often), (second, seldom) = critic_and_generator(name)
+    for step in range(9):
+        for model, optimizer in ((first, often), (second, seldom)):
+            if optimizer is often or step % 3 == 2:
+                optimizer.zero_grad()
+                model(torch.ones(2, 4)).mean().backward()
+                assert bool(optimizer._stream._step.given) == (step > (6 if optimizer is often else 5)), step
+                optimizer.step()
+    often.close()
+    seldom.close()
+
+
+def test_gradients_that_are_assigned_are_pushed_in_step(
+    alone: Context, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = mlp()
+    optimizer = DistributedOptimizer(model, optim.SGD(lr=0.1), name=name)
+    with caplog.at_level(logging.INFO, logger="psdist"):
+        for _ in range(STEPS):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(1e-3)
+                    parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+    assert "without a backward pass" in caplog.text and not optimizer._overlap.is_active
+    optimizer.close()
+
+
 def test_a_change_after_the_first_steps_is_refused_with_the_remedy(alone: Context, name: str) -> None:
     model = mlp()
     optimizer = DistributedOptimizer(model, optim.SGD(lr=0.1), name=name)

@@ -93,10 +93,35 @@ def test_an_optimizer_that_has_made_steps_is_refused() -> None:
         convert_optimizer(optimizer, names(module))
 
 
+def test_keys_of_the_script_in_groups_are_left_alone() -> None:
+    module = model()
+    groups = [
+        {"params": module.parameters(), "name": "head", "lr_scale": 0.5, "is_frozen": False, "mask": torch.ones(2)}
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+    assert convert_optimizer(optimizer, names(module)) == optim.AdamW(lr=0.1)
+    assert optimizer.param_groups[0]["name"] == "head"
+
+
+def test_decoupled_weight_decay_counts_in_each_group() -> None:
+    module = model()
+    coupled = torch.optim.AdamW([{"params": module.parameters(), "decoupled_weight_decay": False}], lr=0.1)
+    assert convert_optimizer(coupled, names(module)) == optim.Adam(lr=0.1, weight_decay=0.01)
+    named = dict(module.named_parameters())
+    weights = [one for name, one in named.items() if not name.endswith("bias")]
+    biases = [one for name, one in named.items() if name.endswith("bias")]
+    for kind, first, others in ((torch.optim.AdamW, False, True), (torch.optim.Adam, True, False)):
+        groups = [{"params": biases, "decoupled_weight_decay": first}, {"params": weights}]
+        spec = convert_optimizer(kind(groups, lr=0.1), names(module))
+        assert type(spec) is optim.Adam
+        found = {name: bool(values["decoupled_weight_decay"]) for name, values in settings(spec, module).items()}
+        assert found == {name: first if name.endswith("bias") else others for name in named}
+
+
 def test_a_setting_of_later_torch_is_named() -> None:
     module = model()
     optimizer = torch.optim.SGD(module.parameters())
-    optimizer.param_groups[0]["cautious"] = True
+    optimizer.param_groups[0]["cautious"] = optimizer.defaults["cautious"] = True
     with pytest.raises(InvalidArgumentError, match="cautious=True"):
         convert_optimizer(optimizer, names(module))
 
