@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from psdist.client.core.encoder import GradientEncoder
 from psdist.collectives.core.compressed_plan import SLICE_ELEMENTS, EncodeResult
 from psdist.collectives.core.plan import Array, Bytes
+from psdist.collectives.core.reductions import QUIET
 from psdist.compression import Auto, Codec, PerTensor, resolve
 from psdist.compression.regions import MIN_ELEMENTS, send_differences
 from psdist.compression.specifications import Integers, OneBit
@@ -122,6 +123,7 @@ class AllReduceCompression:
                     one.discard_push()
             self._is_used = False
 
+    @QUIET
     def encode(self, flat: Floats, rank: int, size: int) -> list[Bytes]:
         """Return the payloads of a checked array, by slice. rank, size: place in the group.
 
@@ -154,6 +156,7 @@ class AllReduceCompression:
         if (results := self._results) is None:
             return None
 
+        @QUIET
         def encode(index: int) -> bytes:
             push = results.begin_push()
             results.encode(push, out, [index])

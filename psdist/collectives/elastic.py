@@ -143,7 +143,8 @@ class ElasticSteps:
         waiting = await group.count_newcomers() if group.rank == 0 else 0
         totals = await group.all_reduce(np.array([not self._is_stale, waiting], np.float64))
         for result in arrays.out[: arrays.means]:
-            result /= result.dtype.type(max(1.0, totals[0]))
+            with np.errstate(all="ignore"):
+                result /= result.dtype.type(max(1.0, totals[0]))
         self._commit(totals, arrays.out)
 
     def _commit(self, totals: NDArray[np.float64], results: Sequence[Array]) -> None:

@@ -27,6 +27,7 @@ from psdist.collectives.mesh import Mesh
 from psdist.collectives.silence_watch import SilenceWatch
 from psdist.errors import (
     ClosedError,
+    InternalError,
     InvalidArgumentError,
     PsdistError,
     WaitTimeoutError,
@@ -83,16 +84,23 @@ class Exchange:
 
     def start(self, lane: CallLane, plan: Plan) -> int:
         """Make a call. Returns its id. Raises the error that ended the group."""
-        self.route.prepare(lane, plan)
         try:
+            self.route.prepare(lane, plan)
             call_id, effects = self._machine.start(lane, plan)
+            self._results[call_id] = asyncio.get_running_loop().create_future()
+            self._counts.made(lane, plan)
+            self._carry_out(effects)
         except PsdistError as error:
             raise copy_error(error) from None
-        self._results[call_id] = asyncio.get_running_loop().create_future()
-        self._counts.made(lane, plan)
-        self._carry_out(effects)
+        except Exception as error:
+            self._end_by(error)
+            raise
         self.watch.start()
         return call_id
+
+    def _end_by(self, error: Exception) -> None:
+        """End the group by an error that is none of psdist's: this rank has taken the number of a call."""
+        self.end(InternalError(f"rank {self._machine.rank} could not carry out its call: {error!r:.500}"))
 
     async def result(self, call_id: int, call: str, timeout: float | None) -> None:
         """Wait for a call. Raises the error that ended it; WaitTimeoutError after ``timeout`` seconds."""
@@ -172,6 +180,10 @@ class Exchange:
     def abandon(self, error: PsdistError) -> None:
         """See ``GroupFrames``."""
         self._carry_out(self._machine.on_failure(error))
+
+    def farewell(self, key: bytes) -> bytes:
+        """See ``GroupFrames``."""
+        return messages.encode(key, self._machine.farewell(self._machine.rank))
 
     def end(self, error: PsdistError) -> None:
         """End the group at all ranks, and all of its calls with ``error``."""
@@ -283,7 +295,17 @@ class Exchange:
 
     def on_frame(self, sender: Sender, frame: pb.PeerFrame, data: Bytes) -> None:
         """See ``GroupFrames``."""
-        peer, rank = self._rank_of(sender), self._machine.rank
+        peer = self._rank_of(sender)
+        try:
+            self._process(peer, frame, data)
+        except PsdistError as error:  # The call has taken a part of it, and cannot end any more.
+            self.end(copy_error(error))
+            raise
+        except Exception as error:
+            self._end_by(error)
+
+    def _process(self, peer: int, frame: pb.PeerFrame, data: Bytes) -> None:
+        rank = self._machine.rank
         match frame.WhichOneof("kind"):
             case "call":
                 call = frame.call

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 from collections.abc import Sequence
 from functools import partial
+from typing import Final
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
@@ -28,6 +30,9 @@ from psdist.errors import (
     ShapeMismatchError,
 )
 from psdist.off_loop import off_loop
+from psdist.wire.limits import DIMENSIONS_MAX
+
+_TAGS: Final = range(-(2**63), 2**63)
 
 
 class AsyncWorkerGroup:
@@ -115,7 +120,7 @@ class AsyncWorkerGroup:
     ) -> Array:
         """Return the array of rank ``src``. The other ranks give one of the same shape and dtype, which is not read."""
         given = _checked(array)
-        self._check_rank(src)
+        src = self._checked_rank(src)
         result = _Result(given, given.shape, out)
         if self.rank == src:
             result.memory[...] = given
@@ -128,7 +133,7 @@ class AsyncWorkerGroup:
         """Return the reduction of all ranks' arrays at rank ``dst``, and None at the others. op: as ``all_reduce``."""
         given = _checked(array)
         check_op(op, given.dtype)
-        self._check_rank(dst)
+        dst = self._checked_rank(dst)
         if self.rank != dst:
             await self._call(calls.reduce(self.rank, self.size, given, given, op, dst), timeout)
             return None
@@ -153,7 +158,7 @@ class AsyncWorkerGroup:
     ) -> Array | None:
         """Return all ranks' arrays along a new first axis at rank ``dst``, and None at the others."""
         given = _checked(array)
-        self._check_rank(dst)
+        dst = self._checked_rank(dst)
         if self.rank != dst:
             await self._call(calls.gather(self.rank, self.size, given, None, dst), timeout)
             return None
@@ -165,13 +170,13 @@ class AsyncWorkerGroup:
         self, array: ArrayLike | None, src: int = 0, *, out: Array | None = None, timeout: float | None = None
     ) -> Array:
         """Return this rank's row of the array of rank ``src``. The other ranks give None, and ``out`` for their row."""
-        self._check_rank(src)
+        src = self._checked_rank(src)
         if self.rank == src and array is not None:
             given = _rows(array, self.size)
             result = _Result(given, given.shape[1:], out)
             plan = calls.scatter(self.rank, self.size, result.apart(given), result.memory, src)
         elif self.rank != src and out is not None:
-            check_dtype(out.dtype)
+            _check_memory(out)
             result = _Result(out, out.shape, out)
             plan = calls.scatter(self.rank, self.size, None, result.memory, src)
         else:
@@ -192,6 +197,8 @@ class AsyncWorkerGroup:
     ) -> None:
         """Send ``arrays[r]`` to each rank r, and receive its array in ``out[r]``. Sizes may differ."""
         given = [_checked(array) for array in arrays]
+        for array in out:
+            _check_memory(array)
         results = [_Result(array, array.shape, array) for array in out]
         if not len(given) == len(results) == self.size:
             raise InvalidArgumentError(
@@ -214,13 +221,13 @@ class AsyncWorkerGroup:
 
         tag: messages of a tag are in order, those of different tags are independent.
         """
-        self._check_partner(dst)
+        dst, tag = self._checked_partner(dst), _checked_tag(tag)
         await self._call(calls.send(_checked(array), dst), timeout, CallLane(self.rank, dst, tag))
 
     async def recv(self, out: Array, src: int, tag: int = 0, *, timeout: float | None = None) -> Array:
         """Receive the next array that rank ``src`` sends with this tag into ``out``, and return it."""
-        self._check_partner(src)
-        check_dtype(out.dtype)
+        src, tag = self._checked_partner(src), _checked_tag(tag)
+        _check_memory(out)
         result = _Result(out, out.shape, out)
         await self._call(calls.receive(result.memory, src), timeout, CallLane(src, self.rank, tag))
         return result.finish()
@@ -231,6 +238,8 @@ class AsyncWorkerGroup:
 
         Raises WorkerLostError if a rank is gone and no other has sent one.
         """
+        tag = _checked_tag(tag)
+        _check_memory(out)
         _check_timeout(timeout)
         source = await self._exchange.any_source(tag, timeout)
         await self.recv(out, source, tag, timeout=timeout)
@@ -307,14 +316,18 @@ class AsyncWorkerGroup:
         self._exchange.end(ClosedError(f"rank {self.rank} closed the group"))
         self._former.mesh.remove(self._exchange)
 
-    def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.size:
-            raise InvalidArgumentError(f"rank {rank} is not in this group of {self.size}: ranks count from 0")
+    def _checked_rank(self, rank: int) -> int:
+        """Return a rank of this group as an int. Raises InvalidArgumentError."""
+        number = _whole("rank", rank)
+        if not 0 <= number < self.size:
+            raise InvalidArgumentError(f"rank {number} is not in this group of {self.size}: ranks count from 0")
+        return number
 
-    def _check_partner(self, rank: int) -> None:
-        self._check_rank(rank)
-        if rank == self.rank:
-            raise InvalidArgumentError(f"rank {rank} is this rank: copy the array")
+    def _checked_partner(self, rank: int) -> int:
+        number = self._checked_rank(rank)
+        if number == self.rank:
+            raise InvalidArgumentError(f"rank {number} is this rank: copy the array")
+        return number
 
     @outlasts_stop
     async def _call(self, plan: Plan, timeout: float | None, lane: CallLane = COLLECTIVES) -> None:
@@ -327,8 +340,27 @@ class AsyncWorkerGroup:
         await self._exchange.result(call_id, str(plan.call), timeout)
 
 
+def _whole(name: str, value: int) -> int:
+    """Return a whole number of any type as an int. Raises InvalidArgumentError."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise InvalidArgumentError(f"{name}={value!r:.60} is not a whole number") from None
+
+
+def _checked_tag(tag: int) -> int:
+    number = _whole("tag", tag)
+    if number not in _TAGS:
+        raise InvalidArgumentError(f"tag={number} is out of range: use a whole number from -2**63 to 2**63 - 1")
+    return number
+
+
 def _check_timeout(timeout: float | None) -> None:
-    if timeout is not None and not timeout > 0:
+    try:
+        is_valid = timeout is None or timeout > 0
+    except TypeError:
+        is_valid = False
+    if not is_valid:
         raise InvalidArgumentError(f"timeout={timeout!r:.60} is out of range: use seconds above 0, or None")
 
 
@@ -340,6 +372,8 @@ class _Result:
 
     def __init__(self, given: Array, shape: tuple[int, ...], out: Array | None) -> None:
         self._out = out
+        if out is not None:
+            _check_memory(out)
         if out is not None and (out.shape != shape or out.dtype != given.dtype or not out.flags.writeable):
             raise ShapeMismatchError(
                 f"out has shape {out.shape} and dtype {out.dtype.name}: give a writable array of shape {shape} and "
@@ -369,8 +403,22 @@ def _rows(array: ArrayLike, size: int) -> Array:
     return given
 
 
+def _check_memory(out: Array) -> None:
+    """Raise an error unless ``out`` is an array that collectives carry."""
+    if not isinstance(out, np.ndarray):
+        raise InvalidArgumentError(f"out={out!r:.60} is no array of numpy: give memory for the result")
+    check_dtype(out.dtype)
+    _check_dimensions(out)
+
+
+def _check_dimensions(array: Array) -> None:
+    if array.ndim > DIMENSIONS_MAX:
+        raise InvalidArgumentError(f"an array has {array.ndim} dimensions, over {DIMENSIONS_MAX}: reshape it")
+
+
 def _checked(array: ArrayLike) -> Array:
-    """Return a contiguous array of a supported dtype. Raises DTypeMismatchError."""
+    """Return a contiguous array of a supported dtype. Raises DTypeMismatchError, InvalidArgumentError."""
     given = np.asarray(array)
     check_dtype(given.dtype)
+    _check_dimensions(given)
     return given if given.flags.c_contiguous and given.flags.aligned else given.copy()

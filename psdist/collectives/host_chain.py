@@ -26,7 +26,7 @@ from psdist.collectives import calls
 from psdist.collectives.core.machine import COLLECTIVES, CallLane
 from psdist.collectives.core.plan import Array, Plan, cut_segment
 from psdist.collectives.core.reductions import BFLOAT16, combine
-from psdist.errors import PsdistError, WorkerLostError
+from psdist.errors import ClosedError, PsdistError, WorkerLostError
 from psdist.types import WorkerEntry
 from psdist.wire.limits import CHAIN_BYTES_MIN, PART_BYTES
 
@@ -117,8 +117,9 @@ class HostChain:
 
     def abandon(self, error: PsdistError) -> None:
         """End the parts, and stop to use the memory of calls."""
+        ended = ClosedError(f"the group has ended: {error.message}")  # Ranks of the parts have other numbers.
         for part in (self._forth, self._back, self._chain):
-            part.calls.abandon(error)
+            part.calls.abandon(ended)
 
     async def all_reduce(self, plan: Plan) -> None:
         """Reduce the array of a plan. Raises the error of a part."""
@@ -157,7 +158,8 @@ class HostChain:
                 await sending.has_room()
                 sending.start(self._send(share, self._host + 1))
             elif op == "avg":
-                np.true_divide(share, self._size, out=share)
+                with np.errstate(all="ignore"):
+                    np.true_divide(share, self._size, out=share)
             reduced.put_nowait(share)
 
     async def _return(self, outs: Sequence[Array], reduced: asyncio.Queue[Array], tasks: asyncio.TaskGroup) -> None:

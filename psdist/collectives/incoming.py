@@ -37,6 +37,9 @@ class GroupFrames(Protocol):
     def abandon(self, error: PsdistError) -> None:
         """End the group here. The other ranks learn of it by the end of their links."""
 
+    def farewell(self, key: bytes) -> bytes:
+        """Return the frame by which a member learns that the group has ended here. key: of the group."""
+
     def place(self, sender: Sender, part: pb.CollectivePart, size: int) -> Bytes | None:
         """Return the memory for a part, or None if it is not needed any more."""
 

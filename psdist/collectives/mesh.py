@@ -2,7 +2,7 @@
 
 The scheduler introduces the workers: the cluster map has the address of each. Links are dialed when they are first
 needed. A frame names its group. Calls of a group that this worker has not opened yet are kept, up to a limit. Those
-of a group that has a successor here are dropped.
+of a group that has ended here, or has a successor, are answered with its error.
 
 A worker counts as lost when its links in both directions have ended, or a second after one has, or after the map has
 another incarnation of it, or none: frames that it sent before may still arrive.
@@ -19,11 +19,20 @@ from typing import Final
 
 from psdist.client.session.cluster_view import ClusterView
 from psdist.client.session.membership import WorkerMembership
+from psdist.collectives import messages
 from psdist.collectives.core.group_key import epoch_of, make_key, name_members, series_of
+from psdist.collectives.core.machine import SendFailure
 from psdist.collectives.core.plan import Bytes
 from psdist.collectives.incoming import GroupFrames, IncomingLink, Sender, key_of
 from psdist.collectives.liveness import PeerLiveness
-from psdist.errors import LimitExceededError, PeerUnreachableError, PsdistError, WorkerLeftError, copy_error
+from psdist.errors import (
+    ClosedError,
+    LimitExceededError,
+    PeerUnreachableError,
+    PsdistError,
+    WorkerLeftError,
+    copy_error,
+)
 from psdist.link import process_state
 from psdist.link.frame_connection import FrameConnection
 from psdist.link.peer_link import PeerLink
@@ -62,11 +71,13 @@ class Mesh:
         self._groups: dict[bytes, GroupFrames] = {}
         #: Highest epoch opened here, by series of groups. Late frames of lower ones are dropped.
         self._epochs: dict[bytes, int] = {}
-        #: Groups opened so far with the same members.
-        self._opened: Counter[str] = Counter()
+        #: Groups made so far with the same members, without those that wait for some.
+        self._made: Counter[str] = Counter()
         self.liveness = PeerLiveness()
         #: Calls and failures of groups that are not open here.
         self._early: list[tuple[Sender, bytes, pb.PeerFrame, Bytes]] = []
+        #: Answers to calls of groups that have ended here, by their keys, the newest last.
+        self._farewells: dict[bytes, bytes] = {}
         #: Groups that share memory of the host.
         self._sharing: set[GroupFrames] = set()
         self._ends: set[asyncio.TimerHandle] = set()
@@ -90,14 +101,20 @@ class Mesh:
             raise LimitExceededError(f"{limits.GROUPS_MAX} groups of workers were made, which is the limit: close some")
 
     def remove(self, group: GroupFrames) -> None:
-        """Forget a group that has ended."""
-        if group in self._waiting:
-            self._waiting.remove(group)
-        self._groups = {key: other for key, other in self._groups.items() if other is not group}
+        """Forget a group that has ended. One whose members have not all joined is counted with their groups first."""
+        for key in [key for key, other in self._groups.items() if other is group]:
+            del self._groups[key]
+            self._keep_farewell(key, group)
+
+    def _keep_farewell(self, key: bytes, group: GroupFrames) -> None:
+        if group.has_ended:
+            self._farewells[key] = group.farewell(key)
+        if len(self._farewells) > limits.ENDED_GROUPS_MAX:
+            del self._farewells[next(iter(self._farewells))]
 
     def remove_ended(self) -> None:
         """Forget groups that have ended by errors."""
-        for group in self._groups.values():
+        for group in list(self._groups.values()):
             if group.has_ended:
                 self.remove(group)
 
@@ -137,17 +154,22 @@ class Mesh:
                 continue
             self._waiting.remove(group)
             members = [workers[rank] for rank in group.ranks]
-            if silent := [worker for worker in members if not worker.address and worker.rank != self._mine.rank]:
+            names = name_members(members)
+            self._made[names] += 1
+            key = make_key(names, self._made[names], members)
+            silent = [worker for worker in members if not worker.address and worker.rank != self._mine.rank]
+            if silent and not group.has_ended:
                 group.abandon(
                     PeerUnreachableError(
                         f"{silent[0].worker_id} (rank {silent[0].rank}) accepts no links, for a reason in its log: "
                         "beyond one machine give the run TLS, or set PSDIST_INSECURE=1 on a private network"
                     )
                 )
-                continue
-            names = name_members(members)
-            self._opened[names] += 1
-            self._open(group, make_key(names, self._opened[names], members), members)
+            if group.has_ended:
+                self._keep_farewell(key, group)
+                self._note_epoch(key)
+            else:
+                self._open(group, key, members)
 
     def _note_done(self) -> None:
         """Note the ranks whose workers have left, and look at the waiting groups again when they will not return."""
@@ -176,13 +198,26 @@ class Mesh:
 
     def _open(self, group: GroupFrames, key: bytes, members: list[WorkerEntry]) -> None:
         self._groups[key] = group
-        self._epochs[series_of(key)] = max(epoch_of(key), self._epochs.get(series_of(key), 0))
         group.open(key, members)
-        early = self._early
-        self._early = [entry for entry in early if entry[1] != key and not self._is_late(entry[1])]
+        self._note_epoch(key)
+
+    def _note_epoch(self, key: bytes) -> None:
+        """Note the epoch of a group that was made, and process the frames that have arrived for it, or too late."""
+        self._epochs[series_of(key)] = max(epoch_of(key), self._epochs.get(series_of(key), 0))
+        early, self._early = self._early, []
         for sender, other, frame, data in early:
-            if other == key:
-                group.on_frame(sender, frame, data)
+            if other == key or self._is_late(other):
+                self.on_frame(sender, frame, data)
+            else:
+                self._early.append((sender, other, frame, data))
+
+    def _answer(self, sender: Sender, key: bytes, frame: pb.PeerFrame) -> None:
+        """Tell the sender of a call that its group has ended here."""
+        member = next((one for one in self._view.cluster.workers if (one.worker_id, one.incarnation) == sender), None)
+        if frame.WhichOneof("kind") != "call" or member is None:
+            return
+        error = ClosedError(f"{self._mine.worker_id} has ended the group")
+        self.link(member).send(self._farewells.get(key) or messages.encode(key, SendFailure(0, error)))
 
     def _is_late(self, key: bytes) -> bool:
         """Return True for the key of a group that was closed here, or that has a successor here."""
@@ -247,7 +282,9 @@ class Mesh:
         key = key_of(frame)
         if (group := self._groups.get(key)) is not None:
             group.on_frame(sender, frame, data)
-        elif not self._is_late(key):
+        elif self._is_late(key):
+            self._answer(sender, key, frame)
+        else:
             kept = sum(early.nbytes for *_, early in self._early) + data.nbytes
             if len(self._early) >= limits.EARLY_CALLS_MAX or kept > limits.EARLY_BYTES_MAX:
                 raise LimitExceededError(

@@ -87,7 +87,7 @@ def join(store: Any, rank: int, size: int, arguments: Mapping[str, Any] | None =
     return context
 
 
-def _told_by(rank: int, shared: PrefixStore, what: str) -> str:
+def told_by(rank: int, shared: PrefixStore, what: str) -> str:
     """Return a text that a rank has put into the store. Raises WaitTimeoutError.
 
     The store is asked again and again: while its own ``get`` waits, no signal is handled.
@@ -114,7 +114,7 @@ def _placed(rank: int, hosts: Sequence[str]) -> AbstractContextManager[None]:
 
 def _follow(shared: PrefixStore, rank: int, arguments: Mapping[str, Any]) -> Context:
     """Join the run that rank 0 has started."""
-    found = json.loads(_told_by(0, shared, "run"))
+    found = json.loads(told_by(0, shared, "run"))
     if "error" in found:
         raise ConfigurationError(f"rank 0 could not start the run: {found['error']}")
     try:
@@ -133,7 +133,7 @@ def _follow(shared: PrefixStore, rank: int, arguments: Mapping[str, Any]) -> Con
 def _start(shared: PrefixStore, size: int, arguments: Mapping[str, Any]) -> Context:
     """Start the run, and wait until the others have joined: if this process ended first, they would find nothing."""
     try:
-        hosts = [_told_by(rank, shared, "host") for rank in range(size)]
+        hosts = [told_by(rank, shared, "host") for rank in range(size)]
         with _placed(0, hosts):
             context, others = init_for_all(size, _address(hosts), arguments)
     except PsdistError as error:
@@ -142,7 +142,7 @@ def _start(shared: PrefixStore, size: int, arguments: Mapping[str, Any]) -> Cont
     place = {"hosts": hosts, "pid": os.getpid(), "scope": process_state.own_scope()}
     shared.set("run/0", json.dumps(place | others))
     for rank in range(1, size):
-        if text := _told_by(rank, shared, "joined"):
+        if text := told_by(rank, shared, "joined"):
             raise ConfigurationError(f"rank {rank} could not join the run: {text}")
     return context
 

@@ -252,23 +252,26 @@ HOST_RANKS_MAX: Final = 64
 BUFFERS_MAX: Final = 64
 BUFFER_BYTES_MIN: Final = 64 << 10
 BUFFER_BYTES_MAX: Final = 1 << 47
-#: Calls of collectives that one peer may make before this worker has made them, over all groups and tags.
-EARLY_CALLS_MAX: Final = 1024
+#: Calls of collectives that peers may make before this worker has made them, over all groups that are not open here.
+EARLY_CALLS_MAX: Final = 2048
 #: Bytes of the data that came with such calls.
 EARLY_BYTES_MAX: Final = 64 << 20
 #: Handle of a worker in a process group that torchft configures, in characters.
 HANDLE_CHARACTERS_MAX: Final = 512
-#: Open groups of one worker, names of its groups, and lanes (tags and directions) of one group.
+#: Messages of one group, of different tags and directions, that its ranks announce to one of them before it announces
+#: them; and the fewest that each rank may announce. Data travels with no more than these.
+EARLY_MESSAGES_MAX: Final = 512
+EARLY_MESSAGES_MIN: Final = 64
+#: Groups that have ended, whose errors a worker keeps for members that have not heard of them.
+ENDED_GROUPS_MAX: Final = 256
+#: Open groups of one worker, and names of its groups.
 GROUPS_MAX: Final = 4096
-LANES_MAX: Final = 4096
 #: Of a waiting call of a group, the workers that are reported, the characters that name it, and the group's key.
 AWAITED_REPORTED_MAX: Final = 16
 GROUP_CALL_CHARACTERS_MAX: Final = 200
 GROUP_KEY_BYTES_MAX: Final = 64
 #: Names of groups that a run reconfigures.
 GROUP_NAMES_MAX: Final = 1024
-#: Calls of one lane that wait for their turn.
-QUEUED_CALLS_MAX: Final = 4096
 
 #: Workers of a collective of torch.distributed: each has a place in one slice. Bytes that each gives to it.
 COLLECTIVE_WORKERS_MAX: Final = 512

@@ -12,11 +12,12 @@ from psdist.collectives.core.group_key import make_key
 from psdist.collectives.core.machine import GroupMachine
 from psdist.collectives.elastic import ElasticSteps
 from psdist.collectives.mesh import Mesh
+from psdist.errors import ClosedError, PsdistError
 from psdist_scheduler.members import formations
 from psdist_scheduler.members.formations import GroupFormations
 from tests.simulation import groups
 from tests.simulation.ablations import Ablation, Put, noted_in, search
-from tests.simulation.group_options import END
+from tests.simulation.group_options import END, TELLING
 
 #: Number of seeds within which an ablation must be caught.
 SEEDS = 300
@@ -99,6 +100,21 @@ def _not_compared(put: Put) -> None:
 @_ablation("all ranks learn of a failure", **_LIMITS)
 def _failure_is_kept(put: Put) -> None:
     put(GroupMachine, "_fail", lambda self, error: self._end(error))
+
+
+@_ablation(
+    "an end that a rank learns from another is passed on",
+    faults=(TELLING,), fault_count=5, think_seconds=0.2, steps=False, workers=4, delay=(0.0005, 0.005),
+)  # fmt: skip
+def _end_is_kept(put: Put) -> None:
+    def on_peer_failure(self: GroupMachine, peer: int, error: PsdistError, completed: int) -> Any:
+        if not isinstance(error, ClosedError) and self.broken is None:
+            self.lost.setdefault(peer, error)
+            return self.on_failure(error)
+        return known(self, peer, error, completed)
+
+    known = GroupMachine.on_peer_failure
+    put(GroupMachine, "on_peer_failure", on_peer_failure)
 
 
 @_ablation("a successor waits for all live members", **_KILLS)

@@ -13,6 +13,8 @@ FAULTS: Final = (
 
 #: Fault of some runs besides those that are drawn: a script ends, without ``finish``.
 END: Final = "end of script"
+#: Fault of ablations and some seeds: a call reaches its time limit, and its worker dies while it tells the others.
+TELLING: Final = "time limit and death"
 _ENDING: Final = 0.15
 _SHORTEST_DELAY: Final = (0.0001, 0.0005)
 #: Seconds of faults in runs whose workers make a thousand calls in a second.
@@ -63,5 +65,7 @@ def draw(seed: int) -> GroupOptions:
     )
     if random.Random(f"{seed}/end").random() < _ENDING:  # Apart, so that older seeds keep their course.
         drawn = replace(drawn, faults=(*drawn.faults, END))
+    if random.Random(f"{seed}/telling").random() < _ENDING:
+        drawn = replace(drawn, faults=(*drawn.faults, TELLING), fault_count=max(3, drawn.fault_count))
     is_busy = not drawn.think_seconds and drawn.delay == _SHORTEST_DELAY
     return replace(drawn, fault_seconds=_BUSY_SECONDS) if is_busy else drawn

@@ -48,7 +48,7 @@ from psdist_scheduler.members.membership import Membership
 from tests.simulation import group_stand_ins
 from tests.simulation.environment import RunLoop
 from tests.simulation.group_calls import KINDS, SIZES, data_of, expected_result, make_call
-from tests.simulation.group_options import END, GroupOptions, draw
+from tests.simulation.group_options import END, TELLING, GroupOptions, draw
 from tests.simulation.group_requests import LossyCalls
 from tests.simulation.loop import Deadlock, Failed, Node, TooLong
 from tests.simulation.peer_links import PeerNetwork, SimListener
@@ -389,7 +389,7 @@ class GroupWorld:
             self._odd.add(("g", group.epoch))
             self.counts[f"a script made an odd call: {odd}"] += 1
             kind = "gather" if odd == "other call" else kind
-            timeout = 0.02 if odd == "time limit" else None
+            timeout = 0.02 if odd in ("time limit", TELLING) else None
         given = data_of(group.epoch, number, group.rank, size, group.size)
         out = np.zeros_like(expected_result(kind, group.epoch, number, group.rank, size, group.size))
         sent = given if kind == "reduce_scatter" else given[0].copy() if group.size else given
@@ -401,6 +401,8 @@ class GroupWorld:
             else:
                 await work
         except (PsdistError, TimeoutError) as error:
+            if odd == TELLING:
+                await self._die_telling(life)
             sent[...] = _GARBAGE
             out[...] = _GARBAGE
             await self.loop.after(self._rng.random() * 0.05)
@@ -413,6 +415,15 @@ class GroupWorld:
         self.counts[f"results of {kind}"] += 1
         if out.tobytes() != expected.tobytes():
             self.violations.append(f"{life.member}: {kind} {number} of epoch {group.epoch} has a wrong result")
+
+    async def _die_telling(self, life: _Life) -> None:
+        """Kill a worker whose group has ended, while it tells the others, and start it again later."""
+        await self.loop.after(self._rng.random() * 2 * self.options.delay[1])
+        self._hit(life)
+        self.loop.call_later(0.5, self.start, life.member.rank, context=self.loop.world.context)
+        self.loop.crash(life.node)
+        self.network.on_crash(life.node)
+        await self.loop.after(0.0)
 
     def _judge(self, life: _Life, error: PsdistError) -> None:
         """Check that an error has a cause."""

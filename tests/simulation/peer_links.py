@@ -102,6 +102,9 @@ class AcceptedEnd:
         """See FrameConnection."""
         self.receiver = receiver
 
+    def allow_stalls(self) -> None:
+        """See FrameConnection. Simulated connections have no limit on stalls."""
+
     def discard_payload(self) -> None:
         """See FrameConnection."""
         self.discards = True

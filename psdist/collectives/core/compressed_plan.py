@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from psdist.collectives.core.header import Header
 from psdist.collectives.core.plan import Bytes, Outgoing, Plan
+from psdist.collectives.core.reductions import QUIET
 from psdist.compression import segments
 from psdist.errors import InvalidArgumentError
 from psdist.types import Slicing
@@ -117,6 +118,7 @@ class CompressedPlan(Plan):
         self._decode(index, [encoded])
         return [Outgoing(peer, 2 * index + 1, encoded) for peer in self.peers]
 
+    @QUIET
     def _decode(self, index: int, payloads: Sequence[Bytes], divisor: int = 1) -> None:
         """Write the sum of encoded values, divided, to a slice of the result."""
         out = self._out[slice(*self._slicing.bounds(index))]

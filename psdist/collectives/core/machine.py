@@ -5,8 +5,13 @@ part, or one direction of messages between two ranks under a tag. A rank announc
 it with their own. Data that does not travel with the announcement is sent once the peer has made the call, so that it
 is received in its place.
 
+A lane of messages exists while it has calls. When a call of it ends, all frames of the call have arrived, so that the
+next announcement is that of the next call: its number is not compared. A rank announces a limited number of messages
+that the peer has not announced. Further ones wait until the peer answers, or announces them first.
+
 Invariants: A peer is at most one call of a lane ahead, because no call ends before all of its ranks have announced it.
-Every call ends: with its result, or with an error that all ranks of the call learn. A call that needs nothing more from
+Every call ends: with its result, or with an error that all ranks of the call learn. A rank whose group ends tells all
+others, whoever failed first, and again each rank that announces a call later. A call that needs nothing more from
 a lost rank ends with its result. A collective that has its result at a rank which fails later gets it at the others,
 too, unless another rank is lost or gives it up. After a failure the group makes no more calls.
 """
@@ -29,7 +34,7 @@ from psdist.errors import (
     WaitTimeoutError,
     WorkerLostError,
 )
-from psdist.wire.limits import LANES_MAX, QUEUED_CALLS_MAX
+from psdist.wire.limits import EARLY_MESSAGES_MAX, EARLY_MESSAGES_MIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +112,8 @@ class GroupCall:
     #: Movement of the data by that route, and whether it is under way here.
     moves: Moves | None = None
     is_moving: bool = False
+    #: True while the peer of a message has not announced it, and this rank has.
+    is_unanswered: bool = False
     #: Announcements and parts that are being sent, by peer.
     unsent: dict[int, int] = field(default_factory=dict)
 
@@ -116,6 +123,11 @@ class GroupCall:
         if self.moves is not None:
             return bool(self.unsent.get(peer)) or self.moves.needs(peer)
         return peer not in self.called or bool(self.plan.missing[peer]) or bool(self.unsent.get(peer))
+
+    @property
+    def has_begun(self) -> bool:
+        """True if the call was announced."""
+        return bool(self.unsent)
 
     @property
     def is_complete(self) -> bool:
@@ -149,7 +161,15 @@ class GroupMachine:
         self._failing: PsdistError | None = None
         #: Way for large data besides parts, once this rank can go it.
         self.route: GroupRoute | None = None
-        self._lanes: dict[CallLane, _Calls] = {}
+        self._lanes: dict[CallLane, _Calls] = {COLLECTIVES: _Calls()}
+        #: By peer, the messages that it has not answered, those that it has announced early, and lanes of messages that
+        #: wait to be announced.
+        self._unanswered = dict.fromkeys(self.peers, 0)
+        self._early = dict.fromkeys(self.peers, 0)
+        self._held: dict[int, dict[CallLane, None]] = {peer: {} for peer in self.peers}
+        #: Limit on unanswered messages to one peer, and on those whose data travels with the announcement.
+        share = EARLY_MESSAGES_MAX // max(1, len(self.peers))
+        self._unanswered_max, self._eager_max = max(share, EARLY_MESSAGES_MIN), max(share, 1)
         #: Lanes of all calls that have not ended, by their ids.
         self._unended: dict[int, _Calls] = {}
         #: Ranks that are gone or have closed the group, and why.
@@ -170,20 +190,26 @@ class GroupMachine:
             assert len(calls.early) < self.size, "a peer announced two calls ahead"
             assert not self.broken or not calls.queue, "a failed group has calls"
             assert all(not call.called for call in list(calls.queue)[1:]), "a call began before its turn"
+            assert calls.queue or calls.early or calls is self._lanes[COLLECTIVES] or self.broken, "an idle lane"
             assert all(call.called <= call.unsent.keys() for call in calls.queue), "a call was not announced"
+        for peer in self.peers if self.error is None else ():
+            lanes = [calls for lane, calls in self._lanes.items() if lane != COLLECTIVES]
+            heads = [calls.queue[0] for calls in lanes if calls.queue and peer in calls.queue[0].plan.peers]
+            assert self._unanswered[peer] == sum(head.is_unanswered for head in heads), "answers are counted wrongly"
+            assert self._early[peer] == sum(peer in calls.early for calls in lanes), "early messages are miscounted"
+            assert len(self._held[peer]) == sum(not head.has_begun for head in heads), "a message is not announced"
+            assert not self._held[peer] or self._unanswered[peer] >= self._unanswered_max, "a message is held back"
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
     def start(self, lane: CallLane, plan: Plan) -> tuple[int, list[Effect]]:
         """Make a call. Returns its id, and the effects.
 
-        Raises the error that ended the group, and LimitExceededError. A call that needs a lost rank ends the group.
+        Raises the error that ended the group. A call that needs a lost rank ends the group.
         """
         if self.error is not None:
             raise self.error
         calls = self._calls_of(lane)
-        if len(calls.queue) >= QUEUED_CALLS_MAX:
-            raise LimitExceededError(f"{len(calls.queue)} calls wait for their turn, which is the limit: wait for some")
         self._ids += 1
         call_id = self._ids
         plan.shares = self.route is not None and lane == COLLECTIVES and self.route.fits(plan)
@@ -194,8 +220,6 @@ class GroupMachine:
         return call_id, self._taken()
 
     def _calls_of(self, lane: CallLane) -> _Calls:
-        if lane not in self._lanes and len(self._lanes) >= LANES_MAX:
-            raise LimitExceededError(f"{LANES_MAX} tags and directions of messages are in use, which is the limit")
         return self._lanes.setdefault(lane, _Calls())
 
     def _begin(self, lane: CallLane, calls: _Calls) -> None:
@@ -205,6 +229,8 @@ class GroupMachine:
             if peer in self.lost:
                 self._fail(self.lost[peer])
                 return
+        if lane != COLLECTIVES and not self._may_announce(lane, calls):
+            return
         call.plan.start()
         for peer in call.plan.peers:
             call.unsent[peer] = 1
@@ -212,9 +238,32 @@ class GroupMachine:
             self._effects.append(SendCall(call.call_id, peer, lane, calls.number, header, data))
         early, calls.early = calls.early, {}
         for peer, (header, data) in early.items():
+            if lane != COLLECTIVES:
+                self._early[peer] -= 1
             if not self._match(lane, calls, peer, header, data):
                 return
         self._end_if_complete(lane, calls)
+
+    def _may_announce(self, lane: CallLane, calls: _Calls) -> bool:
+        """Count a message that is about to be announced, or hold it back if the peer has too many to answer."""
+        call, (peer,) = calls.queue[0], calls.queue[0].plan.peers
+        if peer not in calls.early:
+            if self._unanswered[peer] >= self._unanswered_max:
+                self._held[peer][lane] = None
+                return False
+            call.plan.is_bare = self._unanswered[peer] >= self._eager_max
+            call.is_unanswered = True
+            self._unanswered[peer] += 1
+        self._held[peer].pop(lane, None)
+        return True
+
+    def _answered(self, call: GroupCall, peer: int) -> None:
+        """Record that a peer has announced a message that it had not, and announce another one."""
+        call.is_unanswered = False
+        self._unanswered[peer] -= 1
+        if self._held[peer]:
+            lane = next(iter(self._held[peer]))
+            self._begin(lane, self._lanes[lane])
 
     def _match(self, lane: CallLane, calls: _Calls, peer: int, header: Header, data: Bytes) -> bool:
         """Compare a peer's call with this one, and begin to exchange data. Returns False if they differ."""
@@ -233,7 +282,9 @@ class GroupMachine:
             call.plan.place(peer, 0)[:] = data
             self._send(lane, calls, call.plan.received(peer, 0))
         self._exchange_data(lane, calls, peer, header)
-        return True
+        if call.is_unanswered:
+            self._answered(call, peer)
+        return self.broken is None
 
     def _exchange_data(self, lane: CallLane, calls: _Calls, peer: int, header: Header) -> None:
         """Start to exchange data with a peer that has made the call, or with all of them by another route."""
@@ -262,32 +313,58 @@ class GroupMachine:
         del self._unended[calls.queue.popleft().call_id]
         calls.number += 1
         self._effects.append(CallDone(call.call_id))
-        if self._failing is not None:
-            if lane == COLLECTIVES:
-                self._end(self._failing)
-        elif calls.queue:
+        if self._failing is not None and lane == COLLECTIVES:
+            self._fail(self._failing)
+        elif self._failing is None and calls.queue:
             self._begin(lane, calls)
+        else:
+            self._drop_if_idle(lane, calls)
+
+    def _drop_if_idle(self, lane: CallLane, calls: _Calls) -> None:
+        if lane != COLLECTIVES and not calls.queue and not calls.early:
+            del self._lanes[lane]
 
     # --- peers --------------------------------------------------------------------------------------------------------
 
     def on_call(self, peer: int, lane: CallLane, number: int, header: Header, data: Bytes) -> list[Effect]:
         """Process a peer's announcement. Raises InvalidArgumentError if it makes no sense."""
-        if self.broken is not None or (self._failing is not None and lane != COLLECTIVES):
+        if self.broken is not None:
+            return [self.farewell(peer)]  # The peer may have missed the first one.
+        if self._failing is not None and lane != COLLECTIVES:
             return []  # Calls of other lanes that have not begun fail with the group.
         calls = self._calls_of(lane)
-        if calls.queue and number == calls.number:
+        if lane == COLLECTIVES:
+            is_next, is_current = number == calls.number + bool(calls.queue), number == calls.number
+        else:
+            is_next = True
+            is_current = bool(calls.queue) and calls.queue[0].has_begun and peer not in calls.queue[0].called
+        if calls.queue and is_current:
             if self._match(lane, calls, peer, header, data):
                 self._end_if_complete(lane, calls)
-        elif number == calls.number + bool(calls.queue) and peer not in calls.early:
-            calls.early[peer] = header, data
+        elif is_next and peer not in calls.early:
+            self._keep_early(peer, lane, calls, header, data)
         else:
             raise InvalidArgumentError(f"rank {peer} announces call {number} of {lane}, and {calls.number} is next")
         return self._taken()
 
+    def _keep_early(self, peer: int, lane: CallLane, calls: _Calls, header: Header, data: Bytes) -> None:
+        """Keep an announcement until this rank makes the call, or announces it."""
+        if lane != COLLECTIVES:
+            if self._early[peer] >= self._unanswered_max:
+                self._drop_if_idle(lane, calls)
+                raise LimitExceededError(
+                    f"rank {peer} announces more than {self._unanswered_max} messages that rank {self.rank} has not "
+                    "announced, which is the limit"
+                )
+            self._early[peer] += 1
+        calls.early[peer] = header, data
+        if calls.queue and not calls.queue[0].has_begun:
+            self._begin(lane, calls)
+
     def place(self, peer: int, lane: CallLane, number: int, part: int, size: int) -> Bytes | None:
         """Return the memory for a part, or None if the call is over here. Raises InvalidArgumentError."""
         calls = self._lanes.get(lane)
-        if self.broken is not None or calls is None or not calls.queue or number != calls.number:
+        if self.broken is not None or calls is None or not self._is_under_way(lane, calls, number):
             return None
         plan = calls.queue[0].plan
         if peer not in plan.peers:
@@ -297,16 +374,21 @@ class GroupMachine:
 
     def on_part(self, peer: int, lane: CallLane, number: int, part: int) -> list[Effect]:
         """Process a part, which is in its place."""
-        calls = self._lanes[lane]
-        if self.broken is None and calls.queue and calls.number == number:
+        calls = self._lanes.get(lane)
+        if self.broken is None and calls is not None and self._is_under_way(lane, calls, number):
             self._send(lane, calls, calls.queue[0].plan.received(peer, part))
             self._end_if_complete(lane, calls)
         return self._taken()
 
+    @staticmethod
+    def _is_under_way(lane: CallLane, calls: _Calls, number: int) -> bool:
+        """True if data of a call has its place. That of a message comes after both announcements of its own call."""
+        return bool(calls.queue) and (lane != COLLECTIVES or calls.number == number)
+
     def on_sent(self, peer: int, lane: CallLane, call_id: int) -> list[Effect]:
         """Record that an announcement or a part was sent, and its memory is free."""
-        calls = self._lanes[lane]
-        if calls.queue and calls.queue[0].call_id == call_id:
+        calls = self._lanes.get(lane)
+        if calls is not None and calls.queue and calls.queue[0].call_id == call_id:
             calls.queue[0].unsent[peer] -= 1
             self._end_if_complete(lane, calls)
         return self._taken()
@@ -326,16 +408,22 @@ class GroupMachine:
         return self._lose(peer, WorkerLostError(f"rank {peer} is gone: {reason}", rank=peer))
 
     def _lose(self, peer: int, error: PsdistError) -> list[Effect]:
-        if peer in self.lost:
+        is_new = peer not in self.lost
+        self.lost.setdefault(peer, error)
+        if self.broken is not None or not (is_new or self._failing):
             return []
-        self.lost[peer] = error
+        calls = self._lanes[COLLECTIVES]
+        if not is_new and peer in calls.queue[0].unsent:
+            # A peer that failed after the collective has received all of it, and acknowledges nothing any more.
+            calls.queue[0].unsent[peer] = 0
+            self._end_if_complete(COLLECTIVES, calls)
         # Calls that wait for their turn fail when it comes.
         if self.broken is None and peer in needed_ranks(self):
             self._fail(error)
         return self._taken()
 
     def on_peer_failure(self, peer: int, error: PsdistError, completed: int) -> list[Effect]:
-        """Process the end of the group at a peer, which has informed the others, too.
+        """Process the end of the group at a peer. The others learn of it here, too: the peer may have died meanwhile.
 
         If the peer has closed the group, calls that need nothing more from it continue. Otherwise the group ends.
 
@@ -345,14 +433,14 @@ class GroupMachine:
         if isinstance(error, ClosedError):
             return self._lose(peer, error)
         self.lost.setdefault(peer, error)
-        calls = self._lanes.get(COLLECTIVES)
-        if self.broken is None and calls is not None and calls.queue and calls.number < completed:
+        calls = self._lanes[COLLECTIVES]
+        if self.broken is None and calls.queue and calls.number < completed:
             self._failing = self._failing or error
             return []
-        return self.on_failure(self._failing or error)
+        return self.close(error)
 
     def on_failure(self, error: PsdistError) -> list[Effect]:
-        """End the group. Peers are not informed."""
+        """End the group here alone. Peers learn of it by the end of their links, or by a group of all of them."""
         if self.broken is None:
             self._end(error)
         return self._taken()
@@ -396,10 +484,15 @@ class GroupMachine:
 
     def _fail(self, error: PsdistError) -> None:
         self._end(error)
-        completed = self._lanes[COLLECTIVES].number if COLLECTIVES in self._lanes else 0
-        self._effects += [SendFailure(peer, error, completed) for peer in self.peers if peer not in self.lost]
+        self._effects += [self.farewell(peer) for peer in self.peers if peer not in self.lost]
+
+    def farewell(self, peer: int) -> SendFailure:
+        """Return the effect that tells a peer of the end of this group."""
+        assert self.broken is not None
+        return SendFailure(peer, self.broken, self._lanes[COLLECTIVES].number)
 
     def _end(self, error: PsdistError) -> None:
+        error = self._failing or error
         self.broken = error
         for calls in self._lanes.values():
             self._effects += [CallDone(call.call_id, error) for call in calls.queue]
@@ -433,7 +526,7 @@ def _reason(call: GroupCall) -> str:
     if absent:
         return f"for {_ranks(absent)} to call {call.plan.call}"
     late = call.moves.slowest() if call.moves else [peer for peer in call.plan.peers if call.needs(peer)]
-    return f"for {_ranks(late)} to exchange the data of {call.plan.call}"
+    return f"for {_ranks(late) if late else 'this rank'} to exchange the data of {call.plan.call}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -81,6 +81,8 @@ class Plan:
         self.whole: tuple[Array, Array] | None = None
         #: True if this rank can move the data by another route than parts.
         self.shares = False
+        #: True if no data travels with the call.
+        self.is_bare = False
         #: Position of the array of ``whole`` in a registered buffer, until a rank has announced another one.
         self.position = NOWHERE
         #: By peer, the parts that have not arrived.
@@ -106,7 +108,7 @@ class Plan:
         return self._given(peer) if self._is_eager(peer) else _NO_BYTES
 
     def _is_eager(self, peer: int) -> bool:
-        return not self.shares and self._given(peer).nbytes <= self._eager_bytes
+        return not (self.shares or self.is_bare) and self._given(peer).nbytes <= self._eager_bytes
 
     @property
     def _eager_bytes(self) -> int:

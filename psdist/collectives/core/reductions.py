@@ -1,6 +1,7 @@
 """Reductions of arrays, in rank order.
 
 16-bit floats are added and multiplied in float32 and rounded once. Other dtypes are reduced in their own arithmetic.
+Overflow and NaN are results as others: whatever numpy was told about them, no rank raises an error.
 """
 
 from __future__ import annotations
@@ -55,6 +56,11 @@ def check_op(op: str, dtype: np.dtype[Any]) -> None:
         raise DTypeMismatchError(f"op={op!r} has no meaning for {dtype.name}: convert the array first")
 
 
+#: Decorator of functions whose arithmetic neither warns nor raises errors.
+QUIET: Final = np.errstate(all="ignore")
+
+
+@QUIET
 def combine(op: str, arrays: Sequence[Array], out: Array) -> None:
     """Reduce ``arrays`` from the first to the last into ``out``.
 

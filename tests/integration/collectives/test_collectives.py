@@ -6,6 +6,7 @@ All clients are in this process.
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ from psdist.errors import (
     CollectiveMismatchError,
     DTypeMismatchError,
     InvalidArgumentError,
+    NonFiniteGradientError,
     ShapeMismatchError,
     SharingUnavailableError,
     WaitTimeoutError,
@@ -277,6 +279,12 @@ async def test_wrong_arguments(run: Run) -> None:
         (group.all_reduce([1], "mean"), InvalidArgumentError, "'mean' is unknown: use one of sum"),
         (group.all_reduce([1], out=np.zeros(2, int)), ShapeMismatchError, r"out has shape \(2,\) .* shape \(1,\)"),
         (group.broadcast([1], 3), InvalidArgumentError, "rank 3 is not in this group of 3"),
+        (group.broadcast([1], 1.0), InvalidArgumentError, "rank=1.0 is not a whole number"),
+        (group.broadcast(np.ones((1,) * 33)), InvalidArgumentError, "33 dimensions, over 32: reshape it"),
+        (group.send([1], 1, tag="a"), InvalidArgumentError, "tag='a' is not a whole number"),
+        (group.send([1], 1, tag=2**63), InvalidArgumentError, "tag=9223372036854775808 is out of range"),
+        (group.recv([1], 1), InvalidArgumentError, r"out=\[1\] is no array of numpy"),
+        (group.all_reduce([1], timeout="1"), InvalidArgumentError, "timeout='1' is out of range"),
         (group.reduce_scatter([1, 2]), ShapeMismatchError, r"shape \(2,\) has no row for each of 3 ranks"),
         (group.scatter(None, 0), InvalidArgumentError, "rank src gives the array"),
         (group.send([1], 0), InvalidArgumentError, "rank 0 is this rank: copy the array"),
@@ -285,7 +293,36 @@ async def test_wrong_arguments(run: Run) -> None:
     ):
         with pytest.raises(error, match=text):
             await call
-    assert not group.has_ended
+    assert [one.tolist() for one in await run.all(lambda g: g.all_reduce([1], timeout=20.0))] == [[3]] * SIZE
+
+
+async def test_groups_are_counted_when_they_are_made(run: Run, cluster: EmbeddedCluster) -> None:
+    first = run.workers[0].new_group([0, SIZE])
+    await first.close()
+    second = run.workers[0].new_group([0, SIZE])
+    late = AsyncClient(cluster.address, cluster.token, rank=SIZE)
+    await late.connect()
+    others = AsyncCollectives(late._opened())
+    closed = others.new_group([0, SIZE])
+    await closed.close()
+    again = others.new_group([0, SIZE])
+    assert [one.tolist() for one in await asyncio.gather(second.all_reduce([1]), again.all_reduce([1]))] == [[2]] * 2
+    await late.close()
+
+
+@pytest.mark.parametrize("count", [2, LARGE])
+async def test_numpy_errors_of_the_script_are_none_of_a_reduction(run: Run, count: int) -> None:
+    given = [np.full(count, one) for one in (-np.inf, np.inf, 3e38)]
+    with np.errstate(all="raise"), warnings.catch_warnings(action="error"):
+        for dtype in (np.float32, np.float16):
+            with np.errstate(all="ignore"):
+                sent = [one.astype(dtype) for one in given]
+            assert all(np.isnan(one).all() for one in await run.all(lambda g, sent=sent: g.all_reduce(sent[g.rank])))
+        large = np.full(count, 3e38, np.float32)
+        assert all(np.isinf(one).all() for one in await run.all(lambda g: g.all_reduce(large)))
+        # The rank that reduces a slice encodes its result again.
+        results = await run.all(lambda g: g.all_reduce(large, compression="int8"))
+        assert all(isinstance(one, NonFiniteGradientError) for one in results)
 
 
 @pytest.mark.parametrize("run", ["shm"], indirect=True)

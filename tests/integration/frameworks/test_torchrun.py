@@ -99,7 +99,12 @@ _STARTED = """
 def main(rank):
     os.environ["WORLD_SIZE"] = "1"  # As PyTorch's examples have it: the number of nodes.
     start(rank=rank, world_size=2, init_method=f"file://{__file__}.store")
-    group = dist.new_group([1])
+    dist.destroy_process_group()
+    start(rank=1 - rank, world_size=2, init_method=f"file://{__file__}.other")
+    found = torch.zeros(2)
+    dist.all_gather_into_tensor(found, torch.tensor([10.0 + rank]))
+    assert found.tolist() == [11, 10], "the ranks have other numbers"
+    group = dist.new_group([0])
     if rank == 1:  # Rank 0 ends meanwhile: it must wait.
         for _ in range(100):
             dist.all_reduce(torch.ones(1), group=group)

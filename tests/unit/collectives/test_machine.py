@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -11,11 +12,12 @@ import pytest
 from psdist.collectives import calls
 from psdist.collectives.core import machine as machines
 from psdist.collectives.core.header import Header
-from psdist.collectives.core.machine import COLLECTIVES, CallDone, CallLane, GroupMachine
+from psdist.collectives.core.machine import COLLECTIVES, CallDone, CallLane, GroupCall, GroupMachine
 from psdist.collectives.core.plan import Plan
 from psdist.errors import (
     ClosedError,
     CollectiveMismatchError,
+    InternalError,
     InvalidArgumentError,
     LimitExceededError,
     WaitTimeoutError,
@@ -81,6 +83,51 @@ def test_a_time_limit_names_the_absent_rank_at_all_ranks() -> None:
     assert isinstance(late.error, WaitTimeoutError)
 
 
+@pytest.mark.parametrize("in_data", [False, True], ids=["barrier", "data"])
+def test_a_failure_reaches_a_rank_that_the_failed_one_has_not_told(in_data: bool) -> None:
+    network = CollectiveNetwork(3, random.Random(1))
+    waiting = [network.start(rank, calls.barrier(rank, 3)) for rank in (0, 2)]
+    if in_data:  # Rank 1 is in a call of its own, with rank 2.
+        network.start(1, calls.receive(np.ones(1), 2), CallLane(2, 1))
+    network.run()
+    network.expire(0, waiting[0])
+    network._links[0, 2].leaving.clear()  # Rank 0 dies before it has told rank 2, which needs nothing more from it.
+    network.run()
+    network.kill(0)
+    network.run()
+    assert waiting[1].has_ended and isinstance(waiting[1].error, WaitTimeoutError)
+    assert waiting[1].error.message.startswith("rank 0 reached the timeout of 1 s"), "the first cause is kept"
+
+
+def test_a_late_announcement_is_answered_by_the_end_of_the_group() -> None:
+    network = CollectiveNetwork(3, random.Random(1))
+    network.close(0, InternalError("the first cause"))
+    for target in (1, 2):
+        network._links[0, target].leaving.clear()
+    late = network.start(1, calls.barrier(1, 3))
+    network.run()
+    assert late.error is not None and late.error.message == "the first cause"
+    assert network.machines[2].error is late.error
+
+
+@pytest.mark.parametrize("holds_data", [False, True])
+def test_a_rank_that_fails_after_a_collective_and_dies_leaves_no_call_without_an_end(holds_data: bool) -> None:
+    machine = GroupMachine(0, 2)
+    array = np.zeros((2, 10**6))
+    call, effects = machine.start(COLLECTIVES, calls.all_gather(0, 2, np.zeros(10**6), array))
+    theirs = calls.all_gather(1, 2, np.zeros(10**6), np.zeros((2, 10**6)))
+    effects += machine.on_call(1, COLLECTIVES, 0, theirs.header(0), NOTHING)
+    if not holds_data:
+        for part in sorted(machine._lanes[COLLECTIVES].queue[0].plan.missing[1]):
+            machine.on_part(1, COLLECTIVES, 0, part)
+    assert machine.on_peer_failure(1, CollectiveMismatchError("differs"), 1) == []
+    done = [effect for effect in machine.on_lost(1, "killed") if isinstance(effect, CallDone)]
+    assert [effect.call_id for effect in done] == [call]
+    assert (done[0].error is None) is not holds_data, "the rank has received all of it before it failed"
+    assert isinstance(machine.broken, CollectiveMismatchError)
+    machine.validate()
+
+
 def test_a_message_of_any_rank_is_one_for_which_no_call_waits() -> None:
     network = CollectiveNetwork(3, random.Random(1))
     machine = network.machines[0]
@@ -112,6 +159,11 @@ def test_calls_behind_another_wait_for_its_ranks() -> None:
     assert isinstance(machine.broken, WaitTimeoutError) and machine.broken.details == {"absent": "1"}
     assert machine.waiting_for(waiting[0]) == "for nothing"
     machine.validate()
+
+
+def test_a_call_that_waits_for_no_other_rank_says_so() -> None:
+    call = GroupCall(1, calls.barrier(0, 2), called={1}, unsent={1: 0})
+    assert machines._reason(call) == "for this rank to exchange the data of barrier()"
 
 
 class _CountedQueue(deque):  # type: ignore[type-arg]
@@ -222,12 +274,53 @@ def test_a_rank_outside_of_a_message_cannot_send_its_data() -> None:
         machine.on_call(2, CallLane(1, 0), 0, Header("send"), NOTHING)
 
 
-def test_limits_on_tags_and_waiting_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machines, "LANES_MAX", 1)
-    monkeypatch.setattr(machines, "QUEUED_CALLS_MAX", 1)
-    machine = GroupMachine(0, 2)
-    machine.start(COLLECTIVES, calls.barrier(0, 2))
-    with pytest.raises(LimitExceededError, match="1 calls wait for their turn, which is the limit: wait for some"):
-        machine.start(COLLECTIVES, calls.barrier(0, 2))
-    with pytest.raises(LimitExceededError, match="1 tags and directions of messages are in use"):
-        machine.start(CallLane(0, 1), calls.send(np.ones(1), 1))
+def exchanged(network: CollectiveNetwork, tags: Sequence[int], received: Sequence[int]) -> None:
+    """Send a number from rank 0 to rank 1 under each tag, and receive them in another order."""
+    sent = [network.start(0, calls.send(np.array([tag]), 1), CallLane(0, 1, tag)) for tag in tags]
+    outs = {tag: np.zeros(1, int) for tag in received}
+    ended = [network.start(1, calls.receive(out, 0), CallLane(0, 1, tag)) for tag, out in outs.items()]
+    network.run()
+    assert all(call.has_ended and call.error is None for call in (*sent, *ended))
+    assert all(out[0] == tag for tag, out in outs.items())
+
+
+def test_a_lane_of_messages_is_dropped_with_its_last_call() -> None:
+    network = CollectiveNetwork(2, random.Random(1))
+    for _ in range(3):
+        exchanged(network, range(20), range(20))
+    assert [list(machine._lanes) for machine in network.machines] == [[COLLECTIVES]] * 2
+
+
+@pytest.mark.parametrize("size", [2, 20])
+def test_messages_beyond_the_limit_wait_for_others(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machines, "EARLY_MESSAGES_MAX", 6)
+    monkeypatch.setattr(machines, "EARLY_MESSAGES_MIN", 4)
+    for seed in range(10):
+        network = CollectiveNetwork(size, random.Random(seed))
+        exchanged(network, range(30), range(29, -1, -1))
+
+
+def test_messages_that_no_rank_receives_stay_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machines, "EARLY_MESSAGES_MAX", 6)
+    monkeypatch.setattr(machines, "EARLY_MESSAGES_MIN", 4)
+    network = CollectiveNetwork(3, random.Random(1))
+    for tag in range(30):
+        network.start(0, calls.send(np.ones(1), 1), CallLane(0, 1, tag))
+    network.run()
+    early = [next(iter(lane.early.values())) for lane in network.machines[1]._lanes.values() if lane.early]
+    assert sorted(data.nbytes for _, data in early) == [0, 8, 8, 8], "data travels with the first messages only"
+    with pytest.raises(LimitExceededError, match="rank 0 announces more than 4 messages"):
+        network.machines[1].on_call(0, CallLane(0, 1, 77), 0, Header("send"), NOTHING)
+    exchanged(network, [30], [30])
+
+
+def test_no_number_of_calls_is_too_large() -> None:
+    network = CollectiveNetwork(2, random.Random(1))
+    ended = [network.start(rank, calls.barrier(rank, 2)) for rank in range(2) for _ in range(6000)]
+    while not all(call.has_ended for call in ended):
+        for (source, target), link in network._links.items():
+            if link.leaving:
+                network._leave(source, link)
+            elif link.moving:
+                network._arrive(source, target, link)
+    assert all(call.error is None for call in ended)
