@@ -30,10 +30,12 @@ from psdist.client.process.process_bound import ProcessBound
 from psdist.client.reporting.worker_totals import transport_of
 from psdist.client.results import Wanted
 from psdist.client.server_access import ServerAccess
+from psdist.client.session import random_generators as generators
 from psdist.client.session.drops import DropCounter, OnDrop
 from psdist.client.session.worker_state import Restore, Save
 from psdist.client.step import AsyncBucket
 from psdist.client.steps import CompressionStatistics, Statistics, Steps, check_member
+from psdist.errors import InvalidArgumentError
 from psdist.hyperparameters import by_group
 from psdist.metrics.interval import Measurements
 from psdist.metrics.phases import Phase
@@ -375,7 +377,14 @@ class AsyncParameters(ProcessBound):
         async with self._steps.call():
             return await self._steps.gradient_buffers(device, is_checked)
 
-    async def keep_state(self, save: Save, restore: Restore, *, prefix: str = "") -> None:
+    async def keep_state(
+        self,
+        save: Save | None = None,
+        restore: Restore | None = None,
+        *,
+        random_generators: bool = False,
+        prefix: str = "",
+    ) -> None:
         """Save worker-local state in every snapshot: state that the script changes and no server has, such as its place
         in the data.
 
@@ -390,6 +399,8 @@ class AsyncParameters(ProcessBound):
         restore: receives the arrays that the worker of this rank handed in: before this returns, if the run resumed
             from a snapshot that has some; and at a rollback, in the call whose push is dropped, with an empty dict if
             the snapshot has none.
+        random_generators: save and restore the process's random generators, those of Python's ``random``,
+            ``numpy.random`` and torch (with CUDA's), too. ``save`` and ``restore`` may be left out then.
         prefix: prefix of the names, for psdist's own state.
 
         Register before the first push. A client that closes first has a snapshot taken, if the run takes one at its
@@ -401,8 +412,14 @@ class AsyncParameters(ProcessBound):
         """
         async with self._steps.call():
             check_member(self.servers.participation)
+            if (save is None) != (restore is None) or (save is None and not random_generators):
+                raise InvalidArgumentError("keep_state() needs save and restore, or random_generators=True alone")
             await self._steps.retry(self.servers.open)
-            await self.servers.participation.keep_state(save, restore, prefix=prefix)
+            part = self.servers.participation
+            if random_generators:
+                await part.keep_state(generators.save, generators.restore, prefix=generators.RANDOM)
+            if save is not None and restore is not None:
+                await part.keep_state(save, restore, prefix=prefix)
 
     @asynccontextmanager
     async def quiesce(self) -> AsyncIterator[None]:

@@ -12,6 +12,7 @@ Not here: how pushes reach the servers (``server_access``), what is reported to 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -31,6 +32,8 @@ from psdist.consistency import BSP, SSP
 from psdist.errors import FencedError
 from psdist.types import ClusterMap, ParametersEntry
 from psdist.v1 import scheduler_pb2
+
+logger = logging.getLogger("psdist")
 
 
 class Routes:
@@ -334,6 +337,12 @@ class Participation:
         """See ``AsyncParameters.keep_state``. prefix: prefix of the names, for psdist's own state."""
         if state := part_of(await self.state(), prefix):
             restore(state)
+        elif self.entry.restore is not None and self.is_member and prefix == "":
+            logger.warning(
+                "the script's state for %r starts anew at step %d: %s has none of rank %d, which was lost before the "
+                "snapshot was taken, kept no state, or joins later",
+                self.name, self.sequence.step, self.entry.restore.directory, self.current.origin.rank,
+            )  # fmt: skip
         check_state(self.name, save())
         self._session.snapshots.states.keep(self.name, save, restore, self.sequence, prefix=prefix)
         self._session.snapshots.report_kept()

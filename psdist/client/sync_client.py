@@ -636,7 +636,14 @@ class Parameters(Blocking[AsyncParameters]):
         """
         return loop.shared().call(self._async.gradient_buffers(device, is_checked=is_checked))
 
-    def keep_state(self, save: Save, restore: Restore, *, prefix: str = "") -> None:
+    def keep_state(
+        self,
+        save: Save | None = None,
+        restore: Restore | None = None,
+        *,
+        random_generators: bool = False,
+        prefix: str = "",
+    ) -> None:
         """Save worker-local state in every snapshot: state that the script changes and no server has, such as its place
         in the data.
 
@@ -652,6 +659,8 @@ class Parameters(Blocking[AsyncParameters]):
         restore: receives the arrays that the worker of this rank handed in: before this returns, if the run resumed
             from a snapshot that has some; and at a rollback, in the call whose push is dropped, with an empty dict if
             the snapshot has none.
+        random_generators: save and restore the process's random generators, those of Python's ``random``,
+            ``numpy.random`` and torch (with CUDA's), too. ``save`` and ``restore`` may be left out then.
         prefix: prefix of the names, for psdist's own state.
 
         Register before the first push. A client that closes first has a snapshot taken, if the run takes one at its
@@ -661,7 +670,7 @@ class Parameters(Blocking[AsyncParameters]):
         Raises NotMemberError, InvalidArgumentError for an invalid result of ``save``, and the errors of reading the
         state.
         """
-        loop.shared().call(self._async.keep_state(save, restore, prefix=prefix))
+        loop.shared().call(self._async.keep_state(save, restore, random_generators=random_generators, prefix=prefix))
 
     def start_pull(self, out: Mapping[str, NDArray[Any]] | None = None, copy: bool = True) -> loop.StartedCall[Arrays]:
         """Start a ``pull`` and return immediately. ``result()`` of the returned call waits for the weights.

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from psdist.client.core.push_sequence import PushSequence
 from psdist.client.session.membership import WorkerMembership, drop_when_fenced, run_in_incarnation
+from psdist.client.session.random_generators import RANDOM
 from psdist.client.session.scheduler_calls import SchedulerCalls
 from psdist.client.session.wait_tracker import WaitTracker
 from psdist.data.batch_position import BATCHES
@@ -76,7 +77,7 @@ _RECORDS: Final = 2
 
 #: Prefix of the names of psdist's own state.
 OWN: Final = "psdist."
-_RESERVED: Final = (OWN, BUFFERS, BATCHES)
+_RESERVED: Final = (OWN, BUFFERS, BATCHES, RANDOM)
 
 
 @dataclass(slots=True)
