@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import operator
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Final
 
@@ -267,6 +268,10 @@ class AsyncWorkerGroup:
     async def barrier(self, *, timeout: float | None = None) -> None:
         """Return when all ranks have called it."""
         await self._call(calls.barrier(self.rank, self.size), timeout)
+
+    def preparing(self) -> AbstractContextManager[None]:
+        """See ``GroupCalls``."""
+        return self._session.waits.group_calls.preparing()
 
     @property
     def has_ended(self) -> bool:

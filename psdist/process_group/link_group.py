@@ -167,10 +167,12 @@ class _GroupBase(dist.ProcessGroup):
         before = self._several_calls
 
         async def together() -> None:
-            if before is not None:
-                await before.wait()
-            # All of them are made before those of the next work: the order must be that of the other ranks.
-            await asyncio.gather(*calls)
+            with self._group.preparing():
+                if before is not None:
+                    await before.wait()
+                # All of them are made before those of the next work: the order must be that of the other ranks.
+                made = asyncio.gather(*calls)
+            await made
 
         try:
             return self._record(CollectiveWork(together(), tensors, f"{NAME}:{name}", inputs))
@@ -189,10 +191,12 @@ class _GroupBase(dist.ProcessGroup):
 
         async def alone() -> None:
             try:
-                if before is not None:
-                    await before.wait()
-                # As other works do: a direct await would begin before the calls of the work that was made before.
-                await asyncio.gather(call)
+                with self._group.preparing():
+                    if before is not None:
+                        await before.wait()
+                    # As other works do: a direct await would begin before the calls of the work that was made before.
+                    made = asyncio.gather(call)
+                await made
             finally:
                 ended.set()
 

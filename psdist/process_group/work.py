@@ -149,10 +149,14 @@ class CollectiveWork(dist.Work):
         """Wait for the call, and raise its error; WaitTimeoutError after ``timeout`` unless that is 0."""
         limit = timeout.total_seconds()
         until = None if limit <= 0 else limit
-        while not self._ended.wait(0.5 if until is None else min(until, 0.5)):  # Signals are handled in between.
-            self._call.mark_awaited()
-            if until is not None and (until := until - 0.5) <= 0:
-                raise WaitTimeoutError(f"a call of torch.distributed took longer than {limit:g} s")
+        try:
+            while not self._ended.wait(0.5 if until is None else min(until, 0.5)):  # Signals are handled in between.
+                self._call.mark_awaited(until is None)  # With a limit the wait ends by itself.
+                if until is not None and (until := until - 0.5) <= 0:
+                    raise WaitTimeoutError(f"a call of torch.distributed took longer than {limit:g} s")
+        except BaseException:
+            self._call.mark_awaited(False)
+            raise
         if isinstance(self._error, PsdistError):
             raise copy_error(self._error)
         if isinstance(self._error, asyncio.CancelledError):

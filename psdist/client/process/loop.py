@@ -146,9 +146,9 @@ class StartedCall(Generic[T]):
         """
         return self._wait()
 
-    def mark_awaited(self) -> None:
-        """Record that a thread of the script waits for the coroutine by other means than ``result``."""
-        self._call.is_awaited = True
+    def mark_awaited(self, is_awaited: bool) -> None:
+        """Record whether a thread of the script waits for the coroutine by other means than ``result``."""
+        self._call.is_awaited = is_awaited
 
 
 class LoopThread:

@@ -293,6 +293,27 @@ def test_all_calls_groups_and_ddp(tmp_path: Path) -> None:
     assert output.count("only supports dense tensors, and got layout torch.sparse_csr") == 3
 
 
+_CROSSED = """
+groups = [dist.new_group() for _ in range(2)]
+given = torch.ones(3)
+for group in groups:
+    dist.all_reduce(given, group=group)
+later = dist.all_reduce(given.clone(), async_op=True)
+waits = dist.all_reduce(given, group=groups[rank], async_op=True)
+try:
+    waits.wait()
+    print("ended")
+except RuntimeError as error:
+    print(f"rank {rank}: {error}")
+later.wait()
+"""
+
+
+def test_ranks_that_wait_for_each_other_get_an_error(tmp_path: Path) -> None:
+    output = launched(tmp_path, _CROSSED, 2)
+    assert output.count("which waits in all_reduce(") >= 2 and "rank 0: worker-" in output and "ended" not in output
+
+
 def test_what_cannot_be_sent_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match=r"has no .*PREMUL_SUM.*: use one of SUM, AVG"):
         LinkGroup._op(SimpleNamespace(reduceOp=dist.ReduceOp.PREMUL_SUM))

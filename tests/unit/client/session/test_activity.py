@@ -199,6 +199,39 @@ async def test_the_call_of_a_group_that_the_script_waits_for_is_reported() -> No
     assert not calls.acts
 
 
+async def test_calls_in_tasks_of_the_awaited_one_are_reported() -> None:
+    worker = Worker()
+    calls, release, need, waiting = worker.group_calls, asyncio.Event(), GroupCall(), asyncio.Semaphore(0)
+
+    async def call(awaited: GroupCall) -> None:
+        entered = calls.enter()
+        calls.wait(awaited)
+        waiting.release()
+        await release.wait()
+        calls.wait(None)
+        calls.leave(entered)
+
+    async def several() -> None:
+        complete = GroupCall()
+        complete.wanted = None
+        with calls.preparing():
+            made = asyncio.gather(call(complete), call(need))
+        await made
+
+    before = asyncio.create_task(call(GroupCall(1)))
+    task: asyncio.Task[None] = asyncio.create_task(several())
+    calls.is_awaited = lambda one: one is task
+    await asyncio.sleep(0)
+    assert calls.acts and worker.activities.report().WhichOneof("waits_for") is None, "its tasks have not begun"
+    for _ in range(3):
+        await waiting.acquire()
+    await asyncio.sleep(0)
+    assert worker.activities.report().group == need.wanted
+    release.set()
+    await asyncio.gather(before, task)
+    assert not calls.acts and calls.awaited() is None
+
+
 async def test_a_worker_confirms_that_it_lacks_a_call_only_while_it_waits() -> None:
     worker = Worker()
     task = await worker.begin()
