@@ -12,6 +12,7 @@ before this worker uses it is not read, and waits.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from typing import Final, Protocol
@@ -36,6 +37,8 @@ from psdist.wire import auth, limits
 logger = logging.getLogger("psdist")
 
 _NOTHING: Final = memoryview(b"")
+#: Time limit for a connection to the scheduler, to find out where it listens.
+_PROBE_SECONDS: Final = 1.0
 
 
 class PeerFrames(Protocol):
@@ -73,12 +76,12 @@ class PeerListener(Listener[pb.PeerFrame]):
         spans_hosts: True if other hosts have workers, which cannot reach a loopback address.
         name: name or address by which they reach it instead, such as that in its certificate.
 
-        Raises OSError if the scheduler's name does not resolve now.
+        Raises OSError if the scheduler's name does not resolve now, or if it has to be asked and does not answer.
         """
         peer = (await addresses.look_up_any(scheduler))[0]
         host = addresses.route_source(peer) or addresses.loopback()
-        if spans_hosts and addresses.is_loopback(host):
-            host = addresses.own_address()
+        if spans_hosts and addresses.is_loopback(host) and (own := await _beyond_loopback(scheduler)):
+            host = own
         if not addresses.is_loopback(host) and self.credentials.tls is None:
             if not self.credentials.token:
                 self.log_unavailable(host, "beyond loopback the run needs a token or TLS")
@@ -175,6 +178,26 @@ class PeerListener(Listener[pb.PeerFrame]):
 
     def log_strangers(self, count: int, reason: str) -> None:
         logger.info("closed %d links that were not of this run's workers; the last: %s", count, reason)
+
+
+async def _beyond_loopback(scheduler: str) -> str:
+    """Return this host's address for other hosts; empty if the scheduler listens on loopback alone. Then all members
+    are on this host, and none of them needs to be reached from outside. Raises OSError if no scheduler answers yet."""
+    own = addresses.own_address()
+    for host, port in map(addresses.parse_address, addresses.split_addresses(scheduler)):
+        if await _accepts(host, port):
+            return own if await _accepts(own, port) else ""
+    raise ConnectionRefusedError(f"no scheduler answers at {scheduler}")
+
+
+async def _accepts(host: str, port: int) -> bool:
+    try:
+        async with asyncio.timeout(_PROBE_SECONDS):
+            _, writer = await asyncio.open_connection(host, port)
+    except OSError:  # TimeoutError is an OSError.
+        return False
+    writer.close()
+    return True
 
 
 def check_hello(hello: pb.PeerHello, run_id: str, worker_id: str, incarnation: int) -> None:

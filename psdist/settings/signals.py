@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from types import FrameType
 from typing import Final, TypeVar
 
-from psdist.settings.exit_codes import SIGNAL_BASE
+from psdist.settings.exit_codes import OK, SIGNAL_BASE
 
 T = TypeVar("T")
 
@@ -30,7 +30,8 @@ def exit_on(signals: Iterable[int]) -> None:
 
 
 def end_on(signals: Iterable[int]) -> None:
-    """End the program on these signals immediately, by their default. Signals that are ignored stay so."""
+    """End a service that starts, or waits to lead, on these signals: immediately, and with the status of one that
+    serves. Signals that are ignored stay so."""
     for number in signals:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _end)
@@ -73,7 +74,4 @@ def _exit(number: int, frame: FrameType | None) -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_DFL)
-    signal.raise_signal(number)
-    # The kernel ignores the default of the first process of a container.
-    os._exit(SIGNAL_BASE + number)
+    os._exit(OK)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import numpy as np
 import pytest
@@ -173,12 +173,40 @@ async def test_an_address_that_refuses_is_named() -> None:
     assert isinstance(error, PeerUnreachableError) and f"worker-0 at {said.receiver.address}" in error.message
 
 
-async def test_no_port_is_open_beyond_loopback_without_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("psdist.addresses.own_address", lambda: "192.0.2.7")
+@pytest.fixture
+async def schedulers(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[[str], Awaitable[str]]]:
+    """Listen as a scheduler on an address; this host's own one is 127.0.0.3. Returns the address on loopback."""
+    monkeypatch.setattr("psdist.addresses.own_address", lambda: "127.0.0.3")
+    monkeypatch.setattr("psdist.addresses.is_loopback", lambda host: host != "127.0.0.3")
+    servers: list[asyncio.Server] = []
+
+    async def listen(host: str) -> str:
+        servers.append(await asyncio.start_server(lambda reader, writer: writer.close(), host))
+        return f"127.0.0.1:{servers[-1].sockets[0].getsockname()[1]}"
+
+    yield listen
+    for server in servers:
+        server.close()
+
+
+async def test_no_port_is_open_beyond_loopback_without_a_token(schedulers: Callable[[str], Awaitable[str]]) -> None:
+    address = await schedulers("0.0.0.0")
     for credentials in (Credentials(), Credentials("secret")):  # A token in plaintext needs ``insecure``.
         listener = PeerListener(credentials)
-        await listener.open_towards("127.0.0.1:1", spans_hosts=True)
+        await listener.open_towards(address, spans_hosts=True)
         assert listener.address == "" and listener.port == 0
+
+
+@pytest.mark.parametrize(("host", "own"), [("0.0.0.0", "127.0.0.3:"), ("127.0.0.1", "127.0.0.1:")])
+async def test_workers_of_a_scheduler_on_loopback_listen_there(
+    schedulers: Callable[[str], Awaitable[str]], host: str, own: str
+) -> None:
+    listener = PeerListener(Credentials("secret", insecure=True))
+    with pytest.raises(OSError, match="no scheduler answers"):
+        await listener.open_towards("127.0.0.1:1", spans_hosts=True)
+    await listener.open_towards(f"127.0.0.1:1,{await schedulers(host)}", spans_hosts=True)
+    assert listener.address.startswith(own)
+    listener.close()
 
 
 def test_a_link_means_one_incarnation_of_one_worker_of_one_run() -> None:

@@ -376,8 +376,10 @@ async def test_tls_opens_a_port_beyond_loopback_without_a_token(
 ) -> None:
     monkeypatch.setattr("psdist.addresses.own_address", lambda: "127.0.0.3")
     monkeypatch.setattr("psdist.addresses.is_loopback", lambda host: host != "127.0.0.3")
+    scheduler = await asyncio.start_server(lambda reader, writer: writer.close(), "0.0.0.0")
     for tls, address in ((None, ""), (files, "127.0.0.3:")):
         listener = PeerListener(Credentials(tls=tls))
-        await listener.open_towards("127.0.0.1:1", spans_hosts=True)
+        await listener.open_towards(f"127.0.0.1:{scheduler.sockets[0].getsockname()[1]}", spans_hosts=True)
         assert listener.address.startswith(address) and bool(listener.port) is bool(tls)
         listener.close()
+    scheduler.close()
