@@ -1,4 +1,4 @@
-"""Decides what the exit of a process means for its run. Pure: events in, effects out, ``now`` is an argument.
+"""Machine that decides how a run reacts to exits of its processes. Pure: events in, effects out, ``now`` an argument.
 
 During the run:
 
