@@ -339,7 +339,7 @@ class Participation:
             restore(state)
         elif self.entry.restore is not None and self.is_member and prefix == "":
             logger.warning(
-                "the script's state for %r starts anew at step %d: %s has none of rank %d, which was lost before the "
+                "the script's state for %r is missing at step %d: %s has none of rank %d, which was lost before the "
                 "snapshot was taken, kept no state, or joins later",
                 self.name, self.sequence.step, self.entry.restore.directory, self.current.origin.rank,
             )  # fmt: skip

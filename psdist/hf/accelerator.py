@@ -19,12 +19,14 @@ import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import nn
+from torch.utils.data import DataLoader
 
 from psdist.compression import Codec
 from psdist.errors import InvalidArgumentError
 from psdist.hf.data_order import ReplayedSampler, follow_epochs, replay
 from psdist.process_group import mark_iteration, open_collectives
-from psdist.torch import DistributedOptimizer
+from psdist.torch import DistributedOptimizer, LeasedDataLoader
+from psdist.torch.divided_data import is_divided
 from psdist.torch.optimizer import parameters_of
 from psdist.torch.values import share_fixed
 
@@ -93,14 +95,29 @@ class Accelerator(accelerate.Accelerator):
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
         """Prepare a loader. One that shuffles has an order that follows from the data epoch, also in a run that resumes
-        and in a worker that restarts."""
-        is_ready = self.use_seedable_sampler or getattr(data_loader, "_is_accelerate_prepared", False)
+        and in a worker that restarts. One that the script has divided is not divided again."""
+        is_ready = getattr(data_loader, "_is_accelerate_prepared", False)
+        if not is_ready and isinstance(data_loader, DataLoader) and is_divided(data_loader):
+            return self._prepare_divided(data_loader, device_placement)
+        is_ready = is_ready or self.use_seedable_sampler
         order = None if is_ready else replay(data_loader)
         prepared = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
         if order is not None:
             follow_epochs(prepared, order)
             self._orders = (*self._orders, (prepared, order))
             self._share_orders()
+        return prepared
+
+    def _prepare_divided(self, loader: DataLoader[Any], device_placement: bool | None) -> Any:
+        """Prepare a loader that yields this worker's share. One of leased ranges stays as it is."""
+        if isinstance(loader, LeasedDataLoader):
+            return loader
+        prepared = accelerate.data_loader.prepare_data_loader(
+            loader, self.device, num_processes=1, process_index=0, rng_types=[], dispatch_batches=False,
+            put_on_device=self.device_placement if device_placement is None else device_placement,
+            non_blocking=self.non_blocking,
+        )  # fmt: skip
+        self._dataloaders.append(prepared)
         return prepared
 
     def _share_orders(self) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
+from psdist.torch.divided_data import follows_generator
+
 
 class ReplayedSampler(Sampler[Any]):
     """Yields the indices of ``sampler``, whose ``generator`` follows the number of passes.
@@ -65,8 +67,8 @@ def replay(loader: Any) -> ReplayedSampler | None:
     if not isinstance(loader, DataLoader):
         return None
     batches: Any = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
-    sampler = getattr(batches, "sampler", None)
-    if sampler is None or not hasattr(sampler, "generator") or hasattr(sampler, "set_epoch"):
+    sampler: Any = getattr(batches, "sampler", None)
+    if not follows_generator(sampler):
         return None
     shares = sampler.generator is not None and sampler.generator is loader.generator
     batches.sampler = order = ReplayedSampler(sampler, shares_generator=shares)

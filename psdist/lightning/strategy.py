@@ -26,7 +26,7 @@ from lightning.pytorch.utilities.data import _update_dataloader
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from psdist.client.context import init, is_open
 from psdist.client.process.siblings import torch_group_size
@@ -37,6 +37,7 @@ from psdist.lightning.shares import SharedSampler
 from psdist.process_group import broadcast_value, mark_iteration, open_collectives, refuse, save_run, start
 from psdist.settings.other_launchers import check_alone
 from psdist.torch import DistributedOptimizer
+from psdist.torch.divided_data import follows_generator, is_divided
 from psdist.torch.optimizer import parameters_of
 
 logger = logging.getLogger("psdist")
@@ -110,13 +111,21 @@ class PsdistStrategy(ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """Let a loader yield this worker's share. Raises InvalidArgumentError for a loader with a batch sampler.
 
-        Left as they are: loaders of an IterableDataset, loaders that the script divides by a DistributedSampler, and
-        all loaders with ``use_distributed_sampler=False``.
+        Left as they are: loaders of an IterableDataset, loaders that the script divides by a DistributedSampler of
+        torch or psdist, or by leases, and all loaders with ``use_distributed_sampler=False``.
         """
+        resumed = max((one.handle.step for one in self._distributed), default=0)
+        if resumed and isinstance(dataloader, DataLoader) and follows_generator(dataloader.sampler):
+            logger.warning(
+                "this run resumes at step %d, but the order of a loader that shuffles follows from a random generator: "
+                "some samples of the data epoch come twice, others never. Pass sampler=psdist.data.DistributedSampler("
+                "data, seed=0), whose order follows from the data epoch",
+                resumed,
+            )
         is_whole = (
             isinstance(dataloader, DataLoader)
             and not isinstance(dataloader.dataset, IterableDataset)
-            and not isinstance(dataloader.sampler, DistributedSampler)
+            and not is_divided(dataloader)
         )
         if self.world_size == 1 or not is_whole or not self._divides:
             return dataloader
