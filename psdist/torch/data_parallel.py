@@ -163,7 +163,6 @@ class DistributedDataParallel(UnevenBatches, DDPAttributes):
         self._stream = GradientStream(
             self.handle, tensors.trained, bucket_bytes, self._on_begin,
             as_views=gradient_as_bucket_view, others=flags, overflows=_OVERFLOWS, after_failure=_AFTER_FAILURE,
-            is_guarded=False,
         )  # fmt: skip
         self._stream.listen()
         self._averaged = AveragedGradients(tensors.trained) if self.context.world_size > 1 else None

@@ -93,7 +93,8 @@ class GradientStream:
         are pushed as zeros. None: such gradients raise.
     on_begin: called before the first gradient of a step is taken. Its errors end the backward pass.
     after_failure: remedy, for messages about a backward pass that failed after it had pushed something.
-    is_guarded: detect writes through ``parameter.grad.data`` between the backward pass and ``complete``.
+    values: detects writes through ``parameter.grad.data`` between the backward pass and ``complete``; None detects
+        none.
 
     Raises InvalidArgumentError if ``handle`` already has a stream.
     """
@@ -110,7 +111,7 @@ class GradientStream:
         overflows: str | None = None,
         after_failure: str = "After a failed pass, or if gradients were changed, call zero_grad() of the "
         "DistributedOptimizer: it completes the step with the gradients that were pushed",
-        is_guarded: bool = True,
+        values: Fingerprint | None = None,
     ) -> None:
         if _identity(handle) in _streams:
             raise InvalidArgumentError(
@@ -127,7 +128,7 @@ class GradientStream:
         self._as_views = as_views
         self._overflows = overflows
         self._after_failure = after_failure
-        self._step = _Step(values=Fingerprint(is_enabled=is_guarded))
+        self._step = _Step(values=values or Fingerprint(is_enabled=False))
         #: True if backward passes accumulate gradients and push nothing.
         self.is_paused = False
         #: Autograd's number of the backward pass that produced gradients and has not ended (or failed); -1 for none.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from psdist.errors import DTypeMismatchError, InvalidArgumentError
-from psdist.torch.guards.fingerprint import Fingerprint
+from psdist.torch.guards.fingerprint import Detection, Fingerprint
 from psdist.torch.guards.shared_memory import find_aliases, tie
 from psdist.types import MasterDType
 
@@ -274,6 +274,7 @@ class ModelWatch:
     """Detects changes of a wrapped model that would leave its weights stale or untrained without any error.
 
     wanted: as for ``inspect``.
+    detects: writes that autograd does not see, as for ``Fingerprint``.
     """
 
     def __init__(
@@ -281,12 +282,13 @@ class ModelWatch:
         model: nn.Module,
         trained: Mapping[str, nn.Parameter],
         wanted: Iterable[nn.Parameter] | None = None,
+        detects: Detection = "sampled",
     ) -> None:
         self._trained = dict(trained)
         self._parameters = ModelParameters(model, wanted, trained.keys())
         self._known: dict[str, tuple[Any, ...]] = {}
         self._versions: dict[str, int] = {}
-        self._values = Fingerprint()
+        self._values = Fingerprint(detects)
         self.accept()
 
     def accept(self) -> None:
@@ -299,7 +301,8 @@ class ModelWatch:
         """Return the names of the parameters that the script wrote to since ``accept``, in the model's order.
 
         Writes in place are seen by autograd's version counter. Others, such as those through ``parameter.data``, are
-        found by comparing values: all of them in the first steps, and later in parts (``fingerprint``). A parameter
+        found by comparing values: all of them in the first steps, and later in parts, unless the watch detects all
+        (``fingerprint``). A parameter
         that was moved in memory or cast is not one of them: ``check`` refuses it.
         """
         found = {name for name, one in self._trained.items() if one._version != self._versions[name]}

@@ -184,7 +184,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 result = closure()
         if not self._passes.has_gradients:
             self._check()
-        self._inner.check_groups()
+        self._inner.check()
         self._rates.check_unchanged(self.param_groups)
         self._passes.complete()
         self._align()
@@ -194,7 +194,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _check(self) -> None:
         """Check model and rates before anything of a step is sent."""
-        self._inner.check_groups()
+        self._inner.check()
         self._rates.send(self.param_groups)
         self._parameters_then.check()
         for name, parameter in self._trained.items():

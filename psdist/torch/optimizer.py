@@ -30,6 +30,7 @@ from psdist.torch.clipping import MeanClipping
 from psdist.torch.conversion import convert_settings, end_factors, schedule_or_none
 from psdist.torch.gradient_vector.bucket_plan import bucket_bytes_of
 from psdist.torch.gradients import GradientStream, check_free
+from psdist.torch.guards.fingerprint import Detection, Fingerprint, check_detection
 from psdist.torch.guards.inner_optimizer import InnerOptimizer
 from psdist.torch.guards.overlap import Overlap, OverlapChoice, OverlapProbe, check_overlap
 from psdist.torch.guards.wrapped_name import WrappedName
@@ -75,6 +76,9 @@ class DistributedOptimizer(UnevenBatches, torch.optim.Optimizer):
         has made two steps, unless these showed a reason not to: gradients or weights that change after ``backward``,
         several passes in a step, none, or skipped steps. It logs that reason. ``close`` an optimizer that is not used.
     bucket_cap_mb: MiB of gradients that are pushed together.
+    detect_writes: writes to weights and pushed gradients that autograd does not see, such as ``p.data[row] = 1``, are
+        found by comparing values. "sampled" finds a write to a whole tensor, and one to few elements only by chance
+        from the third step on. "all" finds each one, and reads the weights twice more in a step.
     context: None uses the context of ``psdist.init()``: a script without a launcher trains alone.
 
     Raises InvalidArgumentError that names what cannot be converted or trained; DTypeMismatchError; and the errors of
@@ -99,6 +103,7 @@ class DistributedOptimizer(UnevenBatches, torch.optim.Optimizer):
         name: str = "model",
         overlap: Overlap = "auto",
         bucket_cap_mb: float = 8.0,
+        detect_writes: Detection = "sampled",
         on_drop: OnDrop = "warn",
         reset_optimizer: bool = False,
         context: Context | None = None,
@@ -108,6 +113,7 @@ class DistributedOptimizer(UnevenBatches, torch.optim.Optimizer):
         check_scheduler(optimizer, scheduler, consistency)
         bucket_bytes = bucket_bytes_of(bucket_cap_mb)
         check_overlap(overlap)
+        check_detection(detect_writes)
         wrapped = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
         tensors = _tensors_to_train(model, wrapped)
         spec = _with_max_norm(specification_of(optimizer, tensors.trained, scheduler), max_grad_norm)
@@ -117,24 +123,18 @@ class DistributedOptimizer(UnevenBatches, torch.optim.Optimizer):
         self._name = WrappedName(client, name, tensors.trained, is_late=client.joins_late(name))
         #: Parameter set of the model, for its ``step``, ``version`` and ``statistics()``.
         self.handle: Parameters = client.parameters(
-            name,
-            initial_values(tensors.trained),
-            spec,
-            consistency,
-            compression=compression,
-            pull_dtype=pull_dtype,
-            non_finite=non_finite,
-            on_drop=on_drop,
-            reset_optimizer=reset_optimizer,
-            master_dtype=tensors.master_dtype,
-        )
+            name, initial_values(tensors.trained), spec, consistency, compression=compression, pull_dtype=pull_dtype,
+            non_finite=non_finite, on_drop=on_drop, reset_optimizer=reset_optimizer, master_dtype=tensors.master_dtype,
+        )  # fmt: skip
         self._name.record(tensors.trained)
         share_fixed(client, f"{name}/fixed", tensors.fixed)
         self._trained = tensors.trained
         self._writer = TensorWriter(tensors.trained)
-        watch = ModelWatch(model, tensors.trained, parameters_of(wrapped))
+        watch = ModelWatch(model, tensors.trained, parameters_of(wrapped), detect_writes)
         self._writes = WeightWrites(self.handle, model, tensors.trained, watch)
-        self._stream = GradientStream(self.handle, tensors.trained, bucket_bytes, self._check)
+        self._stream = GradientStream(
+            self.handle, tensors.trained, bucket_bytes, self._check, values=Fingerprint(detect_writes)
+        )  # fmt: skip
         self._pull()
         buffers = KeptBuffers(model, [name], f"{name}/fixed", tensors.fixed, tensors.aliases)
         buffers.save_in_snapshots(client, self.handle)
@@ -180,7 +180,7 @@ class DistributedOptimizer(UnevenBatches, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        self._inner.check_groups()
+        self._inner.check()
         self._overlap.on_step(is_scaled=hasattr(self, "found_inf"))
         if not self._unscale():
             return result
@@ -253,7 +253,7 @@ class DistributedOptimizer(UnevenBatches, torch.optim.Optimizer):
         """Check model and rates before anything of a step is sent."""
         self._writes.take_back()
         self._writes.watch.check()
-        self._inner.check_groups()
+        self._inner.check()
         self._writes.send()
         self._rates.send(self.param_groups)
         if self._join is not None:

@@ -154,6 +154,17 @@ def clamped_data(script: Script) -> Any:
     return model
 
 
+@idiom("one row set once: `p.data[row] = 1`", note="`detect_writes='all'` of `DistributedOptimizer`")
+def written_row(script: Script) -> Any:
+    settings = {"detect_writes": "all"} if script.face == "optimizer" else {}
+    model, optimizer = script.wrap(inner := net(), sgd(inner), **settings)
+    for number, batch in enumerate(script.batches(STEPS + 3)):
+        step(model, optimizer, batch)
+        if number == STEPS:
+            inner[0].weight.data[5] = 1.0
+    return model
+
+
 @idiom("`vector_to_parameters(vector, model.parameters())`")
 def vector(script: Script) -> Any:
     model, optimizer, inner = wrapped(script)

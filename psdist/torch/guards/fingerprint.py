@@ -3,7 +3,9 @@
 A fingerprint is a copy of parts of some tensors, for a later comparison. To compare whole models in every step would
 take as long as the step itself. A script that writes in this way usually does so from its first step on, so the first
 fingerprints cover everything. Later ones cover a part of each tensor, a different one each time. They find a write to a
-whole tensor in the same step. Writes to single elements in every step are found when their part has its turn.
+whole tensor in the same step. A write to few elements is found only if its part has its turn in that step: the answer
+of the step overwrites the others, and nobody sees them. A script that makes such writes asks for all elements
+(``detect_writes="all"``); digests then take the place of copies.
 
 Not here: the errors for the writes that were found (``inspection``, ``gradients``).
 """
@@ -11,11 +13,17 @@ Not here: the errors for the writes that were found (``inspection``, ``gradients
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
+import xxhash
+from numpy.typing import NDArray
 from torch import Tensor
+
+from psdist.errors import InvalidArgumentError
+
+Detection = Literal["sampled", "all"]
 
 #: Number of first fingerprints, which cover up to ``FIRST_ELEMENTS``.
 FIRST: Final = 4
@@ -31,19 +39,28 @@ _BITS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROUNDING: Final = 4
 
 
+def check_detection(value: object) -> None:
+    """Raise InvalidArgumentError if this is no value of ``detect_writes``."""
+    if value not in ("sampled", "all"):
+        raise InvalidArgumentError(f"detect_writes={value!r:.40} is not allowed: use 'sampled' or 'all'")
+
+
 class Fingerprint:
     """Copy of parts of some tensors, replaced in each step.
 
+    detects: "all" covers each element every time.
     is_enabled: False copies nothing, so that nothing counts as changed.
     """
 
-    def __init__(self, *, is_enabled: bool = True) -> None:
+    def __init__(self, detects: Detection = "sampled", *, is_enabled: bool = True) -> None:
         self._is_enabled = is_enabled
+        self._covers_all = detects == "all"
         self._taken = 0
         self._is_complete = False
         #: Number of the covered part, and the number of parts.
         self._place = 0, 1
         #: Name, current content and copied content of each covered part: arrays on the CPU, tensors on other devices.
+        #: To cover all, the digest takes the place of an array's copy, which would take the memory of another model.
         self._parts: list[tuple[str, Any, Any]] = []
 
     def take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -52,10 +69,10 @@ class Fingerprint:
             return
         found = [(name, one) for name, one in tensors if one.numel() and one.layout is torch.strided]
         limit = FIRST_ELEMENTS if self._taken < FIRST or self._is_complete else LATER_ELEMENTS
-        parts = max(1, -(-sum(one.numel() for _, one in found) // limit))
+        parts = 1 if self._covers_all else max(1, -(-sum(one.numel() for _, one in found) // limit))
         self._place = number, parts = self._taken % parts, parts
         self._taken += 1
-        self._parts = [(name, part := _part(one, number, parts), _copied(part)) for name, one in found]
+        self._parts = [(name, part := _part(one, number, parts), self._copied(part)) for name, one in found]
 
     def factors(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, float] | None:
         """Return the number that each of ``tensors`` is its copy multiplied by, up to rounding.
@@ -71,6 +88,11 @@ class Fingerprint:
         numbers = {name: _factor(one, _part(one, *self._place), then) for name, one, then in found}
         return None if None in numbers.values() else {name: one for name, one in numbers.items() if one is not None}
 
+    def _copied(self, part: Any) -> Any:
+        if not isinstance(part, np.ndarray):
+            return part.clone()
+        return _digest(part) if self._covers_all and part.flags.c_contiguous else part.copy()
+
     def forget(self) -> None:
         """Discard the copy, so that nothing counts as changed."""
         self._parts = []
@@ -81,7 +103,7 @@ class Fingerprint:
         on_device = [(name, (now != then).any()) for name, now, then in self._parts if isinstance(now, Tensor)]
         flags = torch.stack([flag for _, flag in on_device]).tolist() if on_device else []
         names = [name for (name, _), is_changed in zip(on_device, flags, strict=True) if is_changed]
-        names += [name for name, now, then in self._parts if isinstance(now, np.ndarray) and (now != then).any()]
+        names += [name for name, now, then in self._parts if isinstance(now, np.ndarray) and _differs(now, then)]
         self._is_complete = self._is_complete or bool(names)
         return names
 
@@ -105,8 +127,12 @@ def _part(tensor: Tensor, number: int, parts: int) -> Any:
     return bits.numpy() if bits.device.type == "cpu" else bits
 
 
-def _copied(part: Any) -> Any:
-    return part.copy() if isinstance(part, np.ndarray) else part.clone()
+def _differs(now: NDArray[Any], then: NDArray[Any] | bytes) -> bool:
+    return _digest(now) != then if isinstance(then, bytes) else bool((now != then).any())
+
+
+def _digest(part: NDArray[Any]) -> bytes:
+    return xxhash.xxh3_128_digest(part.data)
 
 
 def _factor(tensor: Tensor, part: Any, copied: Any) -> float | None:

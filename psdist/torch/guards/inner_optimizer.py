@@ -6,11 +6,17 @@ psdist and the inner optimizer share their parameter groups, so that schedulers 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 
 from psdist.errors import InvalidArgumentError
+
+#: Keys of the state of torch's optimizers. A script may keep entries of its own beside them.
+_STATE: Final = {
+    "step", "momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "mu_product", "sum", "square_avg",
+    "grad_avg", "acc_delta", "prev", "step_size", "eta", "mu", "ax",
+}  # fmt: skip
 
 
 class InnerOptimizer:
@@ -28,6 +34,7 @@ class InnerOptimizer:
         self._outer = outer
         self._title = title
         self._known = _parameters(outer)
+        self._states = self._present_states()
         self._hooks = [
             outer.register_step_pre_hook(self._before_step),
             outer.register_step_post_hook(self._after_step),
@@ -40,8 +47,18 @@ class InnerOptimizer:
         for hook in self._hooks:
             hook.remove()
 
-    def check_groups(self) -> None:
-        """Raise InvalidArgumentError if groups or parameters were added to the optimizer, or removed from it."""
+    def check(self) -> None:
+        """Raise InvalidArgumentError if the script wrote to the optimizer's state, or changed its groups' parameters.
+
+        Groups or parameters may neither be added to the optimizer, nor removed from it.
+        """
+        if (states := self._present_states()) != self._states:
+            key = next((key for _, key, *_ in sorted(states ^ self._states)), "")
+            raise InvalidArgumentError(
+                f"the script wrote to the optimizer's state {key!r}, but the servers hold it, and would not use this "
+                "one: a run resumes its state from its own snapshots. To set it in the script use "
+                "psdist.torch.DistributedDataParallel, which keeps the optimizer"
+            )
         if (now := _parameters(self._outer)) != self._known:
             counts = [sum(map(len, groups)) for groups in (self._known, now)]
             raise InvalidArgumentError(
@@ -51,6 +68,18 @@ class InnerOptimizer:
                 "requires_grad_(False). To train new parameters close() this optimizer, and wrap the model again under "
                 "another name="
             )
+
+    def _present_states(self) -> set[tuple[int, str, int, int]]:
+        """Return the state that the optimizers hold here: for each entry its parameter, key, identity and version."""
+        optimizers = [self._outer] if self._inner is None else [self._outer, self._inner]
+        return {
+            (id(parameter), str(key), id(value), getattr(value, "_version", 0))
+            for optimizer in optimizers
+            for parameter, entries in optimizer.state.items()
+            if isinstance(entries, dict)
+            for key, value in entries.items()
+            if key in _STATE
+        }
 
     def _refuse(self, inner: torch.optim.Optimizer, *_: Any) -> NoReturn:
         raise InvalidArgumentError(

@@ -13,7 +13,8 @@ from psdist import optim
 from psdist.client.context import Context
 from psdist.errors import InvalidArgumentError
 from psdist.torch import DistributedDataParallel, DistributedOptimizer
-from psdist.torch.guards.fingerprint import FIRST
+from psdist.torch.guards import fingerprint
+from psdist.torch.guards.fingerprint import FIRST, Detection
 from tests.support.torch_models import MODELS, loss_of, mlp
 
 BATCHES = MODELS["mlp"][1]
@@ -153,3 +154,103 @@ def test_several_passes_of_a_step_and_failed_ones_are_no_changes(alone: Context,
         optimizer.step()
         optimizer.zero_grad()
     assert optimizer.handle.step == 3
+
+
+@pytest.fixture
+def small_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make samples so small that they miss single elements."""
+    monkeypatch.setattr(fingerprint, "LATER_ELEMENTS", 16)
+
+
+def write_row(table: nn.Embedding) -> None:
+    table.weight.data[150] = 1.0
+
+
+def write_element(table: nn.Embedding) -> None:
+    table.weight.detach().numpy()[150, 3] = 1.0
+
+
+@pytest.mark.usefixtures("small_samples")
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("write", [write_row, write_element])
+@pytest.mark.parametrize("detects", ["sampled", "all"])
+def test_a_row_that_is_written_once_stays_if_all_writes_are_detected(
+    alone: Context, name: str, write: Callable[[nn.Embedding], None], overlap: bool, detects: Detection
+) -> None:
+    table = nn.Embedding(200, 4)
+    inner = torch.optim.SGD(table.parameters(), lr=0.1)
+    optimizer = DistributedOptimizer(table, inner, name=name, overlap=overlap, detect_writes=detects)
+    for number in range(FIRST + 4):
+        optimizer.zero_grad()
+        table(torch.arange(10)).square().sum().backward()
+        optimizer.step()
+        if number == FIRST + 1:
+            write(table)
+    assert (table.weight[150, 3].item() == 1.0) == (detects == "all")
+
+
+@pytest.mark.usefixtures("small_samples")
+@pytest.mark.parametrize("change", [lambda gradient: gradient.data[150:160].zero_(), write_row])
+def test_each_write_after_the_push_is_refused_if_all_writes_are_detected(
+    alone: Context, name: str, change: Callable[[object], object]
+) -> None:
+    table = nn.Embedding(200, 4)
+    inner = torch.optim.SGD(table.parameters(), lr=0.1)
+    optimizer = DistributedOptimizer(table, inner, name=name, overlap=True, detect_writes="all")
+    for number in range(FIRST + 2):
+        optimizer.zero_grad()
+        table(torch.arange(200)).square().sum().backward()
+        if number <= FIRST:
+            optimizer.step()
+    change(table if change is write_row else table.weight.grad)
+    with pytest.raises(InvalidArgumentError, match=r"was (changed|written to).* after the backward pass"):
+        optimizer.step()
+
+
+def test_rows_of_gradients_that_were_not_pushed_count(alone: Context, name: str) -> None:
+    tables = [nn.Embedding(20, 4) for _ in range(2)]
+    tables[1].load_state_dict(tables[0].state_dict())
+    optimizers = [torch.optim.SGD(table.parameters(), lr=0.1) for table in tables]
+    optimizers[0] = DistributedOptimizer(tables[0], optimizers[0], name=name, overlap=False)
+    for table, optimizer in zip(tables, optimizers, strict=True):
+        for _ in range(FIRST + 2):
+            optimizer.zero_grad()
+            table(torch.arange(20)).square().sum().backward()
+            table.weight.grad.data[[1, 3]] = 0
+            optimizer.step()
+    torch.testing.assert_close(tables[0].weight, tables[1].weight, rtol=0, atol=1e-6)
+
+
+def test_buffers_and_frozen_parameters_keep_what_the_script_writes(alone: Context, name: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, momentum=0.0), nn.Linear(3, 1).requires_grad_(False))
+    trained = [one for one in model.parameters() if one.requires_grad]
+    optimizer = DistributedOptimizer(model, torch.optim.SGD(trained, lr=0.1), name=name)
+    for number in range(FIRST + 3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).sum().backward()
+        optimizer.step()
+        if number == FIRST:
+            model[1].running_mean.data[1] = 7.0
+            model[2].weight.data[0, 2] = 5.0
+    assert model[1].running_mean[1].item() == 7.0 and model[2].weight[0, 2].item() == 5.0
+
+
+@pytest.mark.parametrize("key", ["sum", "momentum_buffer"])
+def test_state_that_the_servers_hold_may_not_be_written(alone: Context, name: str, key: str) -> None:
+    model = mlp()
+    inner = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    optimizer = DistributedOptimizer(model, inner, name=name)
+    optimizer.state[model[0].weight]["mine"] = 3  # The script's own.
+    step(model, optimizer)
+    if key == "sum":
+        inner.state[model[0].weight][key].zero_()
+    else:
+        optimizer.state[model[0].weight][key] = torch.zeros(3)
+    with pytest.raises(InvalidArgumentError, match=f"wrote to the optimizer's state '{key}'.*DistributedDataParallel"):
+        step(model, optimizer)
+
+
+@pytest.mark.parametrize("value", ["none", True, None])
+def test_other_values_of_detect_writes_are_refused(alone: Context, name: str, value: object) -> None:
+    with pytest.raises(InvalidArgumentError, match="use 'sampled' or 'all'"):
+        DistributedOptimizer(mlp(), optim.SGD(lr=0.1), name=name, detect_writes=value)

@@ -60,6 +60,32 @@ def test_each_write_is_found_in_the_first_steps(dtype: torch.dtype, data: st.Dat
         assert set(mark.changed()) == written
 
 
+@pytest.mark.usefixtures("small_parts")
+def test_all_writes_are_found_in_each_step_if_everything_is_covered() -> None:
+    mine, mark = tensors(), Fingerprint("all")
+    for step in range(FIRST + 3):
+        for name, tensor in mine.items():
+            for at in {0, tensor.numel() // 2, tensor.numel() - 1} if tensor.numel() else ():
+                mark.take(mine.items())
+                assert mark.changed() == []
+                write(tensor, at)
+                assert mark.changed() == [name], step
+
+
+def test_factors_of_changed_tensors() -> None:
+    mine = {name: one for name, one in tensors().items() if name not in ("nan", "empty")}
+    mark = Fingerprint()
+    mark.take(mine.items())
+    others = {name: one * 2 for name, one in mine.items()}
+    mine["plain"].data.mul_(0.3)
+    found = mark.factors({**others, "plain": mine["plain"]}.items())
+    assert found == pytest.approx({**dict.fromkeys(others, 2.0), "plain": 0.3})
+    mine["plain"].data.clamp_(-0.5, 0.5)
+    assert mark.factors([("plain", mine["plain"])]) is None
+    assert mark.factors([("scalar", mine["scalar"] * torch.inf)]) is None
+    assert mark.factors([("other", mine["scalar"])]) is None
+
+
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make parts so small that a round takes several steps."""
