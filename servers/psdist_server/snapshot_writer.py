@@ -43,6 +43,8 @@ FILES_AT_A_TIME: Final = 4
 _BATCH_BYTES: Final = 1 << 20
 #: An attempt fails if updates wait for copies to be written and none was written for one to two of these periods.
 STALL_SECONDS: Final = 15.0
+#: Longest wait of a server that ends for writers whose storage does not answer. Launchers allow 5 s in all.
+_END_SECONDS: Final = 2.0
 
 
 @dataclass(slots=True)
@@ -224,9 +226,11 @@ class SnapshotWriter:
         asyncio.get_running_loop().call_later(STALL_SECONDS, self._watch, attempt, attempt.bytes_done)
 
     async def close(self) -> None:
-        """Discard the attempt, and wait until its writers have ended."""
+        """Discard the attempt, and wait until its writers have ended, unless the storage does not answer them: what
+        they leave behind belongs to no snapshot."""
         self._discard()
-        await asyncio.gather(*self._ending, return_exceptions=True)
+        if self._ending:
+            await asyncio.wait(self._ending, timeout=_END_SECONDS)
         self._thread.shutdown(wait=False)
 
     async def _write(self, attempt: _Attempt, part: _Part) -> None:

@@ -253,6 +253,29 @@ async def test_a_bucket_that_loses_a_part_of_a_file_leaves_the_snapshot_before(f
     assert psdist.load_snapshot(url)["w"][-1] == -1
 
 
+async def test_a_bucket_that_does_not_answer_does_not_delay_the_end_of_a_server(fake: FakeBucket) -> None:
+    asked, answers = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def hang(path: str, data: bytes) -> bytes:
+        if "-of-" in path:
+            loop.call_soon_threadsafe(asked.set)
+            answers.wait()
+        return data
+
+    fake.stored = hang
+    with closing(EmbeddedCluster(storage="s3://runs/x", run_id="hangs")) as cluster:
+        async with AsyncClient(cluster.address, cluster.token) as client:
+            await client.parameters("net", {"w": np.zeros(100_000, np.float32)}, optim.SGD(lr=1.0), BSP())
+            saving = asyncio.create_task(client.snapshot(timeout=60))
+            await asked.wait()
+            saving.cancel()
+            server = cluster.processes[1]
+            server.terminate()
+            assert await asyncio.to_thread(server.wait, 30) == 0
+    answers.set()
+
+
 @pytest.mark.long
 async def test_a_run_saves_to_a_bucket_and_goes_on_from_it(storage: Storage) -> None:
     spec = optim.Adam(lr=0.1)
