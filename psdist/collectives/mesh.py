@@ -123,7 +123,7 @@ class Mesh:
         if (group := self._groups.get(check.group)) is not None:
             return group.lacks(check)
         # A group that is not open yet has no key, and a closed one is about to end at the other worker.
-        return not self._waiting and not self._is_late(check.group)
+        return all(group.has_ended for group in self._waiting) and not self._is_late(check.group)
 
     def knows(self, worker: WorkerEntry) -> bool:
         """Return True if a worker is in the map, in this incarnation."""
@@ -179,11 +179,13 @@ class Mesh:
             self._call_later(RETURN_SECONDS + 0.1, self._open_groups)  # Timers may be a little early.
 
     def _end_if_left(self, group: GroupFrames, absent: list[int]) -> None:
-        """End a group that waits for workers that have left, unless they may still start again."""
+        """End a group that waits for workers that have left, unless they may still start again.
+
+        It stays among the waiting ones: other ranks may have opened it with a worker that came back late.
+        """
         now = asyncio.get_running_loop().time()
         left = [rank for rank in absent if rank in self._done and now >= self._done[rank] + RETURN_SECONDS]
-        if left:
-            self._waiting.remove(group)
+        if left and not group.has_ended:
             group.abandon(
                 WorkerLeftError(
                     f"rank {', '.join(map(str, left[:8]))} ended its script without making this group: make groups in "
