@@ -18,6 +18,7 @@ from psdist.torch.averaging.compression_hook import CompressionState, compressio
 from psdist.torch.conversion import convert_optimizer, convert_scheduler
 from psdist.torch.data_parallel import DistributedDataParallel
 from psdist.torch.elastic.ddp import ElasticDDP
+from psdist.torch.guards.saved_state import refuse_in_torch as _refuse_in_torch
 from psdist.torch.layers.sync_batch_norm import SyncBatchNorm
 from psdist.torch.leased_loader import LeasedDataLoader
 from psdist.torch.offloading import OffloadedOptimizer, offload
@@ -39,4 +40,6 @@ __all__ = [
     "offload",
 ]
 
-del _torch
+_refuse_in_torch()
+
+del _torch, _refuse_in_torch

@@ -31,6 +31,7 @@ from psdist.errors import FencedError, InvalidArgumentError, LateWorkerError
 from psdist.optim import Mean
 from psdist.torch.averaging.choice import check_path, obstacle, over_links
 from psdist.torch.averaging.link_gradients import LinkGradients
+from psdist.torch.averaging.mean_losses import MeanLosses
 from psdist.torch.broadcast import LowestRank, TensorBroadcast
 from psdist.torch.gradient_vector.bucket_plan import bucket_bytes_of, named_buckets
 from psdist.torch.gradients import GradientStream, check_free
@@ -166,6 +167,10 @@ class DistributedDataParallel(UnevenBatches, DDPAttributes):
         )  # fmt: skip
         self._stream.listen()
         self._averaged = AveragedGradients(tensors.trained) if self.context.world_size > 1 else None
+        self._losses = self._mean_losses(f"{name}/losses", reduction) if self.context.world_size > 1 else None
+
+    def _mean_losses(self, name: str, reduction: Reduction) -> MeanLosses:
+        return MeanLosses(self.context, name, self._trained, reduction, lambda: self._join is not None)
 
     @property
     def path(self) -> str:
@@ -269,6 +274,7 @@ class DistributedDataParallel(UnevenBatches, DDPAttributes):
 
     # --- the end of a backward pass ---
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
     def _on_begin(self) -> None:
         if self._join is not None and not self._join.is_begun:
             raise InvalidArgumentError(
@@ -280,6 +286,7 @@ class DistributedDataParallel(UnevenBatches, DDPAttributes):
         # Called at the end of the running backward pass. torch's own classes use the same queue.
         torch.autograd.Variable._execution_engine.queue_callback(self._reduce)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
     def _reduce(self) -> None:
         missing = set(self._stream.untaken)
         if missing and not self._may_miss:

@@ -228,6 +228,7 @@ class GradientStream:
                 gradient = parameter.grad = view
         self._step.taken[number] = gradient, 0 if gradient is None else gradient._version
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
     def _give(self, numbers: tuple[int, ...]) -> None:
         try:
             bucket = unless_dropped(lambda: self._push_pull_async(numbers))

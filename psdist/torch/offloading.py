@@ -32,6 +32,7 @@ from psdist.consistency import BSP, Consistency
 from psdist.errors import DTypeMismatchError, InvalidArgumentError
 from psdist.optim import Optimizer, group_of
 from psdist.torch.guards.inner_optimizer import InnerOptimizer
+from psdist.torch.guards.saved_state import KEY
 from psdist.torch.guards.wrapped_name import WrappedName
 from psdist.torch.inspection import ModelParameters, ModelTensors, fixed_tensors, inspect, merge_shared
 from psdist.torch.kept_buffers import KeptBuffers
@@ -168,6 +169,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Parameter set of the first layer. Its ``step`` is that of all layers."""
         return self._layers[0].handle
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Finish the step of the backward pass. Returns when the servers have applied it to all layers.
 
@@ -214,6 +216,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                     layer.handle.push({key: _zeros(one) for key, one in layer.parameters.items()}, weight=0)
                     layer.handle.release_memory(shared=layer.place.holder is None)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
     def set_weight(self, weight: float) -> None:
         """Set the gradient's weight as ``DistributedOptimizer.set_weight`` does.
 
@@ -243,6 +246,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     # --- what torch's optimizers have ---
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing, except after a failed backward pass: no gradient stays here after it was computed.
 
@@ -277,7 +281,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return settings and step. The optimizer's state is on the servers and in the run's snapshots."""
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
-        return {"state": {}, "param_groups": groups, "psdist": {"name": self.handle.name, "step": self.handle.step}}
+        return {"state": {}, "param_groups": groups, KEY: {"name": self.handle.name, "step": self.handle.step}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> NoReturn:
         """Refuse: a run resumes from its own snapshots, with the same ``--run-id``."""

@@ -2,6 +2,7 @@
 
 Invariants: When ``step`` returns, the model holds the weights that include this step, as each consistency mode defines
 it. In BSP they are those of a single process that trains on all workers' batches, up to the rounding of float32 sums.
+Calls that talk to servers are graph breaks of torch.compile, as the steps of torch's optimizers are.
 
 Not here: pushing gradients (``gradients``), the servers' form of torch's settings (``conversion``).
 """
@@ -33,6 +34,7 @@ from psdist.torch.gradients import GradientStream, check_free
 from psdist.torch.guards.fingerprint import Detection, Fingerprint, check_detection
 from psdist.torch.guards.inner_optimizer import InnerOptimizer
 from psdist.torch.guards.overlap import Overlap, OverlapChoice, OverlapProbe, check_overlap
+from psdist.torch.guards.saved_state import KEY, has_settings_alone
 from psdist.torch.guards.wrapped_name import WrappedName
 from psdist.torch.inspection import ModelTensors, ModelWatch, inspect, merge_shared
 from psdist.torch.kept_buffers import KeptBuffers
@@ -157,6 +159,7 @@ class DistributedOptimizer(UnevenBatches, torch.optim.Optimizer):
 
     # --- the step ---
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one step with the gradients of the backward pass, and load the new weights into the model.
 
@@ -231,6 +234,7 @@ class DistributedOptimizer(UnevenBatches, torch.optim.Optimizer):
             self._join.end_step()
         return False
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, as torch's optimizers do.
 
@@ -249,6 +253,7 @@ class DistributedOptimizer(UnevenBatches, torch.optim.Optimizer):
                 self._join.end_step()
         super().zero_grad(set_to_none)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
     def _check(self) -> None:
         """Check model and rates before anything of a step is sent."""
         self._writes.take_back()
@@ -281,6 +286,7 @@ class DistributedOptimizer(UnevenBatches, torch.optim.Optimizer):
         """
         return self._stream.paused()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
     def average_gradients(self) -> None:
         """Replace ``p.grad`` of each trained parameter by the mean over all workers, which ``step`` then pushes.
 
@@ -338,6 +344,7 @@ class DistributedOptimizer(UnevenBatches, torch.optim.Optimizer):
             )
         return ""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
     def clip_grad_norm_(
         self,
         max_norm: float,
@@ -446,16 +453,21 @@ class DistributedOptimizer(UnevenBatches, torch.optim.Optimizer):
         step = self.handle.step
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         own = {"name": self.handle.name, "step": step, **self._rates.state()}
-        return {"state": {}, "param_groups": groups, "psdist": own}
+        return {"state": {}, "param_groups": groups, KEY: own}
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Check that this run is at the step at which ``state_dict`` was made, and load the settings that the script
         sets.
 
-        A run resumes from its own snapshots, with the same ``--run-id``. Raises InvalidArgumentError for the state of
-        another optimizer or model, and for another step.
+        A run resumes from its own snapshots, with the same ``--run-id``. The state of a torch optimizer is loaded if it
+        has settings alone, as before its first step. Raises InvalidArgumentError for the state of another optimizer or
+        model, and for another step.
         """
-        saved = state_dict.get("psdist")
+        saved = state_dict.get(KEY)
+        if saved is None and has_settings_alone(state_dict, self):
+            self._rates.load(self.param_groups, state_dict)
+            return
         if saved is None:
             raise InvalidArgumentError(
                 "this state is not of a DistributedOptimizer: the servers cannot load the state of a torch optimizer. "

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Final
 
 import numpy as np
+import torch
 
 from psdist.client.context import Context
 from psdist.errors import InvalidArgumentError, UnevenInputsError
@@ -36,6 +37,7 @@ class UnevenBatches:
     _stream: GradientStream
     _join: UnevenInputs | None = None
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
     def set_weight(self, weight: float) -> None:
         """Set the weight of this worker's gradient in the mean of the next step.
 

@@ -349,3 +349,21 @@ def kept_gradients(script: Script) -> Any:
         optimizer.step()
     different = {tuple(gradient.flatten().tolist()) for gradient in kept}
     return [model, torch.tensor([float(len(different))])]
+
+
+@idiom("`torch.compile` around the whole step: `zero_grad()`, `backward()`, `step()`")
+def compiled_step(script: Script) -> Any:
+    model, optimizer = script.wrap(model := net(), sgd(model))
+
+    @torch.compile(backend="eager")
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, (inputs, targets))
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    torch._dynamo.reset()
+    for batch in script.batches(STEPS):
+        step(*batch)
+    return model

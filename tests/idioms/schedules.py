@@ -171,10 +171,11 @@ def maximized(script: Script) -> Any:
     return train(script, model, optimizer)
 
 
-@idiom("`LBFGS` with a closure", optimizer=NO_COUNTERPART)
-def lbfgs(script: Script) -> Any:
-    model, optimizer = script.wrap(model := net(), torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3))
-    batch = next(script.batches(1))
+def _search(script: Script, make: Callable[[Any], Any]) -> Any:
+    """Train by an optimizer that searches by the loss of a closure."""
+    model, optimizer = script.wrap(inner := net().double(), make(inner.parameters()))
+    inputs, targets = next(script.batches(1))
+    batch = inputs.double(), targets.double()
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -185,6 +186,44 @@ def lbfgs(script: Script) -> Any:
     for _ in range(2):
         optimizer.step(closure)
     return model
+
+
+@idiom("`LBFGS` with a closure", optimizer=NO_COUNTERPART)
+def lbfgs(script: Script) -> Any:
+    return _search(script, lambda p: torch.optim.LBFGS(p, lr=0.5, max_iter=3))
+
+
+@idiom("`LBFGS(line_search_fn='strong_wolfe')`, whose closure returns the mean loss", optimizer=NO_COUNTERPART)
+def lbfgs_line_search(script: Script) -> Any:
+    return _search(script, lambda p: torch.optim.LBFGS(p, max_iter=4, line_search_fn="strong_wolfe"))
+
+
+class _Backtracking(torch.optim.Optimizer):
+    """Optimizer like those of packages: it halves its step until the loss of the closure falls."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 64.0})
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = self.param_groups[0]["params"]
+        with torch.enable_grad():
+            first = closure()
+        start = [(one.detach().clone(), one.grad.clone()) for one in parameters]
+        rate = self.param_groups[0]["lr"]
+        for _ in range(12):
+            with torch.no_grad():
+                for parameter, (weight, gradient) in zip(parameters, start, strict=True):
+                    parameter.copy_(weight - rate * gradient)
+            with torch.enable_grad():
+                if float(closure()) < float(first):
+                    break
+            rate /= 2
+        return first
+
+
+@idiom("an optimizer of a package that searches by the loss: `optimizer.step(closure)`", optimizer=NO_COUNTERPART)
+def backtracking(script: Script) -> Any:
+    return _search(script, _Backtracking)
 
 
 @idiom("`SparseAdam` and `nn.Embedding(sparse=True)`", optimizer=NO_COUNTERPART, ddp=DENSE)
@@ -459,3 +498,16 @@ def optimizer_state_restored(script: Script) -> Any:
     train(script, model, optimizer)
     optimizer.load_state_dict(saved)
     return train(script, model, optimizer)
+
+
+@idiom(
+    "`optimizer.state_dict()` loaded into a new optimizer of torch, as by `--resume`",
+    optimizer=refused("has settings alone", "wrap first and resume the run, or use `load_optimizer_state`"),
+)
+def resumed_optimizer(script: Script) -> Any:
+    model, optimizer = script.wrap(inner := net(), sgd(inner))
+    train(script, model, optimizer)
+    saved = optimizer.state_dict()
+    another = sgd(inner)
+    another.load_state_dict(saved)
+    return train(script, model, another)

@@ -7,6 +7,7 @@ workers in two threads, everything that workers share.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -508,3 +509,33 @@ def test_workers_begin_with_the_values_of_the_first() -> None:
             assert torch.equal(tensor, same)
     assert int(workers[1][0].norm.num_batches_tracked) == 2**40
     assert np.isinf(workers[1][0].mask.numpy()).all()
+
+
+def test_torch_refuses_a_state_that_is_on_the_servers(alone: Context, name: str) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = DistributedOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), name=name)
+    for saved in (optimizer.state_dict(), json.loads(json.dumps(optimizer.state_dict()))):
+        for kind in (torch.optim.SGD, torch.optim.Adam):
+            other = kind(nn.Linear(2, 1).parameters(), lr=0.5)
+            said = rf"parameter set '{name}' at step 0, and has settings alone.*--run-id.*load_optimizer_state"
+            with pytest.raises(InvalidArgumentError, match=said):
+                other.load_state_dict(saved)
+            assert other.param_groups[0]["lr"] == 0.5
+    optimizer.close()
+
+
+def test_a_state_of_torch_with_settings_alone_is_loaded(alone: Context, name: str) -> None:
+    model, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    optimizer = DistributedOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), name=name)
+    plain = torch.optim.SGD(other.parameters(), lr=0.02)
+    other(torch.ones(1, 2)).sum().backward()
+    plain.step()
+    optimizer.load_state_dict(plain.state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.02
+    groups = [{"params": [one]} for one in other.parameters()]
+    adam = torch.optim.Adam(other.parameters()).state_dict()
+    for foreign in (torch.optim.SGD(groups, lr=0.3).state_dict(), adam, {"state": {0: {"momentum_buffer": None}}}):
+        with pytest.raises(InvalidArgumentError, match="not of a DistributedOptimizer"):
+            optimizer.load_state_dict(foreign)
+    assert optimizer.param_groups[0]["lr"] == 0.02
+    optimizer.close()
