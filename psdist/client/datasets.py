@@ -60,8 +60,8 @@ class Range:
 class AsyncDataset(ProcessBound):
     """A data set that workers share. Made by ``AsyncClient.dataset``; iterate over it with ``async for``.
 
-    repeated, failed: ranges leased again because their worker was gone, and abandoned ranges, of all workers, by the
-        scheduler's last answer.
+    repeated, failed: ranges leased again because their worker was gone, or held them when the snapshot was cut from
+        which the run resumed; and abandoned ranges. Both are of all workers, by the scheduler's last answer.
     data_epoch: data epoch of the newest range.
     """
 

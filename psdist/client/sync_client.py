@@ -709,8 +709,8 @@ class Bucket(Blocking[AsyncBucket]):
 class Dataset(Blocking[AsyncDataset]):
     """A data set that workers share. Made by ``Client.dataset``; iterate over it with ``for``.
 
-    repeated, failed: ranges leased again because their worker was gone, and abandoned ranges, of all workers, by the
-        scheduler's last answer.
+    repeated, failed: ranges leased again because their worker was gone, or held them when the snapshot was cut from
+        which the run resumed; and abandoned ranges. Both are of all workers, by the scheduler's last answer.
     data_epoch: data epoch of the newest range.
     """
 

@@ -12,7 +12,8 @@ is done at least once, as long as a worker returns for ranges held by one that d
 whose holders died more than ``retries_max`` times are the exception: they are given up, and counted.
 
 Invariants: Every place is in one state. Lease ids grow and are never reused. A report about an ended lease has no
-effect. ``repeated`` counts the leases of places that a lost worker had before, unless they were returned unused.
+effect. ``repeated`` counts the leases of places that a lost worker had before, unless they were returned unused. In a
+snapshot it includes the ranges that were held while pushes of the snapshot were made.
 
 ``psdist.data`` maps ranges to samples, ``membership`` knows who is live, ``cluster`` and the store make changes
 durable.
@@ -76,17 +77,21 @@ class LeasedDataset:
         """Current position. Leased ranges are not done."""
         return self.position_without(())
 
-    def position_without(self, places: Iterable[int]) -> DataPosition:
-        """Return the position as it would be without ``places``, which are done."""
+    def position_without(self, places: Iterable[int], again: int = 0) -> DataPosition:
+        """Return the position as it would be without ``places``, which are done.
+
+        again: leases that are out, and are repeated by those who continue from there.
+        """
+        repeated = self.repeated + again
         taken = [(place, place + 1) for place in (*(lease.place for lease in self.leases), *places)]
         unfinished = sorted([*self._free, *taken])
         if not unfinished:
-            return DataPosition(self.spec.places // self.spec.ranges, (), self.repeated, self.failed)
+            return DataPosition(self.spec.places // self.spec.ranges, (), repeated, self.failed)
         data_epoch = unfinished[0][0] // self.spec.ranges
         base = data_epoch * self.spec.ranges
         over = _gaps(unfinished, base, self.spec.places)
         done = tuple((start - base, stop - start) for start, stop in over)
-        return DataPosition(data_epoch, done, self.repeated, self.failed)
+        return DataPosition(data_epoch, done, repeated, self.failed)
 
     @property
     def standing(self) -> we.DatasetStanding:
@@ -225,7 +230,11 @@ class Datasets:
     def states(self, cut: CutBounds) -> tuple[DatasetState, ...]:
         """Return the state of each data set in a snapshot. Those of the previous snapshot that nobody opened are
         unchanged."""
-        mine = [DatasetState(d.spec, d.position_without(self.used_ranges.after(n, cut))) for n, d in self._all.items()]
+        mine = []
+        for name, dataset in self._all.items():
+            again = self.used_ranges.held_at(name, dataset.leases, cut)
+            position = dataset.position_without(self.used_ranges.after(name, cut), again)
+            mine.append(DatasetState(dataset.spec, position))
         return (*mine, *(state for state in self._resume.datasets if state.spec.name not in self._all))
 
     def stand_as_in(self, manifest: Manifest) -> bool:

@@ -72,17 +72,28 @@ class UsedRanges:
             if name == dataset and _is_after(at, cut(worker))
         ]
 
+    def held_at(self, dataset: str, leases: Iterable[DataLease], cut: CutBounds) -> int:
+        """Return how many leases were out when their workers made pushes of the snapshot. A run that restores it reads
+        these ranges again."""
+        given = (((lease.worker_id, lease.incarnation), self._given.get((dataset, lease.lease_id))) for lease in leases)
+        return sum(numbers is not None and _is_before(numbers, cut(worker)) for worker, numbers in given)
+
     def undecided(self, dataset: str, leases: Iterable[DataLease], cut: CutBounds) -> list[str]:
         """Return workers that may have used a range before the cut without having reported it."""
         found: dict[str, None] = {}
         for lease in leases:
             worker = (lease.worker_id, lease.incarnation)
             given = self._given.get((dataset, lease.lease_id))
-            if given is not None and all(number >= cut(worker).get(name, 0) for name, number in given.items()):
+            if given is not None and not _is_before(given, cut(worker)):
                 continue
             if not _is_after(self._heard.get(worker, {}), cut(worker)):
                 found[lease.worker_id] = None
         return list(found)
+
+
+def _is_before(numbers: NextPushes, cut: NextPushes) -> bool:
+    """Return True if the snapshot has a push of ``numbers`` or a later one."""
+    return any(number < cut.get(name, 0) for name, number in numbers.items())
 
 
 def _is_after(numbers: NextPushes, cut: NextPushes) -> bool:

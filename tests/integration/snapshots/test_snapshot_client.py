@@ -192,6 +192,31 @@ def test_a_batcher_continues_at_the_batch_that_the_snapshot_does_not_contain(sta
     assert train(start(1), snapshot_before=-1) == expected[5:]
 
 
+def test_ranges_that_a_resumed_run_reads_again_are_counted(start: Start) -> None:
+    texts = [np.full(length, length, np.float32) for length in np.random.default_rng(0).integers(1, 40, 60)]
+
+    def train(cluster: EmbeddedCluster, batches: int) -> tuple[list[int], int]:
+        """Return the samples of up to this many batches, and the number of repeated ranges."""
+        found: list[int] = []
+        with psdist.Client(cluster.address, cluster.token, rank=0) as client:
+            weights = client.parameters("p", {"w": np.zeros(4, np.float32)}, psdist.optim.SGD(1.0))
+            data = client.dataset("texts", size=len(texts), range_size=6)
+            for number, batch in enumerate(DynamicBatcher(4).leased(texts, data), 1):
+                weights.push_pull({"w": np.full(4, batch.values.sum())}, weight=batch.tokens)
+                found += batch.indices.tolist()
+                if number == batches:
+                    client.snapshot()
+                    break
+            return found, data.repeated
+
+    first, repeated = train(start(1), 6)
+    assert repeated == 0 and len(set(first)) == len(first)
+    second, repeated = train(start(1), 1000)
+    assert set(first) | set(second) == set(range(len(texts))) and len(set(second)) == len(second)
+    again = set(first) & set(second)
+    assert again and -(-len(again) // 6) <= repeated <= len(texts) // 6
+
+
 _PLACE = """
 import json
 import os
