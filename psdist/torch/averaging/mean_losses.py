@@ -74,7 +74,8 @@ class MeanLosses:
 
     def _mean(self, loss: Any) -> Any:
         if isinstance(loss, Tensor) and loss.numel() == 1:
-            return torch.full_like(loss.detach(), self._mean_of(float(loss)))
+            own = loss.detach()
+            return torch.full_like(own, self._mean_of(float(own)))
         if isinstance(loss, float | int):
             return self._mean_of(float(loss))
         if not self._has_warned:
