@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from psdist.client.context import Context
-from psdist.client.sync_client import Client
+from psdist.client.session.membership import unless_dropped
+from psdist.client.sync_client import Bucket, Client
 from psdist.optim import Mean
 from psdist.torch.averaging.rank_numbers import RANKS, RankNumbers
 from psdist.torch.values import take_finite, to_finite
@@ -40,19 +41,30 @@ class TensorBroadcast:
         found = self._tensors()
         self._handle = client.parameters(name, _values(found, 0), Mean()) if found else None
         self._dropped = 0
+        #: Latest values that the source sent without waiting.
+        self._sent: Bucket | None = None
 
     def _tensors(self) -> dict[str, Tensor]:
         return {key: tensor for key, tensor in self._all().items() if tensor.numel()}
 
-    def send(self, *, is_source: bool) -> bool:
+    def send(self, *, is_source: bool, waits: bool = True) -> bool:
         """Run one broadcast step: afterwards all workers hold the source's values.
+
+        waits: False lets the source go on before the others take the values.
 
         Returns False, in all workers, if no worker was the source because it has left. Tensors are unchanged then.
         Raises as ``Parameters.push_pull``.
         """
         if self._handle is None:
             return True
+        if self._sent is not None:
+            unless_dropped(self._sent.wait)
+            self._sent = None
         tensors, number = self._tensors(), 1 + self._handle.step % _STEPS
+        if is_source and not waits:
+            sent = self._handle.push_pull_async
+            self._sent = unless_dropped(lambda: sent(_values(tensors, number)))
+            return True
         values = self._handle.push_pull(_values(tensors, number), copy=False, weight=float(is_source))
         if values[_STEP][0] != number:
             dropped, self._dropped = self._dropped, self._handle.statistics().dropped
@@ -86,9 +98,9 @@ class LowestRank:
     def _find(self) -> int:
         return min(self._numbers.exchange(1))
 
-    def send(self, broadcast: TensorBroadcast) -> None:
-        """Broadcast the values of the worker with the lowest rank."""
-        while not broadcast.send(is_source=self._mine == self._lowest):
+    def send(self, broadcast: TensorBroadcast, *, waits: bool = True) -> None:
+        """Broadcast the values of the worker with the lowest rank. waits: as for ``TensorBroadcast.send``."""
+        while not broadcast.send(is_source=self._mine == self._lowest, waits=waits):
             self._lowest = self._find()
 
     def send_once(self, client: Client, name: str, tensors: Mapping[str, Tensor]) -> None:

@@ -73,8 +73,9 @@ class DistributedDataParallel(UnevenBatches, DDPAttributes):
 
     module: as for ``DistributedOptimizer``. All workers start with the values of the lowest rank.
     device_ids, output_device: None, or the one device that the module is on.
-    broadcast_buffers: copy the lowest rank's buffers to all workers before each forward pass in training that a push
-        will follow. This costs one more step of a parameter set.
+    broadcast_buffers: copy the lowest rank's buffers to all workers before the forward pass that follows one with a
+        push, in training or for an evaluation, as torch's class does. This costs one more step of a parameter set. The
+        lowest rank may evaluate alone; other workers wait for it.
     find_unused_parameters: a backward pass may reach only some parameters. Workers that do not reach a parameter count
         with zeros; a parameter that no worker reaches keeps its previous gradient. False raises InvalidArgumentError in
         this case.
@@ -158,6 +159,7 @@ class DistributedDataParallel(UnevenBatches, DDPAttributes):
         self._buffers_in_step = TensorBroadcast(
             client, f"{name}/buffers", lambda: self._synchronized_buffers() if broadcast_buffers else {}
         )
+        self._buffers_are_due = True
         self._parameters_then = ModelParameters(module)
         #: Excluded from the graphs of torch.compile, because it talks to servers.
         self._begin_step = torch.compiler.disable(self._begin)  # type: ignore[no-untyped-call]  # torch: untyped
@@ -179,22 +181,27 @@ class DistributedDataParallel(UnevenBatches, DDPAttributes):
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """Run the module and return its result."""
-        if torch.is_grad_enabled():
-            self._begin_step()
+        self._begin_step()
         return self.module(*arguments, **keywords)
 
     def _synchronized_buffers(self) -> dict[str, Tensor]:
         return {name: one for name, one in self.module.named_buffers() if name not in self.parameters_to_ignore}
 
     def _begin(self) -> None:
-        """Decide whether the backward pass of this forward pass pushes, as torch does, and copy buffers if so."""
-        self._stream.is_paused = not self.require_backward_grad_sync
-        if self._stream.is_paused or not self.training:
-            return
+        """Decide whether the backward pass of this forward pass pushes, and copy buffers if they may differ: both as
+        torch does."""
+        pushes = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if torch.is_grad_enabled():
+            self._stream.is_paused = not pushes
+        # Only passes that push count. The others need not be the same on all workers, as when one evaluates alone.
+        are_due, self._buffers_are_due = self._buffers_are_due, pushes
         if self._join is None:
-            if self.require_forward_param_sync:
-                self._lowest_rank.send(self._buffers_in_step)
-        elif not self._join.is_begun:
+            if are_due and self.require_forward_param_sync:
+                kept = tuple(one for one in self._synchronized_buffers().values() if not one.is_inference())
+                # A backward pass may still use the buffers of an earlier forward pass.
+                with torch.autograd._unsafe_preserve_version_counter(kept):  # type: ignore[attr-defined]  # torch: private
+                    self._lowest_rank.send(self._buffers_in_step, waits=pushes)
+        elif pushes and self.training and not self._join.is_begun:
             active = self._join.begin_step()
             self._buffers_in_step.send(is_source=self.context.rank == min(active))
 
@@ -254,6 +261,7 @@ class DistributedDataParallel(UnevenBatches, DDPAttributes):
                 last = TensorBroadcast(self.context.client, f"{self.handle.name}/joined", lambda: tensors)
                 last.send(is_source=self.context.rank == source)
         finally:
+            self._buffers_are_due = True
             self._join = None
 
     def _make_empty_step(self, active: frozenset[int]) -> None:

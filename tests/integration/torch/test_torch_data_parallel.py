@@ -202,9 +202,6 @@ def test_buffers_are_those_of_the_first_worker(both: Callable[[Work], list[Any]]
             x = torch.randn(5, 2, generator=torch.Generator().manual_seed(10 * context.rank + step))
             model(x).sum().backward()
             seen.append(copy.deepcopy(model.module.state_dict()))
-        with torch.no_grad():
-            model(x)  # steps that nobody pushes need no other worker
-        model.eval()
         return seen
 
     first, second = both(worker)
@@ -215,6 +212,60 @@ def test_buffers_are_those_of_the_first_worker(both: Callable[[Work], list[Any]]
     assert torch.equal(first[1]["running_mean"], expected.running_mean)
     expected(torch.randn(5, 2, generator=torch.Generator().manual_seed(12)))
     assert torch.equal(second[2]["running_mean"], expected.running_mean), "from the first worker's after two steps"
+
+
+def rows(rank: int, step: int) -> Tensor:
+    return torch.randn(5, 2, generator=torch.Generator().manual_seed(10 * rank + step))
+
+
+def test_an_evaluation_has_the_buffers_of_the_first_worker(both: Callable[[Work], list[Any]], name: str) -> None:
+    def worker(context: Context) -> list[Tensor]:
+        model = DistributedDataParallel(nn.BatchNorm1d(2), name=name, context=context)
+        results = []
+        for step in range(3):
+            with model.no_sync():
+                model(rows(context.rank, step)).sum().backward()
+            model(rows(context.rank, step + 5)).sum().backward()
+            model.eval()
+            with torch.inference_mode() if step else torch.no_grad():
+                results += [model(rows(7, step)) for _ in range(2)]
+            model.train()
+        return results
+
+    first, second = both(worker)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def test_the_first_worker_may_evaluate_alone(both: Callable[[Work], list[Any]], name: str) -> None:
+    """Check that it waits for nobody, and that the others have its buffers afterwards."""
+
+    def worker(context: Context) -> Tensor:
+        model = DistributedDataParallel(nn.BatchNorm1d(2), name=name, context=context)
+        for step in range(3):
+            model(rows(context.rank, step)).sum().backward()
+            if context.rank == 0:
+                model.eval()
+                with torch.no_grad():
+                    model(rows(7, step))
+                model.train()
+            context.client.barrier(f"{name}-{step}")
+        last = model(rows(3, 3)).detach()
+        return torch.cat([last, model.module.running_mean[None]])
+
+    first, second = both(worker)
+    assert torch.equal(first, second)
+
+
+def test_buffers_that_a_backward_pass_needs_may_be_copied(both: Callable[[Work], list[Any]], name: str) -> None:
+    def worker(context: Context) -> Tensor:
+        model = DistributedDataParallel(nn.BatchNorm1d(2).eval(), name=name, context=context)
+        model.eval()
+        loss = model(rows(context.rank, 0)).square().sum() + model(rows(context.rank, 1)).square().sum()
+        loss.backward()
+        return model.module.weight.grad
+
+    first, second = both(worker)
+    assert torch.equal(first, second)
 
 
 def test_a_parameter_without_a_gradient_is_named(contexts: list[Context], name: str) -> None:
