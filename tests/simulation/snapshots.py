@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any, Final
 
 import numpy as np
@@ -495,5 +496,8 @@ def _play(
         loop.lines or [],
     )  # fmt: skip
     operations = world.bucket.operations
-    reads = [op for op in operations if op.time >= world.restarted_at and op.kind in ("read", "list")]
-    return result, [*(op for op in operations if op.time <= world.trained_at), *reads]
+    again = [op for op in operations if op.time >= world.restarted_at]
+    reads = takewhile(lambda op: op.kind in ("read", "list"), again)  # The run resumes; then it saves.
+    # Each worker makes a push after these operations, by which it learns that a server is gone.
+    until = world.trained_at - options.think_seconds
+    return result, [*(op for op in operations if op.time <= until), *reads]
