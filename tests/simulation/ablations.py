@@ -46,7 +46,7 @@ from psdist_server.store import (
 )
 from tests.simulation import scenario
 from tests.simulation.environment import running
-from tests.simulation.options import CUT_OFF, Options
+from tests.simulation.options import CUT_OFF, HELD, Options
 
 #: Number of seeds within which an ablation must be caught.
 SEEDS = 400
@@ -501,6 +501,12 @@ def _skip_one(next_copy: Any) -> Any:
         return next_copy(self, replica)
 
     return careless
+
+
+@_ablation("a silent worker whose connection answers pings is awaited", **{**_SILENT, "faults": (HELD,), "cut": 0.0})
+def _silence_is_death(put: Put) -> None:
+    evidence = SilentMembers._evidence
+    put(SilentMembers, "_evidence", lambda *arguments: replace(evidence(*arguments), answers=False))
 
 
 # --- a worker that cannot reach a server ------------------------------------------------------------------------------

@@ -92,6 +92,8 @@ class Node:
         self.dead = False
         self.paused = False
         self.paused_since = 0.0
+        #: True if its kernel and its transport answer while it is paused: only the interpreter is held.
+        self.answers_pings = False
         #: Virtual seconds without a processor after each handle; ``resting`` is true during these.
         self.starved_seconds = 0.0
         self.resting = False
@@ -178,7 +180,7 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     def resume(self, node: Node) -> None:
         """Resume ``node``. It finds everything that arrived meanwhile."""
-        node.paused = False
+        node.paused = node.answers_pings = False
         if node.ready and not node.dead and not node.resting:
             self._runnable.append(node)
 

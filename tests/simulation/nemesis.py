@@ -12,7 +12,7 @@ from psdist_scheduler.members.suspicion import LAST_COPY_LEASES
 from tests.simulation.cluster import READER, World
 from tests.simulation.loop import Node
 from tests.simulation.network import KEEPALIVE
-from tests.simulation.options import CUT_OFF, CUT_OFF_SECONDS, HARMLESS
+from tests.simulation.options import CUT_OFF, CUT_OFF_SECONDS, HARMLESS, HELD
 from tests.simulation.oracle import Life
 
 #: Largest fraction of its lease for which a server without a second copy may be silent.
@@ -158,6 +158,18 @@ class Nemesis:
         worker = self._worker()
         seconds = self._rng.uniform(low, high) * self._lease
         return worker is not None and self._pause(self._world.worker_nodes[worker], seconds)
+
+    def _hold_interpreter(self) -> bool:
+        """Let a worker be silent for longer than its lease, though its process lives."""
+        worker = self._worker()
+        if worker is None or not self._world.created or (node := self._world.worker_nodes[worker]).paused:
+            return False
+        seconds = self._rng.uniform(1.2, 3.0) * self._world.options.worker_lease_seconds
+        self._lasts_until = max(self._lasts_until, self._loop.time() + seconds)
+        node.answers_pings = True
+        self._loop.pause(node)
+        self._later(seconds, self._resume, node)
+        return True
 
     def _kill_scheduler(self) -> bool:
         node = self._world.scheduler_node
@@ -531,6 +543,7 @@ _KINDS: dict[str, Callable[[Nemesis], bool]] = {
     "partition worker": Nemesis._partition_worker,
     "partition worker from server": Nemesis._partition_worker_server,
     CUT_OFF: Nemesis._cut_worker_off_server,
+    HELD: Nemesis._hold_interpreter,
     "isolate scheduler briefly": Nemesis._isolate_scheduler,
     "cut scheduler off": Nemesis._cut_scheduler_off,
     "cut scheduler off from some": Nemesis._cut_scheduler_off_from_some,

@@ -370,7 +370,7 @@ class Network:
         """True if nothing arrived from ``other``, or nothing from ``mine`` arrived there, since ``since``."""
         paths = ((mine.name, other.name), (other.name, mine.name))
         starts = [self._blocked[path] for path in paths if path in self._blocked]
-        if other.paused:
+        if other.paused and not other.answers_pings:
             starts.append(other.paused_since)
         return any(start <= since for start in starts)
 

@@ -42,6 +42,9 @@ CUT_OFF = "cut worker off server"
 CUT_OFF_SECONDS = 60.0
 #: Fraction of all runs with this fault.
 CUT_OFF_SHARE = 0.04
+#: A worker's script holds the interpreter for longer than its lease, while its connections answer pings. Only runs that
+#: ask for it have it, without spontaneous cuts: a session that is cut meanwhile cannot be opened again in time.
+HELD = "hold interpreter of worker"
 #: Faults that a run survives only with a second copy of each shard.
 REPLICATED = (
     "kill server",
@@ -65,9 +68,9 @@ REPLICATED = (
 )
 
 #: Faults that may last for up to CUT_OFF_SECONDS.
-LASTING = frozenset({CUT_OFF, "cut scheduler off", "cut scheduler off from some"})
+LASTING = frozenset({CUT_OFF, HELD, "cut scheduler off", "cut scheduler off from some"})
 #: Faults that lose no member, however long they last: all are alive, and nobody replaces anybody.
-HARMLESS = frozenset({"cut scheduler off", "break session of server", "pause scheduler", "pause all servers"})
+HARMLESS = frozenset({"cut scheduler off", "break session of server", "pause scheduler", "pause all servers", HELD})
 
 
 @dataclass(frozen=True)
