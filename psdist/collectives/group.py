@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import operator
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
-from typing import Final
+from functools import partial, wraps
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 import numpy as np
+from numpy.lib.array_utils import byte_bounds
 from numpy.typing import ArrayLike, DTypeLike
 
 from psdist.client.process import codec_kernels
@@ -22,6 +24,7 @@ from psdist.collectives.core.plan import Array, Plan
 from psdist.collectives.core.reductions import check_dtype, check_op
 from psdist.collectives.forming import FormedGroup, GroupFormer, GroupSettings, outlasts_stop
 from psdist.collectives.memory.buffers import BufferType
+from psdist.collectives.memory_order import MemoryOrder, Span
 from psdist.compression import Codec
 from psdist.errors import (
     ClosedError,
@@ -29,11 +32,34 @@ from psdist.errors import (
     InvalidArgumentError,
     PsdistError,
     ShapeMismatchError,
+    WaitTimeoutError,
 )
 from psdist.off_loop import off_loop
-from psdist.wire.limits import DIMENSIONS_MAX
+from psdist.wire.limits import DIMENSIONS_MAX, EAGER_BYTES
 
 _TAGS: Final = range(-(2**63), 2**63)
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _in_order(
+    call: Callable[Concatenate[AsyncWorkerGroup, _P], Awaitable[_T]],
+) -> Callable[Concatenate[AsyncWorkerGroup, _P], Coroutine[Any, Any, _T]]:
+    """Let a collective begin after the earlier calls whose memory it shares. It reads its first argument, and writes to
+    ``out``."""
+    names = [*inspect.signature(call).parameters][1:]
+    place = names.index("out") if "out" in names else len(names)
+
+    @wraps(call)
+    async def ordered(group: AsyncWorkerGroup, /, *given: _P.args, **named: _P.kwargs) -> _T:
+        read = given[0] if given else named.get(names[0])
+        written = given[place] if place < len(given) else named.get("out")
+        made = partial(call, group, *given, **named)
+        timeout: Any = named.get("timeout")
+        return await group._after_others(COLLECTIVES, read, written, timeout, made)
+
+    return ordered
 
 
 class AsyncWorkerGroup:
@@ -62,7 +88,9 @@ class AsyncWorkerGroup:
         self._settings = settings
         #: Held while a call is encoded, so that later calls start later.
         self._order = asyncio.Lock()
+        self._memory = self.memory_order(_span)
 
+    @_in_order
     async def all_reduce(
         self,
         array: ArrayLike,
@@ -109,6 +137,7 @@ class AsyncWorkerGroup:
             await self._exchange.result(call_id, str(plan.call), timeout)
             compression.end()
 
+    @_in_order
     async def all_gather(self, array: ArrayLike, *, out: Array | None = None, timeout: float | None = None) -> Array:
         """Return all ranks' arrays, which have one shape, one after another along a new first axis."""
         given = _checked(array)
@@ -116,6 +145,7 @@ class AsyncWorkerGroup:
         await self._call(calls.all_gather(self.rank, self.size, result.apart(given), result.memory), timeout)
         return result.finish()
 
+    @_in_order
     async def broadcast(
         self, array: ArrayLike, src: int = 0, *, out: Array | None = None, timeout: float | None = None
     ) -> Array:
@@ -128,6 +158,7 @@ class AsyncWorkerGroup:
         await self._call(calls.broadcast(self.rank, self.size, result.memory, src), timeout)
         return result.finish()
 
+    @_in_order
     async def reduce(
         self, array: ArrayLike, dst: int = 0, op: str = "sum", *, out: Array | None = None, timeout: float | None = None
     ) -> Array | None:
@@ -143,6 +174,7 @@ class AsyncWorkerGroup:
         await self._call(plan, timeout)
         return result.finish()
 
+    @_in_order
     async def reduce_scatter(
         self, array: ArrayLike, op: str = "sum", *, out: Array | None = None, timeout: float | None = None
     ) -> Array:
@@ -154,6 +186,7 @@ class AsyncWorkerGroup:
         await self._call(plan, timeout)
         return result.finish()
 
+    @_in_order
     async def gather(
         self, array: ArrayLike, dst: int = 0, *, out: Array | None = None, timeout: float | None = None
     ) -> Array | None:
@@ -167,6 +200,7 @@ class AsyncWorkerGroup:
         await self._call(calls.gather(self.rank, self.size, result.apart(given), result.memory, dst), timeout)
         return result.finish()
 
+    @_in_order
     async def scatter(
         self, array: ArrayLike | None, src: int = 0, *, out: Array | None = None, timeout: float | None = None
     ) -> Array:
@@ -185,6 +219,7 @@ class AsyncWorkerGroup:
         await self._call(plan, timeout)
         return result.finish()
 
+    @_in_order
     async def all_to_all(self, array: ArrayLike, *, out: Array | None = None, timeout: float | None = None) -> Array:
         """Return the rows that the ranks have for this one. array: one row for each rank."""
         given = _rows(array, self.size)
@@ -193,11 +228,12 @@ class AsyncWorkerGroup:
         await self._call(calls.all_to_all(self.rank, calls.rows_of(sent), calls.rows_of(result.memory)), timeout)
         return result.finish()
 
+    @_in_order
     async def all_to_all_uneven(
         self, arrays: Sequence[ArrayLike], out: Sequence[Array], *, timeout: float | None = None
     ) -> None:
         """Send ``arrays[r]`` to each rank r, and receive its array in ``out[r]``. Sizes may differ."""
-        given = [_checked(array) for array in arrays]
+        given = _without_overlaps([_checked(array) for array in arrays], out)
         for array in out:
             _check_memory(array)
         results = [_Result(array, array.shape, array) for array in out]
@@ -222,15 +258,31 @@ class AsyncWorkerGroup:
 
         tag: messages of a tag are in order, those of different tags are independent.
         """
-        dst, tag = self._checked_partner(dst), _checked_tag(tag)
-        await self._call(calls.send(_checked(array), dst), timeout, CallLane(self.rank, dst, tag))
+        lane = CallLane(self.rank, self._checked_partner(dst), _checked_tag(tag))
+
+        async def given() -> Array:
+            given = _checked(array)
+            return given.copy() if given is array and given.nbytes <= EAGER_BYTES else given
+
+        async def sent() -> None:
+            await self._call(calls.send(_checked(array), lane.target), timeout, lane)
+
+        # Two ranks may exchange small arrays in place, and would wait for each other.
+        if np.asarray(array).nbytes > EAGER_BYTES:
+            await self._after_others(lane, array, None, timeout, sent)
+        else:
+            array = await self._after_others(lane, array, None, timeout, given)
+            await sent()
 
     async def recv(self, out: Array, src: int, tag: int = 0, *, timeout: float | None = None) -> Array:
         """Receive the next array that rank ``src`` sends with this tag into ``out``, and return it."""
-        src, tag = self._checked_partner(src), _checked_tag(tag)
+        lane = CallLane(self._checked_partner(src), self.rank, _checked_tag(tag))
         _check_memory(out)
+        return await self._after_others(lane, None, out, timeout, partial(self._received, lane, out, timeout))
+
+    async def _received(self, lane: CallLane, out: Array, timeout: float | None) -> Array:
         result = _Result(out, out.shape, out)
-        await self._call(calls.receive(result.memory, src), timeout, CallLane(src, self.rank, tag))
+        await self._call(calls.receive(result.memory, lane.source), timeout, lane)
         return result.finish()
 
     @outlasts_stop
@@ -242,10 +294,15 @@ class AsyncWorkerGroup:
         tag = _checked_tag(tag)
         _check_memory(out)
         _check_timeout(timeout)
-        source = await self._exchange.any_source(tag, timeout)
-        await self.recv(out, source, tag, timeout=timeout)
-        return source
 
+        async def received() -> int:
+            source = await self._exchange.any_source(tag, timeout)
+            await self._received(CallLane(source, self.rank, tag), out, timeout)
+            return source
+
+        return await self._after_others(("any", tag), None, out, timeout, received)
+
+    @_in_order
     @outlasts_stop
     async def allocate_buffer(
         self, shape: int | Sequence[int], dtype: DTypeLike = np.float32, *, timeout: float | None = None
@@ -265,6 +322,7 @@ class AsyncWorkerGroup:
         async with self._order:
             return await self._exchange.route.allocate(wanted, call)
 
+    @_in_order
     async def barrier(self, *, timeout: float | None = None) -> None:
         """Return when all ranks have called it."""
         await self._call(calls.barrier(self.rank, self.size), timeout)
@@ -334,6 +392,38 @@ class AsyncWorkerGroup:
             raise InvalidArgumentError(f"rank {number} is this rank: copy the array")
         return number
 
+    async def _after_others(
+        self,
+        lane: Hashable,
+        read: object,
+        written: object,
+        timeout: float | None,
+        call: Callable[[], Awaitable[_T]],
+    ) -> _T:
+        """Make a call after the earlier ones whose memory it shares. read, written: its arrays, or lists of them."""
+        turn = self._memory.enter(lane, _arrays(read), _arrays(written))
+        return await self._memory.make(turn, timeout, call)
+
+    def memory_order(self, find: Callable[[Any], Span]) -> MemoryOrder:
+        """Return an order of this group's calls. find: returns the memory of what the calls are given."""
+        return MemoryOrder(find, self._wait_for_memory)
+
+    async def _wait_for_memory(self, wait: Awaitable[None], timeout: float | None) -> None:
+        """Wait for earlier calls. If this rank does not make its call after that, the group ends."""
+        _check_timeout(timeout)
+        reason = "for an earlier call with the same memory"
+        try:
+            with self._session.waits.open(reason), self.preparing():
+                async with asyncio.timeout(timeout):
+                    await wait
+        except TimeoutError:
+            error = WaitTimeoutError(f"rank {self.rank} reached the timeout of {timeout:g} s, waiting {reason}")
+            self._exchange.end(error)
+            raise self.error or error from None
+        except asyncio.CancelledError:
+            self._exchange.end(ClosedError(f"rank {self.rank} gave up a call, so that the group has ended"))
+            raise
+
     @outlasts_stop
     async def _call(self, plan: Plan, timeout: float | None, lane: CallLane = COLLECTIVES) -> None:
         _check_timeout(timeout)
@@ -343,6 +433,22 @@ class AsyncWorkerGroup:
         else:
             call_id = self._exchange.start(lane, plan)
         await self._exchange.result(call_id, str(plan.call), timeout)
+
+
+def _arrays(given: object) -> Sequence[Any]:
+    """Return the arrays of an argument that is one, or a list of them. Other values have memory of their own."""
+    if isinstance(given, np.ndarray):
+        return (given,)
+    return given if isinstance(given, list | tuple) else ()
+
+
+def _span(array: object) -> Span:
+    if not isinstance(array, np.ndarray) or not array.size:
+        return 0, 0
+    if array.flags.c_contiguous:
+        first: int = array.__array_interface__["data"][0]
+        return first, first + array.nbytes
+    return byte_bounds(array)
 
 
 def _whole(name: str, value: int) -> int:
@@ -419,6 +525,18 @@ def _check_memory(out: Array) -> None:
 def _check_dimensions(array: Array) -> None:
     if array.ndim > DIMENSIONS_MAX:
         raise InvalidArgumentError(f"an array has {array.ndim} dimensions, over {DIMENSIONS_MAX}: reshape it")
+
+
+def _without_overlaps(given: list[Array], out: Sequence[Array]) -> list[Array]:
+    """Return arrays, copied if they share memory with any of ``out``."""
+    spans = [(_span(array), array) for array in out]
+    low, high = min((span[0] for span, _ in spans), default=0), max((span[1] for span, _ in spans), default=0)
+    return [
+        array.copy()
+        if _span(array)[0] < high and low < _span(array)[1] and any(np.may_share_memory(array, one) for _, one in spans)
+        else array
+        for array in given
+    ]
 
 
 def _checked(array: ArrayLike) -> Array:

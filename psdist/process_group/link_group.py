@@ -11,7 +11,7 @@ differ and workers that die are errors that name the rank.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import reduce
 from itertools import count
@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import Backend, PrefixStore
 
 from psdist.client.context import Context, init, is_placed
 from psdist.client.process import loop
+from psdist.collectives.core.machine import COLLECTIVES
 from psdist.collectives.group import AsyncWorkerGroup
 from psdist.errors import InvalidArgumentError, PsdistError, WaitTimeoutError
 from psdist.process_group import own_run
@@ -32,9 +33,10 @@ from psdist.process_group.forms import FORMER_NAMES, FORMS, call, opaque
 from psdist.process_group.group import REDUCTIONS
 from psdist.process_group.monitored import monitored_error
 from psdist.process_group.sparse import all_reduce_sparse
-from psdist.process_group.work import CollectiveWork, SeveralWorks, TensorMemory, apart, rows, set_rows
+from psdist.process_group.work import CollectiveWork, SeveralWorks, TensorMemory, apart, each, rows, set_rows, span
 from psdist.settings import group_marks
 from psdist.torch_backend import NAME
+from psdist.wire.limits import EAGER_BYTES
 
 #: Ranks in the run of the default group's ranks, and numbers of the default groups of this process.
 _world: Final[list[int]] = []
@@ -55,8 +57,7 @@ class _GroupBase(dist.ProcessGroup):
         super().__init__(group.rank, group.size)  # type: ignore[call-arg]  # missing in torch's stubs
         self._group = group
         self._limit = timeout
-        #: Set once the last work of several calls has ended.
-        self._several_calls: asyncio.Event | None = None
+        self._memory = group.memory_order(span)
         self._checks = {name: Checks(name, group.size) for name in (*FORMS, "send", "recv", "recv_anysource")}
         #: Collectives made.
         self._sequence = 0
@@ -118,9 +119,24 @@ class _GroupBase(dist.ProcessGroup):
     def send(self, tensors: Sequence[Tensor], target: int, tag: int) -> dist.Work:
         """Send a tensor to a rank."""
         self._check_message("send", tensors)
-        given = TensorMemory(tensors[0]).array
-        sent = self._group.send(given, target, tag, timeout=self._seconds(None))
-        return self._record(CollectiveWork(sent, tensors, f"{NAME}:send", tensors))
+        limit, (tensor,), is_small = self._seconds(None), tensors, tensors[0].nbytes <= EAGER_BYTES
+
+        async def given() -> Any:
+            array = TensorMemory(tensor).array
+            # Two ranks may exchange small tensors in place, and would wait for each other.
+            return array.copy() if is_small else array
+
+        async def sent() -> None:
+            if is_small:
+                array = await self._in_order(("send", target, tag), tensors, [], given)
+                await self._group.send(array, target, tag, timeout=limit)
+            else:
+                await self._in_order(("send", target, tag), tensors, [], sent_from_memory)
+
+        async def sent_from_memory() -> None:
+            await self._group.send(await given(), target, tag, timeout=limit)
+
+        return self._record(CollectiveWork(sent(), tensors, f"{NAME}:send", tensors))
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> dist.Work:
         """Receive a tensor from a rank."""
@@ -132,7 +148,8 @@ class _GroupBase(dist.ProcessGroup):
             memory.finish()
             return source
 
-        return self._record(CollectiveWork(received(), tensors, f"{NAME}:recv", tensors))
+        call = self._in_order(("recv", source, tag), [], tensors, received)
+        return self._record(CollectiveWork(call, tensors, f"{NAME}:recv", tensors))
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> dist.Work:
         """Receive a tensor from the first rank that sends one."""
@@ -144,7 +161,8 @@ class _GroupBase(dist.ProcessGroup):
             memory.finish()
             return source
 
-        return self._record(CollectiveWork(received(), tensors, f"{NAME}:recvAnySource", tensors))
+        call = self._in_order(("recv", tag), [], tensors, received)
+        return self._record(CollectiveWork(call, tensors, f"{NAME}:recvAnySource", tensors))
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Collect the works that are made until ``_end_coalescing``. They begin nevertheless."""
@@ -164,18 +182,23 @@ class _GroupBase(dist.ProcessGroup):
         self, name: str, calls: Iterable[Coroutine[Any, Any, Any]], tensors: Sequence[Any], inputs: Sequence[Tensor]
     ) -> CollectiveWork:
         self._sequence += 1
-        before = self._several_calls
 
         async def together() -> None:
             with self._group.preparing():
-                if before is not None:
-                    await before.wait()
                 # All of them are made before those of the next work: the order must be that of the other ranks.
                 made = asyncio.gather(*calls)
             await made
 
+        async def in_order() -> None:
+            try:
+                await self._in_order(COLLECTIVES, _flat(inputs), _flat(tensors), together)
+            except BaseException:
+                for call in calls:
+                    call.close()
+                raise
+
         try:
-            return self._record(CollectiveWork(together(), tensors, f"{NAME}:{name}", inputs))
+            return self._record(CollectiveWork(in_order(), tensors, f"{NAME}:{name}", inputs))
         except BaseException:  # Also for SystemExit: unawaited coroutines would cause warnings.
             for call in calls:
                 call.close()
@@ -186,21 +209,28 @@ class _GroupBase(dist.ProcessGroup):
     ) -> CollectiveWork:
         """Return a work whose calls follow from each other's results. The next work begins after it."""
         self._sequence += 1
-        before, ended = self._several_calls, asyncio.Event()
-        self._several_calls = ended
 
         async def alone() -> None:
-            try:
-                with self._group.preparing():
-                    if before is not None:
-                        await before.wait()
-                    # As other works do: a direct await would begin before the calls of the work that was made before.
-                    made = asyncio.gather(call)
-                await made
-            finally:
-                ended.set()
+            with self._group.preparing():
+                # As other works do: a direct await would begin before the calls of the work that was made before.
+                made = asyncio.gather(call)
+            await made
 
-        return self._record(CollectiveWork(alone(), tensors, f"{NAME}:{name}", tensors))
+        made = self._in_order(COLLECTIVES, [], [], alone, alone=True)
+        return self._record(CollectiveWork(made, tensors, f"{NAME}:{name}", tensors))
+
+    async def _in_order(
+        self,
+        lane: Hashable,
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        call: Callable[[], Coroutine[Any, Any, Any]],
+        *,
+        alone: bool = False,
+    ) -> Any:
+        """Make a call after the earlier ones whose memory it shares. Tensors are looked at after that."""
+        turn = self._memory.enter(lane, reads, writes, alone=alone)
+        return await self._memory.make(turn, self._seconds(None), call)
 
     def _check_message(self, name: str, tensors: Sequence[Tensor]) -> None:
         checks = self._checks[name]
@@ -262,11 +292,12 @@ class LinkGroup(_GroupBase):
             summed = all_reduce_sparse(self._group, tensors, op, limit)
             return self._work_of_several_calls("sparse_all_reduce", summed, tensors)
         checks.reduced(op, tensors)
-        own = tensors[0] if len(tensors) == 1 else _combined(tensors, op)
-        return self._work("all_reduce", [self._reduced(own, tensors, op, limit)], tensors, tensors)
+        return self._work("all_reduce", [self._reduced(None, tensors, op, limit)], tensors, tensors)
 
-    async def _reduced(self, own: Tensor, tensors: Sequence[Tensor], op: str, limit: float | None) -> None:
-        """Reduce ``own``, and copy the result to ``tensors``."""
+    async def _reduced(self, own: Tensor | None, tensors: Sequence[Tensor], op: str, limit: float | None) -> None:
+        """Reduce ``own``, and copy the result to ``tensors``. None is the reduction of the tensors themselves."""
+        if own is None:
+            own = tensors[0] if len(tensors) == 1 else _combined(tensors, op)
         memory = TensorMemory(own)
         await self._group.all_reduce(memory.array, op, out=memory.array, timeout=limit)
         memory.finish()
@@ -279,8 +310,12 @@ class LinkGroup(_GroupBase):
         checks.some(tensors)
         checks.same_kind(tensors)
         checks.reduced(op, tensors)
-        calls = (self._reduced(own, [tensor], op, limit) for own, tensor in zip(apart(tensors), tensors, strict=True))
-        return self._work("all_reduce", calls, tensors, tensors)
+
+        def calls() -> Iterator[Coroutine[Any, Any, None]]:
+            for own, tensor in zip(apart(tensors), tensors, strict=True):
+                yield self._reduced(own, [tensor], op, limit)
+
+        return self._work("all_reduce", calls(), tensors, tensors)
 
     @call
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
@@ -335,7 +370,8 @@ class LinkGroup(_GroupBase):
             for places in outputs:
                 set_rows(places[number :: len(inputs)], found)
 
-        return self._work("all_gather", map(gathered, range(len(inputs)), inputs), _flat_if_one(outputs), inputs)
+        calls = each(gathered, range(len(inputs)), inputs, written=_flat(outputs))
+        return self._work("all_gather", calls, _flat_if_one(outputs), inputs)
 
     @call
     def allgather_coalesced(
@@ -353,9 +389,8 @@ class LinkGroup(_GroupBase):
         async def gathered(places: Sequence[Tensor], tensor: Tensor) -> None:
             set_rows(places, await self._group.all_gather(TensorMemory(tensor).array, timeout=limit))
 
-        return self._work(
-            "all_gather", map(gathered, zip(*outputs, strict=True), inputs), _flat_if_one(outputs), inputs
-        )
+        calls = each(gathered, list(zip(*outputs, strict=True)), inputs, written=_flat(outputs))
+        return self._work("all_gather", calls, _flat_if_one(outputs), inputs)
 
     @call
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work:
@@ -379,7 +414,7 @@ class LinkGroup(_GroupBase):
             await self._group.all_gather(given.array, out=out, timeout=limit)
             memory.finish()
 
-        return self._work("all_gather", map(gathered, outputs, inputs), outputs, inputs)
+        return self._work("all_gather", each(gathered, outputs, inputs, written=outputs), outputs, inputs)
 
     @call
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> dist.Work:
@@ -458,7 +493,7 @@ class LinkGroup(_GroupBase):
             await self._group.reduce_scatter(given, op, out=memory.array, timeout=limit)
             memory.finish()
 
-        return self._work("reduce_scatter", map(reduced, outputs, inputs), outputs, inputs)
+        return self._work("reduce_scatter", each(reduced, outputs, inputs, written=outputs), outputs, inputs)
 
     @call
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> dist.Work:
@@ -518,6 +553,11 @@ def _spread(tensor: Tensor, tensors: Sequence[Tensor]) -> None:
     for other in tensors:
         if other is not tensor:
             other.copy_(tensor)
+
+
+def _flat(tensors: Sequence[Any]) -> list[Tensor]:
+    """Return the tensors of a list, or of lists."""
+    return [tensor for one in tensors for tensor in ([one] if isinstance(one, Tensor) else one)]
 
 
 def _flat_if_one(lists: Sequence[Sequence[Tensor]]) -> Sequence[Any]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from datetime import timedelta
 from functools import cache, partial
+from itertools import accumulate
 from typing import Any, Final
 
 import numpy as np
@@ -77,7 +79,7 @@ def set_rows(tensors: Sequence[Tensor], found: NDArray[Any]) -> None:
 def apart(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors, with a copy in the place of each whose memory overlaps that of another."""
     found = list(tensors)
-    spans = sorted((*_span(tensor), number) for number, tensor in enumerate(tensors) if tensor.numel())
+    spans = sorted((*span(tensor), number) for number, tensor in enumerate(tensors) if tensor.numel())
     end, last = -1, -1
     for first, after, number in spans:
         if first < end:
@@ -87,8 +89,32 @@ def apart(tensors: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the addresses of a tensor's first byte, and of the one after its last."""
+def each(
+    call: Callable[[Any, Tensor], Coroutine[Any, Any, None]],
+    outputs: Sequence[Any],
+    inputs: Sequence[Tensor],
+    *,
+    written: Sequence[Tensor],
+) -> Iterator[Coroutine[Any, Any, None]]:
+    """Yield a call for each output and input. Several calls read copies of the inputs that share memory with
+    ``written``."""
+    if len(inputs) > 1:
+        spans = sorted(span(tensor) for tensor in written)
+        starts, ends = [first for first, _ in spans], list(accumulate((after for _, after in spans), max))
+
+        def is_written(first: int, after: int) -> bool:
+            before = bisect_left(starts, after)
+            return before > 0 and ends[before - 1] > first
+
+        inputs = [tensor.clone() if is_written(*span(tensor)) else tensor for tensor in inputs]
+    for output, tensor in zip(outputs, inputs, strict=True):
+        yield call(output, tensor)
+
+
+def span(tensor: Tensor) -> tuple[int, int]:
+    """Return the addresses of a tensor's first byte, and of the one after its last; twice 0 if it has no memory."""
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return 0, 0
     elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()
 

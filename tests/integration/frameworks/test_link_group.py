@@ -114,6 +114,34 @@ for used in (given, moved, complex_sum, strided, *found, whole, part, taken, *un
 scattered = torch.ones(1)
 """
 
+_SHARED = """
+def floats(*values):
+    return torch.tensor([float(value) for value in values])
+
+
+def waited(*works):
+    for work in works:
+        work.wait()
+
+
+views = floats(1 + rank, 2 + rank, 3 + rank)
+dist.all_reduce_coalesced([views[:2], views[1:]])
+assert views.tolist() == [3, 5, 7], views
+for summed in (floats(1 + rank), torch.full((300_000,), 1.0 + rank), torch.full((4, 4), 1.0 + rank)[:, 1]):
+    waited(*(dist.all_reduce(summed, async_op=True) for _ in range(3)))
+    assert (summed == 12).all(), summed
+found, given = [floats(0, 0) for _ in range(2)], floats(rank, rank + 1)
+waited(dist.all_gather(found, given, async_op=True), dist.all_reduce(found[1], async_op=True),
+       dist.broadcast(given, 0, async_op=True))
+assert [one.tolist() for one in found] == [[0, 1], [2, 4]] and given.tolist() == [0, 1]
+swapped = floats(rank)
+waited(dist.isend(swapped, 1 - rank), dist.irecv(swapped, 1 - rank))
+assert swapped.item() == 1 - rank
+sent, received = floats(rank + 1), floats(0)
+reduced = dist.all_reduce(sent, async_op=True)
+waited(dist.isend(sent, 1) if rank == 0 else dist.irecv(received, 0), reduced)
+assert received.item() == 3 * rank, "the message is the result"
+"""
 _FORMS = """
 from torch.distributed import distributed_c10d as c10d
 
@@ -312,6 +340,10 @@ later.wait()
 def test_ranks_that_wait_for_each_other_get_an_error(tmp_path: Path) -> None:
     output = launched(tmp_path, _CROSSED, 2)
     assert output.count("which waits in all_reduce(") >= 2 and "rank 0: worker-" in output and "ended" not in output
+
+
+def test_calls_that_share_memory(tmp_path: Path) -> None:
+    assert launched(tmp_path, _SHARED, 2).count("done") == 2
 
 
 def test_what_cannot_be_sent_is_refused() -> None:
