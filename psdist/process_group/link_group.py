@@ -14,13 +14,12 @@ import asyncio
 from collections.abc import Callable, Coroutine, Hashable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import reduce
-from itertools import count
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Backend, PrefixStore
+from torch._C._distributed_c10d import Backend
 
 from psdist.client.context import Context, init, is_placed
 from psdist.client.process import loop
@@ -32,15 +31,13 @@ from psdist.process_group.checks import Checks
 from psdist.process_group.forms import FORMER_NAMES, FORMS, call, opaque
 from psdist.process_group.group import REDUCTIONS
 from psdist.process_group.monitored import monitored_error
+from psdist.process_group.numbering import ranks_in_run
 from psdist.process_group.sparse import all_reduce_sparse
 from psdist.process_group.work import CollectiveWork, SeveralWorks, TensorMemory, apart, each, rows, set_rows, span
 from psdist.settings import group_marks
 from psdist.torch_backend import NAME
 from psdist.wire.limits import EAGER_BYTES
 
-#: Ranks in the run of the default group's ranks, and numbers of the default groups of this process.
-_world: Final[list[int]] = []
-_made: Final = count()
 _OPS: Final = {name: name.lower() for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")}
 
 
@@ -565,30 +562,13 @@ def _flat_if_one(lists: Sequence[Sequence[Tensor]]) -> Sequence[Any]:
     return lists[0] if len(lists) == 1 else lists
 
 
-def _ranks_in_run(options: Any, mine: int) -> list[int]:
-    """Return the members' ranks in the run. mine: that of this process.
-
-    The first default group numbers the ranks as the run does. A later one may number them otherwise: the ranks tell
-    each other by torch's store.
-    """
-    if options.global_ranks_in_group:
-        return [_world[rank] if rank < len(_world) else rank for rank in options.global_ranks_in_group]
-    ranks, number = list(range(options.group_size)), next(_made)
-    shared = PrefixStore(f"psdist/group/{number}", options.store)
-    shared.set(f"rank/{options.group_rank}", str(mine))
-    if number:
-        ranks = [int(own_run.told_by(rank, shared, "rank")) for rank in ranks]
-    _world[:] = ranks
-    return ranks
-
-
 def make_group(options: Any, _: Any, context: Callable[[], Context] = init) -> LinkGroup:
     """Return a process group for torch. options: rank, size, members, time limit and store, as torch gives them."""
     if context is init and not is_placed():
         place = own_run.join(options.store, options.group_rank, options.group_size)
     else:
         place = context()
-    ranks = _ranks_in_run(options, place.rank)
+    ranks = ranks_in_run(options, place.rank)
     if place.rank != ranks[options.group_rank]:
         raise InvalidArgumentError(
             f"rank {options.group_rank} of {ranks} is rank {place.rank} of the run: start torch.distributed with RANK "
