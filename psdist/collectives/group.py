@@ -405,7 +405,7 @@ class AsyncWorkerGroup:
         return await self._memory.make(turn, timeout, call)
 
     def memory_order(self, find: Callable[[Any], Span]) -> MemoryOrder:
-        """Return an order of this group's calls. find: returns the memory of what the calls are given."""
+        """Return an order of this group's calls. find: returns the memory of an argument of its calls."""
         return MemoryOrder(find, self._wait_for_memory)
 
     async def _wait_for_memory(self, wait: Awaitable[None], timeout: float | None) -> None:

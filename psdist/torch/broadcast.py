@@ -50,7 +50,7 @@ class TensorBroadcast:
     def send(self, *, is_source: bool, waits: bool = True) -> bool:
         """Run one broadcast step: afterwards all workers hold the source's values.
 
-        waits: False lets the source go on before the others take the values.
+        waits: False lets the source continue before the others take the values.
 
         Returns False, in all workers, if no worker was the source because it has left. Tensors are unchanged then.
         Raises as ``Parameters.push_pull``.
