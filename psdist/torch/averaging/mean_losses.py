@@ -1,7 +1,7 @@
 """The mean of all workers' losses, for optimizers that search by the loss of a closure.
 
 ``LBFGS`` compares losses of several points, and decides by them where to continue and when to end. If workers compared
-their own, their models would differ, although the gradients are averaged. So closures of such optimizers return the mean.
+their own, their models would differ, although gradients are averaged. So closures of such optimizers return the mean.
 Other optimizers of torch call a closure once and pass its result on, which stays each worker's own.
 """
 
