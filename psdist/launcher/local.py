@@ -60,6 +60,8 @@ STORAGE_DIRECTORY: Final = "psdist-runs"
 _LISTEN_DELAY_SECONDS: Final = 2.0
 #: Times the limit of a silent server for which the scheduler awaits the last copy of a shard.
 _LAST_COPY_LEASES: Final = 30
+#: Time limits of servers for which a stopped worker may stay so after --worker-timeout.
+_REJOIN_LEASES: Final = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +107,8 @@ class LocalSettings(DashboardSettings, ServicesSettings, ScriptSettings):
             restarts_max=self.restarts_max,
             stop_timeout_seconds=self.stop_timeout_seconds,
             service_suspended_seconds=_LAST_COPY_LEASES * self.failure_timeout_seconds,
-            worker_suspended_seconds=self.worker_timeout_seconds,
+            # Longer than until it is expelled: it may be continued, and rejoin.
+            worker_suspended_seconds=self.worker_timeout_seconds + _REJOIN_LEASES * self.failure_timeout_seconds,
             copies=self.replicas > 1,
             durable=self.replicas > 1 or self.has_storage,
             saves=self.has_storage and not self.no_save_at_end,

@@ -52,7 +52,7 @@ class Ranks:
                 raise error
 
         async def outlast() -> None:
-            """Stand-in for a session whose run goes on."""
+            """Stand-in for a session whose run continues."""
 
         exchange = SimpleNamespace(
             ranks=tuple(range(size)), start=start, result=result, error=None,

@@ -224,5 +224,5 @@ def test_the_launcher_ends_and_restarts_a_stopped_worker(tmp_path: Path) -> None
     finally:
         run.stop()
     assert status == 0, text
-    assert "worker 1 has been stopped for 1 s, as by SIGSTOP: its process is killed" in text, text
+    assert "worker 1 has been stopped for 11 s, as by SIGSTOP: its process is killed" in text, text
     assert "worker 1 failed: killed by SIGKILL; restart 1 of 1" in text, text
