@@ -349,7 +349,7 @@ def test_calls_that_share_memory(tmp_path: Path) -> None:
 def test_what_cannot_be_sent_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match=r"has no .*PREMUL_SUM.*: use one of SUM, AVG"):
         LinkGroup._op(SimpleNamespace(reduceOp=dist.ReduceOp.PREMUL_SUM))
-    options = SimpleNamespace(global_ranks_in_group=[], group_size=2, group_rank=1)
+    options = SimpleNamespace(global_ranks_in_group=[], group_size=2, group_rank=1, store=dist.HashStore())
     with pytest.raises(InvalidArgumentError, match=r"rank 1 of \[0, 1\] is rank 0 of the run: start .* RANK"):
         make_group(options, None, lambda: SimpleNamespace(rank=0))  # type: ignore[arg-type, return-value]
 
