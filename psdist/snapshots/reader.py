@@ -37,7 +37,7 @@ Progress = Callable[[int, int], None]
 _AT_A_TIME: Final = 8
 #: Bytes of one read, unless a slice is longer.
 BATCH_BYTES: Final = 8 << 20
-#: Pauses in seconds before a new file that differs from what was written is read again, for storages that show files
+#: Pauses in seconds before a new file with other bytes than were written is read again, for storages that show files
 #: late.
 _PATIENCE: Final = (0.5, 1.0, 2.0)
 
@@ -224,7 +224,7 @@ async def confirm(
 
 
 async def _difference(storage: Storage, path: str, length: int, digest: bytes, progress: Callable[[int], None]) -> str:
-    """Return how a file differs from what was written; empty if it does not."""
+    """Return the difference between a stored file and the written one; empty if there is none."""
     whole, done, is_over = xxhash.xxh3_128(), 0, False
     while done <= length and not is_over:
         asked = min(BATCH_BYTES, length + 1 - done)  # One byte more than it should have.
