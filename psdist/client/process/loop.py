@@ -90,8 +90,9 @@ class _Call(Generic[T]):
         self._task: asyncio.Task[T] | None = None
         #: True once a thread has waited for it for a while.
         self.is_awaited = False
-        #: Released when the coroutine has ended.
+        #: Released when the coroutine has ended, and set before that.
         self.ended = threading.Lock()
+        self.has_ended = False
         self.ended.acquire()
 
     def begin(self) -> None:
@@ -118,6 +119,7 @@ class _Call(Generic[T]):
             self._under_way.discard(self)
         if not task.cancelled():
             task.exception()  # Marks it as retrieved: the waiting thread may have left because the script ends.
+        self.has_ended = True
         self.ended.release()
 
     def result(self) -> T:
@@ -223,7 +225,8 @@ class LoopThread:
                 call.is_awaited = True  # The interpreter handles signals between two waits.
         except BaseException:
             self.loop.call_soon_threadsafe(call.cancel)
-            call.ended.acquire(timeout=_UNWIND_SECONDS)
+            if not call.has_ended:  # Otherwise the interrupted wait may have taken the lock already.
+                call.ended.acquire(timeout=_UNWIND_SECONDS)
             raise
         if not ending:
             sigterm.check(reading=reading)

@@ -62,6 +62,36 @@ def test_the_end_waits_for_a_snapshot_however_long_and_for_nothing_else(
         loop.release(client)  # type: ignore[arg-type]
 
 
+class InterruptedLock:
+    """Lock whose wait is interrupted just after it has been taken."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self.waits = 0
+
+    def acquire(self, timeout: float) -> bool:
+        """See ``threading.Lock``."""
+        self.waits += 1
+        self._lock.acquire()
+        raise KeyboardInterrupt
+
+    def release(self) -> None:
+        """See ``threading.Lock``."""
+        self._lock.release()
+
+
+def test_an_interrupt_at_the_end_of_a_call_is_raised_without_another_wait() -> None:
+    thread = LoopThread()
+    try:
+        call = thread._made(asyncio.sleep(0), reading=False, ending=True)
+        call.ended = interrupted = InterruptedLock(call.ended)  # type: ignore[assignment]  # has the methods used here
+        with pytest.raises(KeyboardInterrupt):
+            thread._wait(call, reading=False, ending=True, begins=True)
+        assert interrupted.waits == 1
+    finally:
+        thread.stop()
+
+
 async def test_a_call_that_is_cancelled_before_its_first_step_leaves_no_coroutine_unawaited() -> None:
     async def inner() -> None:
         await asyncio.get_running_loop().create_future()
