@@ -24,7 +24,8 @@
 #                 of collectives (GROUPS_SEEDS=n), 10,000 with two schedulers (STANDBY_SEEDS=n), each fault of a storage,
 #                 and each safeguard removed in turn
 #   make chaos    faults on real processes, each promise with its figure, in about half an hour (KILLS=n of each kind,
-#                 INTERRUPTS=n of each kind, ROUNDS=n of barriers, GROUP_ROUNDS=n of lost ranks)
+#                 INTERRUPTS=n of each kind, ROUNDS=n of barriers, GROUP_ROUNDS=n of lost ranks, SCHEDULES=n of calls and
+#                 faults in groups, from the seed FIRST=n)
 #   make fuzz     10 million random and mutated payloads for each kind of segment (INPUTS=n), and with checks of bounds;
 #                 100,000 calls of every RPC and as many inputs at every port of live processes (CALLS=n), with and
 #                 without TLS; the calls over TLS by every role
@@ -58,6 +59,7 @@ KILLS ?= 100
 INTERRUPTS ?= 25
 ROUNDS ?= 2000
 GROUP_ROUNDS ?= 10
+SCHEDULES ?= 100
 SEEDS ?= 10000
 ORDINARY_SEEDS ?= 10000
 SETS_SEEDS ?= 5000
@@ -145,7 +147,8 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.report $(BENCH)
 
 chaos: $(VENV)/.dev kernels
-	INTERRUPTS=$(INTERRUPTS) ROUNDS=$(ROUNDS) GROUP_ROUNDS=$(GROUP_ROUNDS) $(PYTEST) -q tests/chaos
+	INTERRUPTS=$(INTERRUPTS) ROUNDS=$(ROUNDS) GROUP_ROUNDS=$(GROUP_ROUNDS) \
+	SCHEDULES=$(SCHEDULES) FIRST=$(FIRST) $(PYTEST) -q tests/chaos
 	$(BIN)/psdist chaos --suite --kills $(KILLS)
 
 sim: $(VENV)/.dev kernels

@@ -31,6 +31,7 @@ NUMBERS: Final = {
     "KILLS": "25",
     "INTERRUPTS": "12",
     "ROUNDS": "2000",
+    "SCHEDULES": "100",
     "INPUTS": "1000000",
     "CALLS": "1000",
 }
@@ -60,7 +61,11 @@ PARTS: Final = (
         "{SNAPSHOT_SEEDS} with snapshots, {LOST_SEEDS} that lose their record or snapshots, {WRITES_SEEDS} that write "
         "weights; ablations",
     ),
-    Part("chaos", "{KILLS} faults and {INTERRUPTS} interrupts of each kind, {ROUNDS} barriers, on real processes"),
+    Part(
+        "chaos",
+        "{KILLS} faults and {INTERRUPTS} interrupts of each kind, {ROUNDS} barriers, {SCHEDULES} schedules of groups, "
+        "on real processes",
+    ),
     Part(
         "fuzz",
         "{INPUTS} payloads for each group of decoders, and some with bounds checked; {CALLS} calls of every RPC and "

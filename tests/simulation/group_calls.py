@@ -7,26 +7,30 @@ from typing import Any, Final
 import numpy as np
 
 from psdist.collectives.group import AsyncWorkerGroup
+from psdist.collectives.sync_group import WorkerGroup
 
 SIZES: Final = (0, 1, 5, 30, 200)
 KINDS: Final = ("all_reduce", "all_reduce", "all_reduce", "all_gather", "broadcast", "reduce_scatter", "barrier")
 
 
-def make_call(group: AsyncWorkerGroup, kind: str, given: Any, out: Any, timeout: float | None) -> Any:
-    """Return the coroutine of a call. out: memory for its result."""
+def make_call(
+    group: AsyncWorkerGroup | WorkerGroup, kind: str, given: Any, out: Any, timeout: float | None, **options: Any
+) -> Any:
+    """Return the coroutine of a call, or what a synchronous group returns. out: memory for its result."""
+    options["timeout"] = timeout
     match kind:
         case "all_reduce":
-            return group.all_reduce(given, out=out, timeout=timeout)
+            return group.all_reduce(given, out=out, **options)
         case "all_gather":
-            return group.all_gather(given, out=out, timeout=timeout)
+            return group.all_gather(given, out=out, **options)
         case "broadcast":
-            return group.broadcast(given, group.size - 1, out=out, timeout=timeout)
+            return group.broadcast(given, group.size - 1, out=out, **options)
         case "reduce_scatter":
-            return group.reduce_scatter(given, out=out, timeout=timeout)
+            return group.reduce_scatter(given, out=out, **options)
         case "gather":
-            return group.gather(given, 0, timeout=timeout)
+            return group.gather(given, 0, **options)
         case _:
-            return group.barrier(timeout=timeout)
+            return group.barrier(**options)
 
 
 def data_of(epoch: int, number: int, rank: int, size: int, world: int) -> Any:
