@@ -34,7 +34,7 @@ class WaitingGroup(Protocol):
         """End the group at all ranks."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AwaitedCall:
     """See ``group_calls``."""
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from psdist.collectives.core.header import Header
 from psdist.collectives.core.plan import Array, Plan, ReducedSegment, ReductionPlan, cut_segment, flat_bytes
+from psdist.collectives.core.reductions import name_of
 from psdist.wire.limits import EAGER_BYTES, EAGER_REDUCED_BYTES
 
 
@@ -22,7 +23,7 @@ def _peers(rank: int, size: int) -> list[int]:
 
 
 def _header(kind: str, array: NDArray[Any], *, op: str = "", root: int = -1) -> Header:
-    return Header(kind, op, array.dtype.name, array.shape, root)
+    return Header(kind, op, name_of(array.dtype), array.shape, root)
 
 
 def rows_of(array: Array) -> list[Array]:

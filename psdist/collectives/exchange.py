@@ -65,8 +65,8 @@ class Exchange:
         self._is_busy = False
         self.route = DataRoute(self, self._machine)
         self._counts = CallCounts()
-        #: Set after the next event, for calls that wait for a message of any rank.
-        self._event = asyncio.Event()
+        #: Set after the next event. None if no call waits for a message of any rank.
+        self._event: asyncio.Event | None = None
         self._silence = silence
         self.watch = SilenceWatch(mesh, self._machine, silence, self.end)
 
@@ -141,6 +141,7 @@ class Exchange:
             with self._waits.open(reason):
                 async with asyncio.timeout(timeout):
                     while (source := self._announced(tag)) is None:
+                        self._event = self._event or asyncio.Event()
                         await self._event.wait()
         except TimeoutError as error:
             if not isinstance(error, PsdistError):
@@ -194,8 +195,9 @@ class Exchange:
     def _carry_out(self, effects: Iterable[Effect]) -> None:
         """Carry out effects in order, after those of a call of this method that is under way."""
         self._todo.extend(effects)
-        self._event.set()
-        self._event = asyncio.Event()
+        if self._event is not None:
+            self._event.set()
+            self._event = None
         if self._is_busy:
             return
         self._is_busy = True

@@ -8,7 +8,7 @@ import operator
 from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, wraps
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
 
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
@@ -55,9 +55,14 @@ def _in_order(
     async def ordered(group: AsyncWorkerGroup, /, *given: _P.args, **named: _P.kwargs) -> _T:
         read = given[0] if given else named.get(names[0])
         written = given[place] if place < len(given) else named.get("out")
-        made = partial(call, group, *given, **named)
-        timeout: Any = named.get("timeout")
-        return await group._after_others(COLLECTIVES, read, written, timeout, made)
+        order, timeout = group._memory, cast(float | None, named.get("timeout"))
+        turn = order.enter(COLLECTIVES, _arrays(read), _arrays(written))
+        try:
+            if turn.awaited is not None:
+                await order.wait_for(turn, timeout)
+            return await call(group, *given, **named)  # It begins without another wait.
+        finally:
+            order.leave(turn)
 
     return ordered
 
@@ -483,20 +488,24 @@ class _Result:
 
     def __init__(self, given: Array, shape: tuple[int, ...], out: Array | None) -> None:
         self._out = out
-        if out is not None:
-            _check_memory(out)
-        if out is not None and (out.shape != shape or out.dtype != given.dtype or not out.flags.writeable):
+        if out is None:
+            self.memory = np.empty(shape, given.dtype)
+            return
+        _check_memory(out)
+        flags = out.flags
+        if out.shape != shape or out.dtype != given.dtype or not flags.writeable:
             raise ShapeMismatchError(
                 f"out has shape {out.shape} and dtype {out.dtype.name}: give a writable array of shape {shape} and "
                 f"dtype {given.dtype.name}"
             )
-        usable = out is not None and out.flags.c_contiguous and out.flags.aligned
-        self.memory = out if usable and out is not None else np.empty(shape, given.dtype)
+        self.memory = out if flags.c_contiguous and flags.aligned else np.empty(shape, given.dtype)
 
     def apart(self, given: Array) -> Array:
         """Return ``given``, copied if it overlaps the memory without being the same."""
+        if not np.may_share_memory(given, self.memory):
+            return given
         same = given.ctypes.data == self.memory.ctypes.data and given.shape == self.memory.shape
-        return given if same or not np.may_share_memory(given, self.memory) else given.copy()
+        return given if same else given.copy()
 
     def finish(self) -> Array:
         """Return the result, in ``out`` if it was given."""

@@ -96,10 +96,14 @@ class MemoryOrder:
         """Make a call once its turn has come."""
         try:
             if turn.awaited is not None:
-                await self._wait(self._until_turn(turn), timeout)
+                await self.wait_for(turn, timeout)
             return await call()  # It begins without another wait.
         finally:
-            self._leave(turn)
+            self.leave(turn)
+
+    async def wait_for(self, turn: Turn, timeout: float | None) -> None:
+        """Wait until the turn of a call has come."""
+        await self._wait(self._until_turn(turn), timeout)
 
     async def _until_turn(self, turn: Turn) -> None:
         assert turn.awaited is not None
@@ -116,13 +120,15 @@ class MemoryOrder:
             self._begin(turn)
 
     def _begin(self, turn: Turn) -> None:
-        if turn.begun is not None:
-            turn.begun.set()
-            if self._waiting.get(turn.lane) is turn:
-                del self._waiting[turn.lane]
+        assert turn.begun is not None
+        turn.begun.set()
+        if self._waiting.get(turn.lane) is turn:
+            del self._waiting[turn.lane]
 
-    def _leave(self, turn: Turn) -> None:
+    def leave(self, turn: Turn) -> None:
+        """Note that a call has ended."""
         self._turns.pop(turn, None)
-        self._begin(turn)
+        if turn.begun is not None:
+            self._begin(turn)
         if turn.ended is not None:
             turn.ended.set()

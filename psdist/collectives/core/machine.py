@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from psdist.collectives.core.header import NOWHERE, Header, mismatch
 from psdist.collectives.core.plan import Bytes, Outgoing, Plan
@@ -37,8 +37,7 @@ from psdist.errors import (
 from psdist.wire.limits import EARLY_MESSAGES_MAX, EARLY_MESSAGES_MIN
 
 
-@dataclass(frozen=True, slots=True)
-class CallLane:
+class CallLane(NamedTuple):
     """Name of a lane: source and target rank and tag of messages, or ``COLLECTIVES``."""
 
     source: int
