@@ -277,7 +277,10 @@ class WaitTimeoutError(PsdistError, TimeoutError, code="wait_timeout", status="D
 
 
 class MutualWaitError(PsdistError, code="mutual_wait", status="FAILED_PRECONDITION"):
-    """The worker's script and others wait for each other: a deadlock."""
+    """The worker's script and others wait for each other: a deadlock.
+
+    ``details``: "group_0" and so on are the keys of groups whose calls are among the waits. These groups have ended.
+    """
 
 
 class WorkerLeftError(PsdistError, code="worker_left", status="FAILED_PRECONDITION"):

@@ -34,6 +34,9 @@ class GroupFrames(Protocol):
     def open(self, key: bytes, members: list[WorkerEntry]) -> None:
         """Start to exchange frames with the members, by rank in the group."""
 
+    def end(self, error: PsdistError) -> None:
+        """End the group at all ranks."""
+
     def abandon(self, error: PsdistError) -> None:
         """End the group here. The other ranks learn of it by the end of their links."""
 

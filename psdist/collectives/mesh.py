@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Final
 
@@ -124,6 +124,12 @@ class Mesh:
             return group.lacks(check)
         # A group that is not open yet has no key, and a closed one is about to end at the other worker.
         return all(group.has_ended for group in self._waiting) and not self._is_late(check.group)
+
+    def end(self, names: Collection[str], error: PsdistError) -> None:
+        """End groups, named by their keys in hexadecimal, at all of their ranks."""
+        for key, group in list(self._groups.items()):
+            if key.hex() in names and not group.has_ended:
+                group.end(copy_error(error))
 
     def knows(self, worker: WorkerEntry) -> bool:
         """Return True if a worker is in the map, in this incarnation."""

@@ -32,7 +32,8 @@ class AsyncCollectives:
         membership.raise_if_expelled(membership.registration.incarnation)
         self._incarnation = membership.registration.incarnation
         mesh = Mesh(membership, listener, listener.credentials)
-        self._session.waits.group_calls.lacks = mesh.lacks
+        group_calls = self._session.waits.group_calls
+        group_calls.lacks, group_calls.end = mesh.lacks, mesh.end
         return GroupFormer(self._session, mesh)
 
     def _current_former(self) -> GroupFormer:

@@ -17,7 +17,7 @@ from psdist.client.reporting.throughput import Throughput
 from psdist.client.session.cluster_view import ClusterView
 from psdist.client.session.group_calls import GroupCalls
 from psdist.client.session.reachability import Reachability
-from psdist.errors import PsdistError
+from psdist.errors import MutualWaitError, PsdistError
 from psdist.v1 import scheduler_pb2 as pb
 
 
@@ -43,6 +43,8 @@ class ReportedWait:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._activities.ended(self)
+        if isinstance(error, MutualWaitError):  # The scheduler refused the call that waits.
+            self._activities.end_groups(error)
         if self._error is None or self._task is None:
             return
         if self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
@@ -132,6 +134,13 @@ class Activities:
         """End a wait: the scheduler has found that this worker and others wait for each other."""
         if self._wait is not None:
             if self._wait.sequence == sequence:
+                self.end_groups(error)
                 self._wait.fail(error)
         elif self.report().sequence == sequence and (call := self._group_calls.awaited()) is not None:
             call.fail(error)
+            self.end_groups(error)
+
+    def end_groups(self, error: PsdistError) -> None:
+        """End the groups whose calls are among the waits of a deadlock. This worker may have made no call of them."""
+        names = {value for name, value in error.details.items() if name.startswith("group_")}
+        self._group_calls.end(names, error)

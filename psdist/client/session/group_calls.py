@@ -8,7 +8,7 @@ script. ``activity`` reports it to the scheduler.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol
@@ -42,6 +42,8 @@ class GroupCalls:
         self.is_awaited: Callable[[_Task], bool] = lambda _: False
         #: Returns True if this worker has not made the call that another one waits for.
         self.lacks: Callable[[pb.CheckCall], bool] = lambda _: True
+        #: Ends groups, named by their keys in hexadecimal, with an error.
+        self.end: Callable[[Collection[str], PsdistError], None] = lambda _names, _error: None
 
     def enter(self) -> _Task | None:
         """Begin calls of the current task. Returns the task, for ``leave``; None if they have begun before."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 from psdist.consistency import BSP, SSP
 from psdist.errors import MutualWaitError
@@ -37,6 +37,7 @@ _REMEDY = (
     "parameters' step rather than by a counter of the script, which a dropped push does not change"
 )
 
+_GROUPS_NAMED: Final = 8
 
 #: Id and incarnation of a worker, and the sequence of its wait.
 _Waiting = tuple[str, int, int]
@@ -122,9 +123,13 @@ class Deadlocks:
             for worker_id in circle:
                 del awaited[worker_id]
             text = _text(found)
-            error = MutualWaitError(f"{text}. {_REMEDY}")
+            # A worker that makes the missing call after its error must not release the others without one.
+            keys = dict.fromkeys(wait.group_call.group.hex() for wait in found if wait.group_call is not None)
+            groups = {f"group_{number}": key for number, key in enumerate(list(keys)[:_GROUPS_NAMED])}
+            error = MutualWaitError(f"{text}. {_REMEDY}", **groups)
             effects.append(LogEvent(f"deadlock: {text}", "warning"))
-            for wait in found:
+            # A call of a group fails at all ranks at once. Steps end here first, or a rank's next push would end them.
+            for wait in sorted(found, key=lambda wait: wait.group_call is not None):
                 del self._activities[wait.worker.member_id]
                 if wait.call:
                     calls.append(wait.call)

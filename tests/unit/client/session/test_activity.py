@@ -199,6 +199,29 @@ async def test_the_call_of_a_group_that_the_script_waits_for_is_reported() -> No
     assert not calls.acts
 
 
+@pytest.mark.parametrize("is_refused", [True, False], ids=["call", "step"])
+async def test_a_deadlock_ends_the_groups_of_other_workers_before_the_wait(is_refused: bool) -> None:
+    worker, circle, ended = Worker(), errors.MutualWaitError("a circle", group_0="0a", group_1="0b"), []
+    worker.group_calls.end = lambda names, error: ended.append((names, error))
+
+    async def call() -> None:
+        with worker.activities.waits(limited=False, call=True):
+            worker.waits.set()
+            await worker.end.wait()
+            raise circle
+
+    waiting = asyncio.create_task(call())
+    await worker.waits.wait()
+    if is_refused:
+        worker.end.set()
+    else:
+        worker.activities.on_mutual_wait(worker.activities.report().sequence, circle)
+        assert ended, "the group ends before the script continues"
+    with pytest.raises(errors.MutualWaitError):
+        await waiting
+    assert {frozenset(names) for names, _ in ended} == {frozenset({"0a", "0b"})}
+
+
 async def test_calls_in_tasks_of_the_awaited_one_are_reported() -> None:
     worker = Worker()
     calls, release, need, waiting = worker.group_calls, asyncio.Event(), GroupCall(), asyncio.Semaphore(0)

@@ -281,6 +281,8 @@ def test_a_call_of_a_group_and_another_wait_are_a_circle(kind: str) -> None:
     run.confirm(1, question)
     assert list(run.ended()) == ([0, 1] if kind == "step" else [0])
     assert kind == "step" or isinstance(run.errors[call], errors.MutualWaitError)
+    [told] = [value.error for value in run.told[run.sessions[0]] if isinstance(value, DeadlockFound)]
+    assert told.details == {"group_0": b"a".hex()}, "its group ends at the other worker, too"
 
 
 def test_a_worker_that_waits_for_the_circle_is_not_in_it() -> None:
