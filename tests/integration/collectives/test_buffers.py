@@ -152,7 +152,7 @@ async def test_without_room_at_one_rank_the_buffer_is_ordinary_at_all(
 
     monkeypatch.setattr(GradientArena, "create", refuse_once)
     buffers, given = await filled(run)
-    assert calls.count(COUNT) == SIZE
+    assert calls.count(COUNT) >= 2, "the others need not allocate once they hear of it"
     for one in await run.all(lambda g: g.all_reduce(buffers[g.rank], out=buffers[g.rank])):
         assert one.tobytes() == (given[0] + given[1] + given[2]).tobytes()
     assert not any(in_place)

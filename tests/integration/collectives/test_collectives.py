@@ -237,6 +237,10 @@ async def test_a_worker_that_has_ended_ends_groups_that_wait_for_it(
         ending = AsyncClient(cluster.address, cluster.token, rank=SIZE)
         await ending.connect()
         await ending.close()
+        for client in run.clients[:2]:
+            view = client._opened().membership.view
+            while any(worker.rank == SIZE for worker in view.cluster.workers):
+                await view.changed()
         groups = [run.workers[rank].new_group([0, 1, SIZE]) for rank in (0, 1)]
         for error in await asyncio.gather(*(group.barrier() for group in groups), return_exceptions=True):
             assert isinstance(error, WorkerLeftError) and f"rank {SIZE} ended its script" in str(error)
