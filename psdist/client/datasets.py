@@ -5,11 +5,12 @@
         values = weights.push_pull(gradients(values, images[indices]))
 
 Asking for the next range reports that the samples of the previous one are in the weights. If a push was dropped since
-that range was leased, it is returned instead. The ranges of a worker that dies are given to others. ``repeated`` counts
-them: their samples may have been used twice. ``failed`` counts ranges that were abandoned because their workers died
-too often. No other sample is used twice or left out, as long as some worker still asks. A range whose worker dies after
-all others have ended their loops waits for a worker that joins later, such as the one that a launcher restarts. Until
-then the position lists it as not done.
+that range was leased, it is returned instead. After a rollback the next push is dropped if the script still holds a
+range from before, because that range will be leased again. The ranges of a worker that dies are given to others.
+``repeated`` counts them: their samples may have been used twice. ``failed`` counts ranges that were abandoned because
+their workers died too often. No other sample is used twice or left out, as long as some worker still asks. A range
+whose worker dies after all others have ended their loops waits for a worker that joins later, such as the one that a
+launcher restarts. Until then the position lists it as not done.
 
 The loop ends when no range is left, even if other workers still hold some. It does not wait for them: in BSP they may
 be waiting for this worker's gradient. A worker that has ended its loop in BSP or SSP must close its client, so that the
@@ -77,6 +78,8 @@ class AsyncDataset(ProcessBound):
         self.phases = session.waits.phases
         self._snapshots = session.snapshots
         self._order = RangeOrder(spec)
+        #: Leases whose samples the script may be using, void ones included. Of all data sets of this client.
+        self._in_use = session.iterations.order.ranges
         self._asking = asyncio.Lock()
         #: The incarnation of this client that the leases belong to.
         self._incarnation = 0
@@ -128,6 +131,7 @@ class AsyncDataset(ProcessBound):
 
     def finish(self, lease_id: int) -> None:
         """Mark the samples of a held range as used. The next call reports it to the scheduler."""
+        self._in_use.pop((self.name, lease_id), None)
         if lease_id not in self._held:
             return
         if self._held.pop(lease_id) < self._snapshots.marks.dropped:
@@ -137,6 +141,7 @@ class AsyncDataset(ProcessBound):
 
     async def leave(self, held: Range) -> None:
         """Return a range unused, unless it is done. A scheduler that is unreachable learns of it later."""
+        self._in_use.pop((self.name, held.lease_id), None)
         if held.lease_id in self._held:
             del self._held[held.lease_id]
             self._returned[held.lease_id] = None
@@ -169,6 +174,8 @@ class AsyncDataset(ProcessBound):
 
     async def close(self) -> None:
         """Return the ranges that are held and not done."""
+        for key in [key for key in self._in_use if key[0] == self.name]:
+            del self._in_use[key]
         self._returned |= dict.fromkeys(self._held)
         self._held.clear()
         await self._report_soon()
@@ -203,6 +210,7 @@ class AsyncDataset(ProcessBound):
 
     async def _given(self, answer: Any) -> Range:
         self._held[answer.lease_id] = self._snapshots.marks.dropped
+        self._in_use[self.name, answer.lease_id] = self._incarnation
         self.data_epoch, number = answer.data_epoch, answer.range
         if self._order.knows(self.data_epoch) or self.spec.size <= _SHUFFLE_HERE_MAX:
             indices = self._order.indices(self.data_epoch, number)

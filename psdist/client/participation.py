@@ -236,7 +236,7 @@ class Participation:
         if is_rolled_back:  # The settings may be older ones, too.
             created.announce()
             if self.is_member:
-                self._session.iterations.order.lose_course(self.name)
+                self._session.iterations.order.lose_course(self.name, mine.incarnation)
         restore = self._session.snapshots.states.start_incarnation(self.name, self.sequence, continues=continues)
         if restore is not None and is_rolled_back:
             restore(await self.state())

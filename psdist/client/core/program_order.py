@@ -102,7 +102,8 @@ class ProgramOrder:
     have not started. The rest of that iteration is skipped, so that script and sets agree on the start of the next one.
     If the script is between two iterations but holds weights from before the rejoin, the next iteration is skipped as a
     whole: no iteration counts for some of its sets only. After a rollback, iterations are skipped until the script has
-    received new weights of every set that it trains: gradients of older weights belong to the steps that were lost.
+    received new weights of every set that it trains: gradients of older weights belong to the steps that were lost. So
+    do those of samples that were leased before, whatever weights they are of: their ranges will be leased again.
     """
 
     def __init__(self) -> None:
@@ -114,6 +115,10 @@ class ProgramOrder:
         #: Sets, including those without an order, whose new weights the script has not received since the run rolled
         #: back.
         self.lost_course: set[str] = set()
+        #: Sets whose next gradient may be of ranges that were leased before the rollback.
+        self.lost_ranges: set[str] = set()
+        #: Leases whose samples the script may be using, by data set and number, with the incarnation that has them.
+        self.ranges: dict[tuple[str, int], int] = {}
         #: Number of pushes dropped since the rollback.
         self._dropped = 0
         self._names: frozenset[str] = frozenset()
@@ -148,18 +153,24 @@ class ProgramOrder:
         """Record that this worker rejoined elsewhere, where an iteration starts, without its push."""
         self.is_skipping = self.is_shared and self._may_be_inside
 
-    def lose_course(self, name: str) -> None:
-        """Record that the run rolled back to a snapshot, and that the script's weights of ``name`` are older."""
+    def lose_course(self, name: str, incarnation: int) -> None:
+        """Record that the run rolled back to a snapshot, and that the script's weights of ``name`` are older.
+
+        incarnation: the first one after the rollback.
+        """
         self.lost_course.add(name)
+        if any(leased < incarnation for leased in self.ranges.values()):
+            self.lost_ranges.add(name)
         self._dropped = 0
 
     def drops_next(self, name: str) -> bool:
         """Return True if the script's next push, which is of ``name``, is to be dropped."""
         offset = self._offset
         if not self.is_shared or name not in self._names or (offset is None and not self.is_skipping):
-            return name in self.lost_course
+            return name in self.lost_course | self.lost_ranges
         trained = self._finder.pattern if self._boundary is None else self._names
-        return self.is_skipping or (offset == 0 and bool(self.outdated or self.lost_course.intersection(trained)))
+        lost = (self.lost_course | self.lost_ranges).intersection(trained)
+        return self.is_skipping or (offset == 0 and bool(self.outdated or lost))
 
     def drop_push(self, name: str, *, has_begun: bool) -> None:
         """Record that a push of ``name`` was dropped. has_begun: it was recorded before."""
@@ -168,8 +179,10 @@ class ProgramOrder:
         self.outdated.clear()
         self._dropped += 1
         self.lost_course.discard(name)
+        self.lost_ranges.discard(name)
         if self._dropped >= PATIENCE:  # The script may never train the others again.
             self.lost_course.clear()
+            self.lost_ranges.clear()
         self.is_skipping = self.is_shared and self._may_be_inside
 
     def mark_boundary(self) -> None:

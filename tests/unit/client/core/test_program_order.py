@@ -166,7 +166,7 @@ def lose_course(script: Script, names: str) -> None:
     """Roll the run back to a snapshot, which the script learns by a push or pull of ``names``."""
     script.order.lose_place()
     for name in script.sequences:
-        script.order.lose_course(name)
+        script.order.lose_course(name, incarnation=2)
     script.order.lost_course -= set(names)
 
 
@@ -180,6 +180,21 @@ def test_after_a_rollback_iterations_are_dropped_until_all_weights_are_new() -> 
     assert script.order.drops_next("G"), "an iteration counts as a whole or not at all"
     script.order.drop_push("G", has_begun=False)
     assert not script.order.drops_next("D") and script.order.is_at_start
+
+
+@pytest.mark.parametrize("names", ["D", "DG"])
+def test_after_a_rollback_an_iteration_of_an_older_range_is_dropped_though_its_weights_are_new(names: str) -> None:
+    script = Script(names)
+    script.push(names * 3)
+    script.order.ranges = {("train", 7): 1}
+    lose_course(script, names)
+    for name in names:
+        assert script.order.drops_next(name), "its samples will be leased again"
+        script.order.drop_push(name, has_begun=False)
+    assert not script.order.drops_next("D")
+    script.order.ranges = {("train", 8): 2}
+    lose_course(script, names)
+    assert not script.order.drops_next("D"), "the range was leased after the rollback"
 
 
 def test_after_a_rollback_a_declared_iteration_without_a_set_does_not_make_it_new() -> None:
