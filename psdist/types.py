@@ -571,9 +571,9 @@ class DataPosition:
     data_epoch: first unfinished data epoch; the number of data epochs once all are finished.
     done: stretches (first, count) of finished ranges, ascending and not adjacent, counted from the start of
         ``data_epoch``. The ranges of later data epochs follow its last.
-    repeated_ranges: number of ranges handed out again so far because their worker was lost; they may have been used
-        twice.
-    failed_ranges: number of ranges given up because that happened too often.
+    repeated_ranges: number of ranges handed out again so far because their worker was lost, or returned them used in
+        part; their samples may have been used twice.
+    failed_ranges: number of ranges given up because their workers were lost too often.
     """
 
     data_epoch: int = 0

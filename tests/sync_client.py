@@ -196,10 +196,10 @@ SOURCES: Final = {
         phases=(("wait", "WAIT"),),
     ),
     "Dataset": Source(
-        frozenset(["open", "check_same", "next", "finish", "leave", "report", "close"]),
+        frozenset(["open", "check_same", "next", "holds", "finish", "leave", "report", "close"]),
         attributes=(
             ("spec", "DatasetSpec", "Settings that all workers agree on."),
-            ("repeated", "int", "Ranges handed out again because their worker was gone, as last heard."),
+            ("repeated", "int", "Ranges handed out again although some samples may have been used, as last heard."),
             ("failed", "int", "Ranges given up because their workers died too often, as last heard."),
             ("data_epoch", "int", "Data epoch of the newest range."),
         ),
@@ -231,11 +231,20 @@ SOURCES: Final = {
             """Mark ``held`` as used: its samples are in the weights. The next call reports it to the scheduler."""
             loop.shared().call(on_loop(lambda: self._async.finish(held.lease_id)))
 
-        def give_back(self, held: Range) -> None:
-            """Return ``held`` unused, for other workers. Does nothing after the client is closed."""
+        def holds(self, held: Range) -> bool:
+            """True if ``held`` is still leased to this worker. False after a rollback, and if the worker was expelled:
+            the scheduler leases it again."""
+            return self._async.holds(held.lease_id)  # Reads only, so any thread may call it.
+
+        def give_back(self, held: Range, is_used: bool | None = None) -> None:
+            """Return ``held`` for other workers. Does nothing after the client is closed.
+
+            is_used: True if some of its samples are in the weights, so that ``repeated`` counts the range; None if
+                pushes that were made since it was leased may have them.
+            """
             # Loops call this in their ``finally``, where an error would hide the one that ends the loop.
             with suppress(PsdistError):
-                loop.shared().call(self._async.leave(held), ending=True)
+                loop.shared().call(self._async.leave(held, is_used), ending=True)
         ''',
     ),
 }

@@ -16,7 +16,8 @@ The loop ends when no range is left, even if other workers still hold some. It d
 be waiting for this worker's gradient. A worker that has ended its loop in BSP or SSP must close its client, so that the
 others' steps do not wait for it. For the same reason there is no pause between data epochs.
 
-Leaving the loop early, by ``break`` or an error, returns the last range as unused, unless ``done()`` was called.
+Leaving the loop early, by ``break`` or an error, returns the last range, unless ``done()`` was called. If a push was
+made since it was leased, ``repeated`` counts it.
 
 Not here: the samples of a range (``psdist.data.RangeOrder``), the choice of a worker for a range (the scheduler).
 """
@@ -61,8 +62,9 @@ class Range:
 class AsyncDataset(ProcessBound):
     """A data set that workers share. Made by ``AsyncClient.dataset``; iterate over it with ``async for``.
 
-    repeated, failed: ranges leased again because their worker was gone, or held them when the snapshot was cut from
-        which the run resumed; and abandoned ranges. Both are of all workers, by the scheduler's last answer.
+    repeated, failed: ranges leased again because their worker was gone, had returned them used in part, or held them
+        when the snapshot was cut from which the run resumed; and abandoned ranges. Both are of all workers, by the
+        scheduler's last answer.
     data_epoch: data epoch of the newest range.
     """
 
@@ -83,12 +85,12 @@ class AsyncDataset(ProcessBound):
         self._asking = asyncio.Lock()
         #: The incarnation of this client that the leases belong to.
         self._incarnation = 0
-        #: Held leases, each with the number of pushes that were dropped before it.
-        self._held: dict[int, int] = {}
+        #: Held leases, each with the number of pushes that were dropped before it, and this worker's next ones.
+        self._held: dict[int, tuple[int, dict[str, int]]] = {}
         #: Ended leases that the scheduler may not know of: finished ones, with this worker's next pushes at that time,
-        #: and returned ones.
+        #: and returned ones, with True if some of its samples may be in the weights.
         self._done: dict[int, pb.NextPushes] = {}
-        self._returned: dict[int, None] = {}
+        self._returned: dict[int, bool] = {}
 
     @property
     def name(self) -> str:
@@ -129,22 +131,30 @@ class AsyncDataset(ProcessBound):
         if self._held:
             self.finish(next(reversed(self._held)))
 
+    def holds(self, lease_id: int) -> bool:
+        """True if the range is still leased to this worker. False after a rollback, and if the worker was expelled: the
+        scheduler leases it again."""
+        return lease_id in self._held and self._incarnation == self._membership.registration.incarnation
+
     def finish(self, lease_id: int) -> None:
         """Mark the samples of a held range as used. The next call reports it to the scheduler."""
         self._in_use.pop((self.name, lease_id), None)
         if lease_id not in self._held:
             return
-        if self._held.pop(lease_id) < self._snapshots.marks.dropped:
-            self._returned[lease_id] = None  # The push of its samples may have been dropped.
+        if self._held[lease_id][0] < self._snapshots.marks.dropped:
+            self._give_back(lease_id)  # The push of its samples may have been dropped.
         else:
+            del self._held[lease_id]
             self._done[lease_id] = self._now()
 
-    async def leave(self, held: Range) -> None:
-        """Return a range unused, unless it is done. A scheduler that is unreachable learns of it later."""
+    async def leave(self, held: Range, is_used: bool | None = None) -> None:
+        """Return a range, unless it is done. A scheduler that is unreachable learns of it later.
+
+        is_used: True if some of its samples are in the weights; None if pushes that were made since may have them.
+        """
         self._in_use.pop((self.name, held.lease_id), None)
         if held.lease_id in self._held:
-            del self._held[held.lease_id]
-            self._returned[held.lease_id] = None
+            self._give_back(held.lease_id, is_used)
         await self._report_soon()
 
     async def report(self) -> None:
@@ -176,8 +186,8 @@ class AsyncDataset(ProcessBound):
         """Return the ranges that are held and not done."""
         for key in [key for key in self._in_use if key[0] == self.name]:
             del self._in_use[key]
-        self._returned |= dict.fromkeys(self._held)
-        self._held.clear()
+        for lease_id in tuple(self._held):
+            self._give_back(lease_id)
         await self._report_soon()
 
     def __repr__(self) -> str:
@@ -209,7 +219,7 @@ class AsyncDataset(ProcessBound):
         return answer
 
     async def _given(self, answer: Any) -> Range:
-        self._held[answer.lease_id] = self._snapshots.marks.dropped
+        self._held[answer.lease_id] = self._snapshots.marks.dropped, self._snapshots.marks.next()
         self._in_use[self.name, answer.lease_id] = self._incarnation
         self.data_epoch, number = answer.data_epoch, answer.range
         if self._order.knows(self.data_epoch) or self.spec.size <= _SHUFFLE_HERE_MAX:
@@ -217,6 +227,13 @@ class AsyncDataset(ProcessBound):
         else:
             indices = await asyncio.to_thread(self._order.indices, self.data_epoch, number)
         return Range(answer.lease_id, self.data_epoch, number, answer.attempt, indices)
+
+    def _give_back(self, lease_id: int, is_used: bool | None = None) -> None:
+        """End a held lease that is not done. is_used: as for ``leave``."""
+        dropped, given = self._held.pop(lease_id)
+        marks = self._snapshots.marks
+        made = sum(max(0, number - given.get(name, 0)) for name, number in marks.next().items())
+        self._returned[lease_id] = made > marks.dropped - dropped if is_used is None else is_used
 
     async def _report(self, mine: Registration) -> None:
         """Report the ranges that have ended."""
@@ -226,7 +243,7 @@ class AsyncDataset(ProcessBound):
             return
         request = pb.EndRangesRequest(
             **mine.caller(), dataset=self.name, done=done, done_at=self._done.values(), returned=returned,
-            now=self._now(),
+            now=self._now(), used=[lease_id for lease_id in returned if self._returned[lease_id]],
         )  # fmt: skip
         await self._ask(self._calls.stub.EndRanges, request)
         _remove(self._done, done)

@@ -709,8 +709,9 @@ class Bucket(Blocking[AsyncBucket]):
 class Dataset(Blocking[AsyncDataset]):
     """A data set that workers share. Made by ``Client.dataset``; iterate over it with ``for``.
 
-    repeated, failed: ranges leased again because their worker was gone, or held them when the snapshot was cut from
-        which the run resumed; and abandoned ranges. Both are of all workers, by the scheduler's last answer.
+    repeated, failed: ranges leased again because their worker was gone, had returned them used in part, or held them
+        when the snapshot was cut from which the run resumed; and abandoned ranges. Both are of all workers, by the
+        scheduler's last answer.
     data_epoch: data epoch of the newest range.
     """
 
@@ -721,7 +722,7 @@ class Dataset(Blocking[AsyncDataset]):
 
     @property
     def repeated(self) -> int:
-        """Ranges handed out again because their worker was gone, as last heard."""
+        """Ranges handed out again although some samples may have been used, as last heard."""
         return self._async.repeated
 
     @property
@@ -783,8 +784,17 @@ class Dataset(Blocking[AsyncDataset]):
         """Mark ``held`` as used: its samples are in the weights. The next call reports it to the scheduler."""
         loop.shared().call(on_loop(lambda: self._async.finish(held.lease_id)))
 
-    def give_back(self, held: Range) -> None:
-        """Return ``held`` unused, for other workers. Does nothing after the client is closed."""
+    def holds(self, held: Range) -> bool:
+        """True if ``held`` is still leased to this worker. False after a rollback, and if the worker was expelled:
+        the scheduler leases it again."""
+        return self._async.holds(held.lease_id)  # Reads only, so any thread may call it.
+
+    def give_back(self, held: Range, is_used: bool | None = None) -> None:
+        """Return ``held`` for other workers. Does nothing after the client is closed.
+
+        is_used: True if some of its samples are in the weights, so that ``repeated`` counts the range; None if
+            pushes that were made since it was leased may have them.
+        """
         # Loops call this in their ``finally``, where an error would hide the one that ends the loop.
         with suppress(PsdistError):
-            loop.shared().call(self._async.leave(held), ending=True)
+            loop.shared().call(self._async.leave(held, is_used), ending=True)

@@ -114,7 +114,7 @@ class DynamicBatcher:
 
         A range is reported as used when all its samples were in batches, and returned if the loop ends before that. Up
         to 16 ranges are held. Their place in snapshots is the scheduler's: after a restore, a range that was used in
-        part is used again.
+        part is used again. So is one that is returned. ``leases.repeated`` counts both.
 
         samples, lengths: as for ``batches``.
 

@@ -4,7 +4,8 @@ A loader with worker processes reads ahead: it requests batches long before the 
 therefore holds several ranges, and reports each one when the loop has used its last batch.
 
 Invariants: A range is reported as used when the loop requests the batch after its last one, and returned if the loop
-ends before that. Batches come in the order in which their indices were requested.
+ends before that. Batches come in the order in which their indices were requested, without those of ranges that are not
+held any more, because the run rolled back or the worker was expelled.
 
 Not here: the samples of a range (``psdist.data``), the assignment of ranges (the scheduler).
 """
@@ -74,7 +75,8 @@ class LeasedDataLoader(DataLoader[Any]):
             # If pushes were dropped, their ranges return after the loader reached the end.
             while self._leased.lease_first():
                 for batch in super().__iter__():
-                    yield batch
+                    if self._leased.holds_next():
+                        yield batch
                     self._leased.on_used()
         finally:
             self._leased.give_back()
@@ -87,9 +89,10 @@ class _LeasedBatches:
         self._leases = leases
         self._batch_size = batch_size
         self._first: Range | None = None
-        #: One entry per requested but unused batch: its range if it is the last of that range, else None.
-        self._ahead: deque[Range | None] = deque()
-        self._held: dict[int, Range] = {}
+        #: One entry per requested but unused batch: its range, and True if it is the last of that range.
+        self._ahead: deque[tuple[Range, bool]] = deque()
+        #: Held ranges, each with True if the loop used a batch of it.
+        self._held: dict[int, tuple[Range, bool]] = {}
 
     def lease_first(self) -> bool:
         """Lease a range. Returns False at the end of the data."""
@@ -102,26 +105,34 @@ class _LeasedBatches:
             indices = held.indices.tolist()
             for start in range(0, len(indices), self._batch_size):
                 stop = start + self._batch_size
-                self._ahead.append(held if stop >= len(indices) else None)
+                self._ahead.append((held, stop >= len(indices)))
                 yield indices[start:stop]
             held = self._lease()
 
+    def holds_next(self) -> bool:
+        """True if the range of the oldest unused batch is still held. Otherwise it is leased again."""
+        return self._leases.holds(self._ahead[0][0])
+
     def on_used(self) -> None:
         """Record that the loop used its oldest unused batch."""
-        if (ended := self._ahead.popleft()) is not None:
-            del self._held[ended.lease_id]
-            self._leases.finish(ended)
+        held, is_last = self._ahead.popleft()
+        self._held[held.lease_id] = held, True
+        if is_last:
+            del self._held[held.lease_id]
+            self._leases.finish(held)
 
     def give_back(self) -> None:
         """Return the remaining ranges for other workers, because the loop has ended."""
+        newest = self._ahead[0][0] if self._ahead else None  # The loop may have its batch.
         self._ahead.clear()
         while self._held:
-            self._leases.give_back(self._held.popitem()[1])
+            held, is_used = self._held.popitem()[1]
+            self._leases.give_back(held, is_used or (None if held is newest else False))
 
     def _lease(self) -> Range | None:
         held = self._leases.lease()
         if held is not None:
-            self._held[held.lease_id] = held
+            self._held[held.lease_id] = held, False
         return held
 
 

@@ -1208,7 +1208,7 @@ class LeaseRangeResponse(_message.Message):
     def __init__(self, waiting_for: _Optional[str] = ..., lease_id: _Optional[int] = ..., data_epoch: _Optional[int] = ..., range: _Optional[int] = ..., attempt: _Optional[int] = ..., finished: _Optional[bool] = ..., repeated_ranges: _Optional[int] = ..., failed_ranges: _Optional[int] = ...) -> None: ...
 
 class EndRangesRequest(_message.Message):
-    __slots__ = ("run_id", "worker_id", "incarnation", "dataset", "done", "returned", "done_at", "now")
+    __slots__ = ("run_id", "worker_id", "incarnation", "dataset", "done", "returned", "done_at", "now", "used")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -1217,6 +1217,7 @@ class EndRangesRequest(_message.Message):
     RETURNED_FIELD_NUMBER: _ClassVar[int]
     DONE_AT_FIELD_NUMBER: _ClassVar[int]
     NOW_FIELD_NUMBER: _ClassVar[int]
+    USED_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     worker_id: str
     incarnation: int
@@ -1225,7 +1226,8 @@ class EndRangesRequest(_message.Message):
     returned: _containers.RepeatedScalarFieldContainer[int]
     done_at: _containers.RepeatedCompositeFieldContainer[NextPushes]
     now: NextPushes
-    def __init__(self, run_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., dataset: _Optional[str] = ..., done: _Optional[_Iterable[int]] = ..., returned: _Optional[_Iterable[int]] = ..., done_at: _Optional[_Iterable[_Union[NextPushes, _Mapping]]] = ..., now: _Optional[_Union[NextPushes, _Mapping]] = ...) -> None: ...
+    used: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, run_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., dataset: _Optional[str] = ..., done: _Optional[_Iterable[int]] = ..., returned: _Optional[_Iterable[int]] = ..., done_at: _Optional[_Iterable[_Union[NextPushes, _Mapping]]] = ..., now: _Optional[_Union[NextPushes, _Mapping]] = ..., used: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class EndRangesResponse(_message.Message):
     __slots__ = ()

@@ -184,7 +184,7 @@ def _leave_event(call: int, request: pb.LeaveRequest) -> ev.Leave:
 
 
 def _leases_event(cls: type[T], call: int, request: pb.LeaseRangeRequest | pb.EndRangesRequest) -> T:
-    for name in ("done", "held", "returned", "done_at"):
+    for name in ("done", "held", "returned", "done_at", "used"):
         if (count := len(getattr(request, name, ()))) > LEASES_MAX:
             raise LimitExceededError(f"{count} leases in one request are over the limit of {LEASES_MAX}")
     return make_event(cls, call, request)

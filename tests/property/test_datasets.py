@@ -141,17 +141,18 @@ class Leasing:
     def end(self) -> None:
         if not self.out:
             return
-        lease_id, used = self.rng.choice(sorted(self.out)), self.rng.random() < 0.5
+        lease_id, used, in_part = self.rng.choice(sorted(self.out)), self.rng.random() < 0.5, self.rng.random() < 0.5
         member, _, attempt = self.out[lease_id]
         done, returned = ((lease_id,), ()) if used else ((), (lease_id,))
         for _ in range(2):  # A report may arrive twice.
-            assert isinstance(self._ask(we.EndRanges, member, NAME, done, returned), ev.Done)
+            end = self._ask(we.EndRanges, member, NAME, done, returned, (), (), returned * in_part)
+            assert isinstance(end, ev.Done)
         if used:
             self._finish(done)
         else:
             del self.out[lease_id]
             self.ended.append(lease_id)
-            self.repeated -= attempt > 0
+            self.repeated += in_part - (attempt > 0)
 
     def report_what_is_not_held(self) -> None:
         """Reports of others' leases are rejected. Reports of leases that ended, or never existed, change nothing."""

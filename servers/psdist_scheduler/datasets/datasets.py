@@ -12,8 +12,9 @@ is done at least once, as long as a worker returns for ranges held by one that d
 whose holders died more than ``retries_max`` times are the exception: they are given up, and counted.
 
 Invariants: Every place is in one state. Lease ids grow and are never reused. A report about an ended lease has no
-effect. ``repeated`` counts the leases of places that a lost worker had before, unless they were returned unused. In a
-snapshot it includes the ranges that were held while pushes of the snapshot were made.
+effect. ``repeated`` counts the leases of places that a lost worker had before, unless they were returned unused, and
+those that were returned used in part. In a snapshot it includes the ranges that were held while pushes of the snapshot
+were made, and are not done in it.
 
 ``psdist.data`` maps ranges to samples, ``membership`` knows who is live, ``cluster`` and the store make changes
 durable.
@@ -80,7 +81,7 @@ class LeasedDataset:
     def position_without(self, places: Iterable[int], again: int = 0) -> DataPosition:
         """Return the position as it would be without ``places``, which are done.
 
-        again: leases that are out, and are repeated by those who continue from there.
+        again: ranges that count as repeated there, but not now.
         """
         repeated = self.repeated + again
         taken = [(place, place + 1) for place in (*(lease.place for lease in self.leases), *places)]
@@ -150,11 +151,15 @@ class LeasedDataset:
         """End a lease whose samples are used. Returns None, without effect, if it had ended before."""
         return self._leases.pop(lease_id, None)
 
-    def release(self, lease_id: int) -> DataLease | None:
-        """End a lease whose samples were not used. Returns None, without effect, if it had ended before."""
+    def release(self, lease_id: int, *, is_used: bool) -> DataLease | None:
+        """End a lease whose samples were not all used. Returns None, without effect, if it had ended before.
+
+        is_used: some of them may have been.
+        """
         lease = self._leases.pop(lease_id, None)
         if lease is not None:
-            self.repeated -= lease.attempt > 0
+            # A place that was lost before counts again with its next lease.
+            self.repeated += is_used - (lease.attempt > 0)
             self._put_back(lease.place, lease.attempt)
         return lease
 
@@ -232,7 +237,7 @@ class Datasets:
         unchanged."""
         mine = []
         for name, dataset in self._all.items():
-            again = self.used_ranges.held_at(name, dataset.leases, cut)
+            again = self.used_ranges.repeated_by(name, dataset.leases, cut)
             position = dataset.position_without(self.used_ranges.after(name, cut), again)
             mine.append(DatasetState(dataset.spec, position))
         return (*mine, *(state for state in self._resume.datasets if state.spec.name not in self._all))
@@ -318,8 +323,9 @@ class Datasets:
         notes = self._finish(dataset, event)
         self.used_ranges.on_report(worker.identity, dict(event.now))
         for lease_id in event.returned:
-            if (lease := dataset.release(lease_id)) is not None:
-                self.used_ranges.on_ended(event.dataset, lease)
+            is_used = lease_id in event.used
+            if (lease := dataset.release(lease_id, is_used=is_used)) is not None:
+                self.used_ranges.on_ended(event.dataset, lease, is_used=is_used)
                 self.changed[event.dataset] = None
         return [*notes, Answer(event.call, Done())]
 

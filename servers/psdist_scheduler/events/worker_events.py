@@ -238,8 +238,9 @@ class LeaseRange:
 
 @dataclass(frozen=True, slots=True)
 class EndRanges:
-    """A worker's report of used leases (``done``) and of leases that it gives back unused (``returned``).
+    """A worker's report of used leases (``done``) and of leases that it gives back (``returned``).
 
+    used: those of ``returned`` with samples that may be in the weights.
     The other fields are as in LeaseRange.
     """
 
@@ -250,6 +251,7 @@ class EndRanges:
     returned: tuple[int, ...] = ()
     done_at: tuple[Numbers, ...] = ()
     now: Numbers = ()
+    used: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,6 +147,15 @@ def test_a_loop_that_ends_early_gives_back_what_it_did_not_use(client: psdist.Cl
     assert list(loader(client, name)) == []
 
 
+def test_a_range_whose_batches_were_used_in_part_counts_as_repeated(client: psdist.Client) -> None:
+    name = "in-part"
+    for number, _ in enumerate(loader(client, name, num_workers=1, prefetch_factor=4)):
+        if number == 3:  # the second of the second range
+            break
+    assert sum(len(batch) for (batch,) in loader(client, name)) == 12
+    assert client.dataset(name, size=20, range_size=8, data_epochs=1).repeated == 1
+
+
 def test_it_reads_ahead_without_reporting(client: psdist.Client) -> None:
     """Check that with processes all ranges are held together, and only those whose samples were used are done."""
     leases = client.dataset("ahead", size=20, range_size=2, data_epochs=1)

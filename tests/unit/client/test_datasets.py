@@ -78,9 +78,11 @@ class DataScheduler(FakeScheduler):
         yield messages.response(pb.LeaseRangeResponse, value, ClusterMap())[0]
 
     async def EndRanges(self, request: Any, context: Any) -> Any:
-        ids = tuple(request.done), tuple(request.returned)
+        ids, used = (tuple(request.done), tuple(request.returned)), tuple(request.used)
         await self._ask(
-            request, context, lambda who, mine: self.data.end(we.EndRanges(1, who, request.dataset, *ids), mine)
+            request,
+            context,
+            lambda who, mine: self.data.end(we.EndRanges(1, who, request.dataset, *ids, used=used), mine),
         )
         return pb.EndRangesResponse()
 
@@ -173,6 +175,25 @@ async def test_a_client_that_closes_says_what_is_done_and_what_is_not(
     await client.close()
     (standing,) = scheduler.data.standings
     assert (standing.position, standing.leased) == (DataPosition(0, ((1, 1),)), 0)
+
+
+async def test_a_range_that_is_left_after_a_push_counts_as_repeated(scheduler: DataScheduler) -> None:
+    server = await FakeServer("server-0").start()
+    scheduler.servers = [server]
+    async with psdist.AsyncClient(scheduler.address, rank=0) as client:
+        data = await client.dataset("train", size=40, range_size=10, shuffle=False)
+        ones = {"w": np.ones(4, np.float32)}
+        weights = await client.parameters("p", ones, psdist.optim.SGD())
+        for is_used, repeated in ((None, 0), (True, 1), (False, 1)):
+            held = await data.next()
+            assert held is not None and held.number == 0
+            await data.leave(held, is_used)
+            assert (await data.position()).repeated_ranges == data.repeated == repeated
+        assert await data.next() is not None
+        await weights.push(ones)
+    (standing,) = scheduler.data.standings
+    assert standing.position == DataPosition(0, (), 2) and standing.leased == 0
+    await server.stop()
 
 
 async def test_what_is_done_is_told_with_the_pushes_that_it_was_done_at(scheduler: DataScheduler) -> None:

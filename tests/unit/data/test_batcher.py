@@ -244,6 +244,8 @@ class FakeLeases:
         self._returned = self._left[:returned]
         self.held: list[Any] = []
         self.done: list[int] = []
+        #: What was said about the use of returned ranges, by their first sample.
+        self.said: dict[int, bool | None] = {}
 
     def lease(self) -> Any:
         if not self._left:
@@ -254,11 +256,23 @@ class FakeLeases:
         return self.held[-1]
 
     def finish(self, held: Any) -> None:
+        if held not in self.held:  # The run rolled back.
+            return
         self.held.remove(held)
         self.done.append(int(held.indices[0]))
 
-    def give_back(self, held: Any) -> None:
-        self.held.remove(held)
+    def holds(self, held: Any) -> bool:
+        return held in self.held
+
+    def give_back(self, held: Any, is_used: bool | None = None) -> None:
+        self.said[int(held.indices[0])] = is_used
+        if held in self.held:
+            self.held.remove(held)
+
+    def roll_back(self) -> None:
+        """Lease all ranges that are out again."""
+        again = [FakeRange(int(held.indices[0]), int(held.indices[-1]) + 1) for held in self.held]
+        self._left, self.held = again + self._left, []
 
 
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=120), st.integers(0, 2))
@@ -273,13 +287,38 @@ def test_all_leased_samples_are_used_and_all_ranges_finished(lengths: list[int],
     assert leases.held == [] and len(leases.done) == -(-len(lengths) // 4) + min(returned, -(-len(lengths) // 4))
 
 
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=120), st.integers(0, 20))
+def test_after_a_rollback_samples_of_lost_ranges_are_in_no_batch(lengths: list[int], after: int) -> None:
+    leases, counted = FakeLeases(len(lengths)), list[int]()
+    for number, batch in enumerate(small(max_batch_size=8).leased(texts(lengths), leases)):
+        held = [index for each in leases.held for index in each.indices.tolist()]
+        assert set(batch.indices.tolist()) <= set(held), "a lost range is leased again"
+        if number == after:  # The push of this batch is dropped, and earlier ones are in the snapshot if all was used.
+            counted = [index for index in counted if index not in held]
+            leases.roll_back()
+        else:
+            counted += batch.indices.tolist()
+    assert sorted(counted) == [*range(len(lengths))]
+    assert leases.held == [] and len(leases.done) == -(-len(lengths) // 4)
+
+
 def test_a_loop_that_ends_early_returns_its_ranges() -> None:
     leases = FakeLeases(40)
     batches: Iterator[Batch] = small(max_batch_size=8).leased(texts([3] * 40), leases)
     next(batches)
     next(batches)  # The first batch has been used.
     batches.close()  # type: ignore[attr-defined]  # it is a generator
-    assert leases.done == [0, 4] and leases.held == []
+    assert leases.done == [0, 4] and leases.held == [] and set(leases.said.values()) == {None}
+
+
+def test_a_loop_that_ends_early_says_which_ranges_it_used_in_part() -> None:
+    leases = FakeLeases(40)
+    lengths = [3, 3, 3, 60, 3, 3, 3, 3, 3, 3, 3, 3, *[60] * 28]
+    batches: Iterator[Batch] = small(max_batch_size=8).leased(texts(lengths), leases)
+    assert next(batches).indices.tolist() == [0, 1, 2, 4, 5, 6, 7, 8]
+    next(batches)  # Of long ones.
+    batches.close()  # type: ignore[attr-defined]  # it is a generator
+    assert leases.done == [4] and leases.said == {0: True, 8: True, 12: None, 16: None}
 
 
 def test_samples_of_another_number_than_the_data_set_are_refused() -> None:

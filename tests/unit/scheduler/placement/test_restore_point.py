@@ -431,6 +431,22 @@ def test_what_was_done_after_the_cut_is_not_in_the_snapshot() -> None:
     assert d.steps == [{"mlp": 3}] and position(d).done == ((0, 3),)
 
 
+@pytest.mark.parametrize("is_done", [False, True])
+def test_a_range_that_was_used_before_and_after_the_cut_counts_as_repeated(is_done: bool) -> None:
+    d, (worker,) = reading_run(policy=SavePolicy(steps=3))
+    first, second = lease(d, worker, 0), None
+    d.writing = False
+    for step in range(1, 6):
+        d.train(step)
+        assert first.lease is not None
+        if step == 5:
+            second = lease(d, worker, 5, {first.lease.lease_id: 5} if is_done else {})
+    assert second is not None
+    d.writing = True
+    d.go_on()
+    assert d.steps == [{"mlp": 3}] and position(d) == DataPosition(0, (), repeated_ranges=1)
+
+
 def test_what_was_reported_before_its_push_was_applied_is_not_in_an_earlier_cut() -> None:
     d, (one, two) = reading_run(workers=2)
     d.train(5)
