@@ -135,8 +135,14 @@ class Attempt:
         return ""
 
     def bound(self, worker: Identity) -> dict[str, int]:
-        """Return the number below which this worker's pushes are in the snapshot, by parameter set."""
-        marks = self.marks.get(worker) or {}
+        """Return the number below which this worker's pushes are in the snapshot, by parameter set.
+
+        Without the sets of SSP and ASP for a worker whose pushes are not marked. It has left, and all of them are in
+        the snapshot.
+        """
+        if worker not in self.marks:
+            return self.steps
+        marks = self.marks[worker] or {}
         return {name: self.steps.get(name, marks.get(name, 0)) for name in self.parameters}
 
     # --- progress -----------------------------------------------------------------------------------------------------

@@ -451,6 +451,6 @@ def _lowest_bounds(attempt: Attempt | None, ready: Iterable[ParameterSet], worke
         cut = attempt if attempt is not None and p.name in attempt.parameters else None
         if p.is_stepped:
             steps[p.name] = p.version if cut is None else min(p.version, cut.steps[p.name])
-        elif cut is not None:
-            steps[p.name] = (cut.marks.get(worker) or {}).get(p.name, 0)
+        elif cut is not None and worker in cut.marks:
+            steps[p.name] = (cut.marks[worker] or {}).get(p.name, 0)
     return steps

@@ -457,6 +457,30 @@ def test_what_was_reported_before_its_push_was_applied_is_not_in_an_earlier_cut(
     assert d.saved(call).steps == {"mlp": 5} and position(d).done == ()
 
 
+def test_ranges_of_a_worker_that_left_during_an_attempt_are_in_the_snapshot() -> None:
+    """Check the numbers of a worker whose pushes are not marked: all are in the weights."""
+    d = SnapshotDriver(workers_min=2)
+    one, two = d.begin(2, 2, consistency=ASP())
+    d.go_on()
+    d.on(we.OpenDataset(d.number(), caller(one), DATA))
+    d.train(5)
+    d.answering = False
+    call = d.save()
+    assert d.cluster.snapshots.attempt is not None
+    first = lease(d, two, 2)
+    assert first.lease is not None
+    second = lease(d, two, 3, {first.lease.lease_id: 3})
+    assert second.lease is not None
+    d.on(we.EndRanges(d.number(), caller(two), "train", (), (second.lease.lease_id,), (), (), (second.lease.lease_id,)))
+    d.ask(ev.Leave, two)
+    d.answering = True
+    for _ in range(10):
+        d.beat(*d.cluster.members.sessions.by_call)
+        d.tick()
+        d.go_on()
+    assert d.saved(call) and position(d) == DataPosition(0, ((0, 1),), repeated_ranges=1)
+
+
 def test_a_worker_that_may_have_used_a_range_is_waited_for() -> None:
     d, (worker,) = reading_run(policy=SavePolicy(steps=3))
     held = lease(d, worker, 2)
