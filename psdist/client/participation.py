@@ -25,11 +25,13 @@ from psdist.client.session.activity import ReportedWait
 from psdist.client.session.membership import WorkerMembership
 from psdist.client.session.registration import Registration
 from psdist.client.session.scheduler_session import WorkerSession
-from psdist.client.session.worker_state import Restore, Save, State, check_state, fetch, part_of
+from psdist.client.session.worker_state import OWN, Restore, Save, State, check_state, fetch, part_of
 from psdist.client.transport.creation import CreatedParameters, ParametersCreator
 from psdist.client.transport.requests import RequestIdentity
 from psdist.consistency import BSP, SSP
+from psdist.data.batch_position import BATCHES
 from psdist.errors import FencedError
+from psdist.snapshots.model_description import BUFFERS
 from psdist.types import ClusterMap, ParametersEntry
 from psdist.v1 import scheduler_pb2
 
@@ -337,11 +339,12 @@ class Participation:
         """See ``AsyncParameters.keep_state``. prefix: prefix of the names, for psdist's own state."""
         if state := part_of(await self.state(), prefix):
             restore(state)
-        elif self.entry.restore is not None and self.is_member and prefix == "":
+        elif self.entry.restore is not None and self.is_member and not prefix.startswith((OWN, BUFFERS)):
+            what = "the place of a DynamicBatcher" if prefix.startswith(BATCHES) else "the script's state"
             logger.warning(
-                "the script's state for %r is missing at step %d: %s has none of rank %d, which was lost before the "
-                "snapshot was taken, kept no state, or joins later",
-                self.name, self.sequence.step, self.entry.restore.directory, self.current.origin.rank,
+                "%s for %r is missing at step %d: %s has none of rank %d, which was lost before the snapshot was "
+                "taken, kept no state, or joins later",
+                what, self.name, self.sequence.step, self.entry.restore.directory, self.current.origin.rank,
             )  # fmt: skip
         check_state(self.name, save())
         self._session.snapshots.states.keep(self.name, save, restore, self.sequence, prefix=prefix)

@@ -192,6 +192,47 @@ def test_a_batcher_continues_at_the_batch_that_the_snapshot_does_not_contain(sta
     assert train(start(1), snapshot_before=-1) == expected[5:]
 
 
+@asynchronous
+async def test_other_workers_cannot_continue_in_the_middle_of_divided_data(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    texts = [np.ones(3)] * 60
+
+    async def train(cluster: EmbeddedCluster, rank: int, workers: int) -> list[int]:
+        """Push three batches. Return their samples, once a snapshot has those of two workers."""
+        async with client_of(cluster, rank) as client:
+            init = {"w": np.zeros(4, np.float32)}
+            weights = await client.parameters("p", init, psdist.optim.SGD(1.0), psdist.ASP())
+            batcher, found = DynamicBatcher(4), list[int]()
+            await batcher.keep_in(weights)
+            sampler = psdist.data.DistributedSampler(60, workers, rank)
+            for batch in batcher.batches(texts, sampler):
+                await weights.push_pull({"w": batch.values.sum(0)[:1].repeat(4)})
+                found += batch.indices.tolist()
+                if len(found) == 12:
+                    break
+            if workers == 2:
+                await client.barrier("trained")
+                await client.snapshot()
+                await client.barrier("saved")
+            return found
+
+    async def life(workers: int) -> list[list[int] | BaseException]:
+        cluster = start(1, workers=workers)
+        return await asyncio.gather(*(train(cluster, rank, workers) for rank in range(workers)), return_exceptions=True)
+
+    first = await life(2)
+    for workers in (1, 3):
+        results = await life(workers)
+        refused = [result for result in results if isinstance(result, errors.SettingsMismatchError)]
+        assert len(refused) == min(workers, 2) and "the same data, seed and number of" in str(refused[0]), results
+    told = [record.getMessage() for record in caplog.records if "is missing at" in record.getMessage()]
+    assert len(told) == 1 and told[0].startswith("the place of a DynamicBatcher for 'p' is missing"), told
+    again = await life(2)
+    samples = [sample for part in (*first, *again) for sample in (part if isinstance(part, list) else [])]
+    assert len(samples) == 48 and len(set(samples)) == 48, (first, again)
+
+
 def test_ranges_that_a_resumed_run_reads_again_are_counted(start: Start) -> None:
     texts = [np.full(length, length, np.float32) for length in np.random.default_rng(0).integers(1, 40, 60)]
 
