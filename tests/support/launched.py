@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -70,6 +71,15 @@ class Run:
             return self.process.wait(), text
         finally:
             late.cancel()
+
+    def kill_all(self) -> None:
+        """Kill the launcher and all its descendants before any notices the end of another."""
+        family = [self.family, *self.family.children(recursive=True)]
+        for process in family:
+            process.send_signal(signal.SIGSTOP)
+        for process in family:
+            process.kill()
+        psutil.wait_procs(family[1:], timeout=60)
 
     def stop(self) -> None:
         """Kill the launcher and all its descendants."""
