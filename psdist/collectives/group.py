@@ -156,7 +156,7 @@ class AsyncWorkerGroup:
     ) -> Array:
         """Return the array of rank ``src``. The other ranks give one of the same shape and dtype, which is not read."""
         given = _checked(array)
-        src = self._checked_rank(src)
+        src = self._checked_rank(src, "src")
         result = _Result(given, given.shape, out)
         if self.rank == src:
             result.memory[...] = given
@@ -170,7 +170,7 @@ class AsyncWorkerGroup:
         """Return the reduction of all ranks' arrays at rank ``dst``, and None at the others. op: as ``all_reduce``."""
         given = _checked(array)
         check_op(op, given.dtype)
-        dst = self._checked_rank(dst)
+        dst = self._checked_rank(dst, "dst")
         if self.rank != dst:
             await self._call(calls.reduce(self.rank, self.size, given, given, op, dst), timeout)
             return None
@@ -197,7 +197,7 @@ class AsyncWorkerGroup:
     ) -> Array | None:
         """Return all ranks' arrays along a new first axis at rank ``dst``, and None at the others."""
         given = _checked(array)
-        dst = self._checked_rank(dst)
+        dst = self._checked_rank(dst, "dst")
         if self.rank != dst:
             await self._call(calls.gather(self.rank, self.size, given, None, dst), timeout)
             return None
@@ -210,7 +210,7 @@ class AsyncWorkerGroup:
         self, array: ArrayLike | None, src: int = 0, *, out: Array | None = None, timeout: float | None = None
     ) -> Array:
         """Return this rank's row of the array of rank ``src``. The other ranks give None, and ``out`` for their row."""
-        src = self._checked_rank(src)
+        src = self._checked_rank(src, "src")
         if self.rank == src and array is not None:
             given = _rows(array, self.size)
             result = _Result(given, given.shape[1:], out)
@@ -263,7 +263,7 @@ class AsyncWorkerGroup:
 
         tag: messages of a tag are in order, those of different tags are independent.
         """
-        lane = CallLane(self.rank, self._checked_partner(dst), _checked_tag(tag))
+        lane = CallLane(self.rank, self._checked_partner(dst, "dst"), _checked_tag(tag))
 
         async def given() -> Array:
             given = _checked(array)
@@ -281,7 +281,7 @@ class AsyncWorkerGroup:
 
     async def recv(self, out: Array, src: int, tag: int = 0, *, timeout: float | None = None) -> Array:
         """Receive the next array that rank ``src`` sends with this tag into ``out``, and return it."""
-        lane = CallLane(self._checked_partner(src), self.rank, _checked_tag(tag))
+        lane = CallLane(self._checked_partner(src, "src"), self.rank, _checked_tag(tag))
         _check_memory(out)
         return await self._after_others(lane, None, out, timeout, partial(self._received, lane, out, timeout))
 
@@ -384,15 +384,15 @@ class AsyncWorkerGroup:
         self._exchange.end(ClosedError(f"rank {self.rank} closed the group"))
         self._former.mesh.remove(self._exchange)
 
-    def _checked_rank(self, rank: int) -> int:
+    def _checked_rank(self, rank: int, name: str) -> int:
         """Return a rank of this group as an int. Raises InvalidArgumentError."""
-        number = _whole("rank", rank)
+        number = _whole(name, rank)
         if not 0 <= number < self.size:
             raise InvalidArgumentError(f"rank {number} is not in this group of {self.size}: ranks count from 0")
         return number
 
-    def _checked_partner(self, rank: int) -> int:
-        number = self._checked_rank(rank)
+    def _checked_partner(self, rank: int, name: str) -> int:
+        number = self._checked_rank(rank, name)
         if number == self.rank:
             raise InvalidArgumentError(f"rank {number} is this rank: copy the array")
         return number

@@ -292,7 +292,7 @@ async def test_wrong_arguments(run: Run) -> None:
         (group.all_reduce([1], "mean"), InvalidArgumentError, "'mean' is unknown: use one of sum"),
         (group.all_reduce([1], out=np.zeros(2, int)), ShapeMismatchError, r"out has shape \(2,\) .* shape \(1,\)"),
         (group.broadcast([1], 3), InvalidArgumentError, "rank 3 is not in this group of 3"),
-        (group.broadcast([1], 1.0), InvalidArgumentError, "rank=1.0 is not a whole number"),
+        (group.broadcast([1], 1.0), InvalidArgumentError, "src=1.0 is not a whole number"),
         (group.broadcast(np.ones((1,) * 33)), InvalidArgumentError, "33 dimensions, over 32: reshape it"),
         (group.send([1], 1, tag="a"), InvalidArgumentError, "tag='a' is not a whole number"),
         (group.send([1], 1, tag=2**63), InvalidArgumentError, "tag=9223372036854775808 is out of range"),
