@@ -10,7 +10,7 @@ from psdist.process_group import is_launched
 
 
 class PsdistEnvironment(ClusterEnvironment):
-    """Place of a worker that a launcher of psdist has started; a world of one otherwise."""
+    """Place of a worker that a launcher of psdist, or torchrun, has started; a world of one otherwise."""
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -29,7 +29,7 @@ class PsdistEnvironment(ClusterEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        """True if a launcher of psdist has started this script."""
+        """True if a launcher of psdist, or torchrun, has started this script."""
         return is_launched()
 
     def world_size(self) -> int:

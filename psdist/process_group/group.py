@@ -25,8 +25,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, _create_work_from_future  # type: ignore[attr-defined]  # no stub
+from torch.distributed.rendezvous import rendezvous
 
 from psdist.client.context import Context, init
+from psdist.client.process.siblings import names_torch_store
 from psdist.errors import InvalidArgumentError
 from psdist.process_group.all_gather import AllGather
 from psdist.torch.values import raw_bytes
@@ -177,8 +179,8 @@ def _done(result: Any) -> dist.Work:
 def start(context: Context | None = None) -> bool:
     """Make the run's workers the default process group of torch.distributed, unless there is one.
 
-    context: this script's place in its run. None reads it from the environment that a launcher of psdist has set, and
-        calls ``psdist.init()`` at the first collective. Without a launcher nothing is started.
+    context: this script's place in its run. None reads it from the environment that a launcher has set, and calls
+        ``psdist.init()`` at the first collective. Without a launcher nothing is started.
 
     Returns True if the group of psdist is the default one now.
     """
@@ -186,14 +188,18 @@ def start(context: Context | None = None) -> bool:
         return dist.get_backend() == BACKEND
     if context is None and not is_launched():
         return False
-    place = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if context is None else (
-        context.rank, context.world_size,
-    )  # fmt: skip
+    store: Any = HashStore()
+    if context is not None:
+        rank, size = context.rank, context.world_size
+    elif _names_scheduler():
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    else:
+        store, rank, size = next(rendezvous("env://"))  # By it ``init`` finds the run that rank 0 starts.
     if BACKEND.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(BACKEND, _make, devices=["cpu", "cuda"])
     # torch replaces the hook by one of its own.
     hook = sys.excepthook
-    dist.init_process_group(BACKEND, rank=place[0], world_size=place[1], store=HashStore())
+    dist.init_process_group(BACKEND, rank=rank, world_size=size, store=store)
     sys.excepthook = hook
     group = dist.group.WORLD
     if context is not None and isinstance(group, PsdistGroup):
@@ -212,9 +218,13 @@ def open_collectives() -> None:
 
 
 def is_launched() -> bool:
-    """True if a launcher of psdist has started this script."""
+    """True if a launcher of psdist, or torchrun with several ranks, has started this script."""
     has_place = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    return has_place and any(name in os.environ for name in ("PSDIST_SCHEDULER", "PSDIST_SCHEDULER_FILE"))
+    return has_place and (_names_scheduler() or names_torch_store(os.environ))
+
+
+def _names_scheduler() -> bool:
+    return any(name in os.environ for name in ("PSDIST_SCHEDULER", "PSDIST_SCHEDULER_FILE"))
 
 
 def _make(_: Any, rank: int, size: int, timeout: Any) -> PsdistGroup:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,9 +21,11 @@ from torch._C._distributed_c10d import PrefixStore  # missing in torch's stubs
 from psdist.client.session.cluster_view import ClusterView
 from psdist.errors import ConfigurationError, InvalidArgumentError, WaitTimeoutError, WorkerLostError
 from psdist.process_group import own_run
+from tests.test_tidy import ROOT
 
 _HEAD = """
 import os
+import re
 import signal
 import threading
 
@@ -300,3 +303,23 @@ async def test_the_end_of_rank_0_ends_the_membership_of_the_others(process: subp
     session.membership.view = ClusterView()
     own_run._watch(place, process.pid)
     assert isinstance(session.membership.view.fatal, WorkerLostError)
+
+
+@pytest.mark.parametrize(
+    ("example", "flags"),
+    [
+        ("accelerate_loop", ("--epochs", "2")),
+        pytest.param("hf_trainer", ("--steps", "20", "--output", "out"), marks=pytest.mark.long),
+        pytest.param("lightning_fit", (), marks=pytest.mark.long),
+    ],
+)
+def test_frameworks_train_as_under_the_launcher(tmp_path: Path, example: str, flags: tuple[str, ...]) -> None:
+    def results(*launcher: str) -> list[str]:
+        command = [sys.executable, "-W", "ignore", "-m", *launcher, str(ROOT / f"examples/{example}.py"), *flags]
+        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        return re.findall(r"(?:accuracy [\d.]+%|loss [\d.]+ after|epoch \d+  accuracy [\d.]+%)", ended.stdout)
+
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    found = results(*torchrun)
+    assert found and found == results("psdist", "run", "--nproc-per-node", "2", "--storage-path", "none")
