@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 import psdist
+from psdist.client.context import Context
 from psdist.collectives.sync_group import Handle, WorkerGroup
-from psdist.errors import PsdistError
+from psdist.errors import DuplicateMemberError, PsdistError
 from tests.chaos.schedule_draw import MESSAGES, Fault, Operation, Schedule, decode
 from tests.simulation.group_calls import make_call
 
@@ -210,13 +211,22 @@ def _verdict(result: Any, expected: Any) -> str:
     return f"wrong: {wrong} of {expected.size} elements" if wrong else "right"
 
 
+def _join_run() -> Context:
+    """Return the context of the run. A worker that was killed while stopped holds its rank until its lease ends."""
+    while True:
+        try:
+            return psdist.init()
+        except DuplicateMemberError:
+            threading.Event().wait(0.1)
+
+
 def main() -> None:
     """Follow schedules until the input ends."""
     line = sys.stdin.readline()
     if not line:
         return
     os.environ["RANK"] = str(json.loads(line))
-    with psdist.init() as context:
+    with _join_run() as context:
         report("ready")
         for text in sys.stdin:
             command = json.loads(text)
