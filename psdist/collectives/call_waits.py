@@ -8,7 +8,8 @@ that it has made, and those that the other rank has announced to it: if both are
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -30,6 +31,9 @@ class WaitingGroup(Protocol):
     def need(self, call_id: int) -> pb.Activity.GroupCall | None:
         """Return the call that must be made before this one ends, and ranks that have not made it; None if all have."""
 
+    def need_message(self, tag: int) -> pb.Activity.GroupCall | None:
+        """Return the message that any other rank has to send, and these ranks; None if one has, or is gone."""
+
     def end(self, error: PsdistError) -> None:
         """End the group at all ranks."""
 
@@ -50,6 +54,22 @@ class AwaitedCall:
         self._group.end(error)
 
 
+@dataclass(frozen=True, slots=True)
+class AwaitedMessage:
+    """Wait for a message with this tag from any rank. See ``group_calls``."""
+
+    _group: WaitingGroup
+    _tag: int
+
+    def need(self) -> pb.Activity.GroupCall | None:
+        """See ``group_calls``."""
+        return self._group.need_message(self._tag)
+
+    def fail(self, error: PsdistError) -> None:
+        """End the call, and with it the group at all ranks."""
+        self._group.end(error)
+
+
 class CallCounts:
     """Calls that this rank has made, and messages that it knows of."""
 
@@ -58,6 +78,8 @@ class CallCounts:
         #: Messages made with each rank, and announced by it, in both directions.
         self._made: Counter[int] = Counter()
         self._heard: Counter[int] = Counter()
+        #: Waits for messages of any rank.
+        self._takers = 0
 
     def made(self, lane: CallLane, plan: Plan) -> None:
         """Count a call of this rank."""
@@ -71,8 +93,22 @@ class CallCounts:
         if lane != COLLECTIVES:
             self._heard[peer] += 1
 
+    @contextmanager
+    def taking(self) -> Iterator[None]:
+        """Count a wait for a message of any rank, in a ``with`` block."""
+        self._takers += 1
+        try:
+            yield
+        finally:
+            self._takers -= 1
+
     def lacks(self, check: pb.CheckCall, peer: int) -> bool:
-        """Return True if this rank has not made the call that ``peer`` waits for."""
+        """Return True if this rank has not made the call that ``peer`` waits for, and does not make it by itself.
+
+        A wait for a message of any rank takes those of ``peer`` that are on the way.
+        """
+        if check.message and self._takers and not 0 < check.next <= self._heard[peer] + 1:
+            return False
         return (self._made[peer] if check.message else self._collectives) <= check.number
 
     def need(
@@ -82,15 +118,41 @@ class CallCounts:
         lane, number, call, absent = missing_ranks(machine, call_id)
         if not absent or not members:
             return None
-        ranks = [member.rank for member in members]
-        named = ", ".join(map(str, ranks[:_RANKS_NAMED])) + (", ..." if len(ranks) > _RANKS_NAMED else "")
         return pb.Activity.GroupCall(
             group=key,
             message=lane != COLLECTIVES,
             number=number if lane == COLLECTIVES else self._heard[absent[0]],
-            awaited=[
-                common_pb2.WorkerIncarnation(worker_id=members[rank].worker_id, incarnation=members[rank].incarnation)
-                for rank in absent[:AWAITED_REPORTED_MAX]
-            ],
-            text=f"in {call} of group {epoch_of(key)} of ranks {named}",
+            next=0 if lane == COLLECTIVES else self._made[absent[0]] + 1,
+            awaited=[_identity(members[rank]) for rank in absent[:AWAITED_REPORTED_MAX]],
+            text=f"in {call} {_group_text(key, members)}",
         )
+
+    def need_message(
+        self, machine: GroupMachine, tag: int, key: bytes, members: Sequence[WorkerEntry]
+    ) -> pb.Activity.GroupCall | None:
+        """Return the message that any other rank has to send, and these ranks; None if one has, or is gone.
+
+        All of them are reported or none: the wait lasts only while each of them is held up.
+        """
+        if machine.error is not None or machine.lost or not members or len(machine.peers) > AWAITED_REPORTED_MAX:
+            return None
+        if machine.announced(tag) is not None:
+            return None
+        sources = [
+            pb.Activity.GroupCall.Source(
+                worker=_identity(members[rank]), number=self._heard[rank], next=self._made[rank] + 1
+            )
+            for rank in machine.peers
+        ]
+        text = f"in recv_any(tag={tag}) {_group_text(key, members)}"
+        return pb.Activity.GroupCall(group=key, message=True, sources=sources, text=text)
+
+
+def _identity(member: WorkerEntry) -> common_pb2.WorkerIncarnation:
+    return common_pb2.WorkerIncarnation(worker_id=member.worker_id, incarnation=member.incarnation)
+
+
+def _group_text(key: bytes, members: Sequence[WorkerEntry]) -> str:
+    ranks = [member.rank for member in members]
+    named = ", ".join(map(str, ranks[:_RANKS_NAMED])) + (", ..." if len(ranks) > _RANKS_NAMED else "")
+    return f"of group {epoch_of(key)} of ranks {named}"

@@ -9,7 +9,7 @@ from functools import partial
 
 from psdist.client.session.wait_tracker import WaitTracker
 from psdist.collectives import messages
-from psdist.collectives.call_waits import AwaitedCall, CallCounts
+from psdist.collectives.call_waits import AwaitedCall, AwaitedMessage, CallCounts
 from psdist.collectives.core.machine import (
     CallDone,
     CallLane,
@@ -137,8 +137,9 @@ class Exchange:
         Raises the error that ends the group; WaitTimeoutError after ``timeout`` seconds.
         """
         reason = f"for a message with tag {tag} from any rank"
+        self._waits.group_calls.wait(AwaitedMessage(self, tag))
         try:
-            with self._waits.open(reason):
+            with self._waits.open(reason), self._counts.taking():
                 async with asyncio.timeout(timeout):
                     while (source := self._announced(tag)) is None:
                         self._event = self._event or asyncio.Event()
@@ -149,6 +150,8 @@ class Exchange:
                 self.end(WaitTimeoutError(f"rank {rank} reached the timeout of {timeout:g} s, waiting {reason}"))
                 self._announced(tag)
             raise
+        finally:
+            self._waits.group_calls.wait(None)
         return source
 
     def _announced(self, tag: int) -> int | None:
@@ -166,6 +169,10 @@ class Exchange:
     def need(self, call_id: int) -> scheduler_pb2.Activity.GroupCall | None:
         """Return the call that must be made before this one ends, and ranks that have not made it; None if all have."""
         return self._counts.need(self._machine, call_id, self.key, self.members)
+
+    def need_message(self, tag: int) -> scheduler_pb2.Activity.GroupCall | None:
+        """Return the message that any other rank has to send, and these ranks; None if one has, or is gone."""
+        return self._counts.need_message(self._machine, tag, self.key, self.members)
 
     def lacks(self, check: scheduler_pb2.CheckCall) -> bool:
         """See ``GroupFrames``."""

@@ -489,18 +489,31 @@ class Activity(_message.Message):
         step: int
         def __init__(self, parameters: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
     class GroupCall(_message.Message):
-        __slots__ = ("group", "message", "number", "awaited", "text")
+        __slots__ = ("group", "message", "number", "awaited", "text", "sources", "next")
+        class Source(_message.Message):
+            __slots__ = ("worker", "number", "next")
+            WORKER_FIELD_NUMBER: _ClassVar[int]
+            NUMBER_FIELD_NUMBER: _ClassVar[int]
+            NEXT_FIELD_NUMBER: _ClassVar[int]
+            worker: _common_pb2.WorkerIncarnation
+            number: int
+            next: int
+            def __init__(self, worker: _Optional[_Union[_common_pb2.WorkerIncarnation, _Mapping]] = ..., number: _Optional[int] = ..., next: _Optional[int] = ...) -> None: ...
         GROUP_FIELD_NUMBER: _ClassVar[int]
         MESSAGE_FIELD_NUMBER: _ClassVar[int]
         NUMBER_FIELD_NUMBER: _ClassVar[int]
         AWAITED_FIELD_NUMBER: _ClassVar[int]
         TEXT_FIELD_NUMBER: _ClassVar[int]
+        SOURCES_FIELD_NUMBER: _ClassVar[int]
+        NEXT_FIELD_NUMBER: _ClassVar[int]
         group: bytes
         message: bool
         number: int
         awaited: _containers.RepeatedCompositeFieldContainer[_common_pb2.WorkerIncarnation]
         text: str
-        def __init__(self, group: _Optional[bytes] = ..., message: _Optional[bool] = ..., number: _Optional[int] = ..., awaited: _Optional[_Iterable[_Union[_common_pb2.WorkerIncarnation, _Mapping]]] = ..., text: _Optional[str] = ...) -> None: ...
+        sources: _containers.RepeatedCompositeFieldContainer[Activity.GroupCall.Source]
+        next: int
+        def __init__(self, group: _Optional[bytes] = ..., message: _Optional[bool] = ..., number: _Optional[int] = ..., awaited: _Optional[_Iterable[_Union[_common_pb2.WorkerIncarnation, _Mapping]]] = ..., text: _Optional[str] = ..., sources: _Optional[_Iterable[_Union[Activity.GroupCall.Source, _Mapping]]] = ..., next: _Optional[int] = ...) -> None: ...
     class NextEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -525,7 +538,7 @@ class Activity(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., next: _Optional[_Mapping[str, int]] = ..., partial: _Optional[_Iterable[str]] = ..., step: _Optional[_Union[Activity.Step, _Mapping]] = ..., clock: _Optional[_Union[Activity.Step, _Mapping]] = ..., call: _Optional[bool] = ..., group: _Optional[_Union[Activity.GroupCall, _Mapping]] = ...) -> None: ...
 
 class CheckCall(_message.Message):
-    __slots__ = ("sequence", "worker_id", "incarnation", "waiting", "group", "message", "number")
+    __slots__ = ("sequence", "worker_id", "incarnation", "waiting", "group", "message", "number", "next")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -533,6 +546,7 @@ class CheckCall(_message.Message):
     GROUP_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     worker_id: str
     incarnation: int
@@ -540,7 +554,8 @@ class CheckCall(_message.Message):
     group: bytes
     message: bool
     number: int
-    def __init__(self, sequence: _Optional[int] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., waiting: _Optional[int] = ..., group: _Optional[bytes] = ..., message: _Optional[bool] = ..., number: _Optional[int] = ...) -> None: ...
+    next: int
+    def __init__(self, sequence: _Optional[int] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., waiting: _Optional[int] = ..., group: _Optional[bytes] = ..., message: _Optional[bool] = ..., number: _Optional[int] = ..., next: _Optional[int] = ...) -> None: ...
 
 class StopReport(_message.Message):
     __slots__ = ("number", "stopping", "holding", "next")

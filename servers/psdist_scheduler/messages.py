@@ -126,14 +126,16 @@ def _activity(report: pb.Activity) -> we.Activity:
 
 
 def _group_call(call: pb.Activity.GroupCall) -> we.GroupCall:
-    if len(call.awaited) > AWAITED_REPORTED_MAX or len(call.group) > GROUP_KEY_BYTES_MAX:
+    named = max(len(call.awaited), len(call.sources))
+    if named > AWAITED_REPORTED_MAX or len(call.group) > GROUP_KEY_BYTES_MAX:
         raise LimitExceededError(
-            f"a call of a group names {len(call.awaited)} workers and a key of {len(call.group)} bytes; the limits are "
+            f"a call of a group names {named} workers and a key of {len(call.group)} bytes; the limits are "
             f"{AWAITED_REPORTED_MAX} and {GROUP_KEY_BYTES_MAX}"
         )
-    awaited = tuple((worker.worker_id, worker.incarnation) for worker in call.awaited)
-    text = call.text[:GROUP_CALL_CHARACTERS_MAX]
-    return we.GroupCall(call.group, call.message, call.number, awaited, text)
+    workers = [source.worker for source in call.sources] or call.awaited
+    awaited = tuple((worker.worker_id, worker.incarnation) for worker in workers)
+    text, sources = call.text[:GROUP_CALL_CHARACTERS_MAX], tuple((one.number, one.next) for one in call.sources)
+    return we.GroupCall(call.group, call.message, call.number, awaited, text, call.next, sources)
 
 
 #: Conversion of nested messages, by their type.

@@ -8,7 +8,7 @@ differ in size, so that calls which are not each other's never match by chance.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from tests.simulation.group_calls import KINDS, data_of, expected_result
@@ -25,8 +25,6 @@ _FAULTS: Final = (
     "kill", "kill", "freeze", "freeze", "freeze briefly", "other kind", "other size", "other dtype", "omitted call",
     "time limit", "time limit", "close", "end of script", "give up", "late",
 )  # fmt: skip
-#: Faults after which ranks may wait for each other.
-_DEADLOCKING: Final = ("omitted call", "other kind")
 #: Second faults that come with the first error of a rank, or of any rank.
 _AFTERMATHS: Final = ("kill", "kill", "freeze", "freeze briefly")
 
@@ -120,9 +118,6 @@ def draw(seed: int) -> Schedule:
     silence = rng.choice((0.4, 0.4, 0.4, None))
     operations = tuple(_draw_operation(rng, number, size) for number in range(rng.randint(6, _OPERATIONS_MAX)))
     faults = _draw_faults(rng, operations, size)
-    if any(fault.kind in _DEADLOCKING for fault in faults):
-        # A wait for a message of any rank is no part of deadlock detection.
-        operations = tuple(replace(one, kind="message") if one.kind == "message of any" else one for one in operations)
     if any(one.kind == "message of any" for one in operations):
         # A rank that has closed its group might have sent the message.
         operations = (*operations, Operation(len(operations), "barrier", 0, tuple(range(size)), (0,) * size))

@@ -76,6 +76,23 @@ def test_ranks_that_need_nothing_from_a_closed_one_have_their_results(processes:
     assert {record.calls[rank, 2].error for rank in ALL} == {"ClosedError"}
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_message_of_any_rank_that_nobody_sends_is_a_deadlock(processes: Run, lag: int) -> None:
+    operations = (
+        Operation(0, "message of any", 100, (1, 0), (lag,) * 3, 7),
+        Operation(1, "barrier", 0, ALL, AT_ONCE),
+        Operation(2, "barrier", 1, ALL, AT_ONCE),
+    )
+    # Rank 1 does not send, and waits in the barrier with rank 2. Rank 0 makes it only if it need not wait before.
+    record = processes.play(Schedule(2, ALL, 0.4, operations, (Fault("omitted call", 1, 0, "before"),)))
+    assert not violations(record, SECONDS), record.course
+    if lag:  # The barrier ends, and the others then wait in the second one.
+        assert [record.calls[rank, 1].result for rank in ALL] == ["right"] * 3, record.course
+    assert {record.calls[rank, 1 + (lag > 0)].error for rank in (1, 2)} == {"MutualWaitError"}, record.course
+    assert record.calls[0, 0].error == "MutualWaitError", record.course
+
+
 def test_schedules_have_all_faults_and_no_two_arrays_of_one_size() -> None:
     schedules = [draw(seed) for seed in range(200)]
     assert all(len({one.elements for one in schedule.operations}) == len(schedule.operations) for schedule in schedules)

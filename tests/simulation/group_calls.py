@@ -16,7 +16,7 @@ KINDS: Final = ("all_reduce", "all_reduce", "all_reduce", "all_gather", "broadca
 def make_call(
     group: AsyncWorkerGroup | WorkerGroup, kind: str, given: Any, out: Any, timeout: float | None, **options: Any
 ) -> Any:
-    """Return the coroutine of a call, or what a synchronous group returns. out: memory for its result."""
+    """Return the coroutine of a call, or the result of a synchronous group. out: memory for its result."""
     options["timeout"] = timeout
     match kind:
         case "all_reduce":

@@ -12,13 +12,16 @@ several threads, report no wait.
 Calls of a group travel between workers, so one that is missing may be on its way. A cycle with such a wait counts once
 each worker that lacks the call has confirmed that it has not made it, and still waits as it reported.
 
+A message of any rank may come from each of them, so its receiver is held up only if all of them are. With such waits a
+deadlock is a knot: a set in which each worker waits for another one, or for a message of any, and for none outside.
+
 Other reasons for a stalled run, such as a script that never calls, are reported by ``Cluster.waits``.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -63,6 +66,11 @@ class WaitFor:
     def identity(self) -> _Waiting:
         """The worker, and the sequence of its wait."""
         return (*self.worker.identity, self.sequence)
+
+    @property
+    def takes_any(self) -> bool:
+        """True if one of the awaited workers can end the wait by itself."""
+        return self.group_call is not None and bool(self.group_call.sources)
 
 
 @dataclass(slots=True)
@@ -113,14 +121,15 @@ class Deadlocks:
         self._checks = {check: state for check, state in self._checks.items() if lasting.issuperset(check)}
         effects: list[Effect] = []
         calls: list[int] = []
-        while circle := _find_circle(awaited):
-            found = [waits[worker_id] for worker_id in circle]
+        takers = {worker_id for worker_id, wait in waits.items() if wait.takes_any}
+        while knot := _find_knot(awaited, takers):
+            found = {waits[worker_id]: [waits[other] for other in others] for worker_id, others in knot.items()}
             if unconfirmed := self._unconfirmed(found, effects):
                 for wait, other in unconfirmed:
                     left = tuple(one for one in awaited[wait.worker.member_id] if one != other.worker.member_id)
-                    awaited[wait.worker.member_id] = left
+                    awaited[wait.worker.member_id] = () if wait.takes_any else left
                 continue
-            for worker_id in circle:
+            for worker_id in knot:
                 del awaited[worker_id]
             text = _text(found)
             # A worker that makes the missing call after its error must not release the others without one.
@@ -139,13 +148,15 @@ class Deadlocks:
                     effects.append(Answer(session, DeadlockFound(wait.sequence, error)))
         return effects, calls
 
-    def _unconfirmed(self, circle: Sequence[WaitFor], effects: list[Effect]) -> list[tuple[WaitFor, WaitFor]]:
-        """Return the waits for calls of groups that the next worker of a cycle has not confirmed, with that worker's.
+    def _unconfirmed(
+        self, knot: Mapping[WaitFor, Sequence[WaitFor]], effects: list[Effect]
+    ) -> list[tuple[WaitFor, WaitFor]]:
+        """Return the waits for calls of groups that an awaited worker of a knot has not confirmed, with that worker's.
 
         effects: takes questions to those that have not been asked.
         """
         found = []
-        for wait, other in zip(circle, (*circle[1:], circle[0]), strict=True):
+        for wait, other in ((wait, other) for wait, others in knot.items() for other in others):
             check = wait.identity, other.identity
             if (call := wait.group_call) is None or self._checks.get(check) is True:
                 continue
@@ -153,7 +164,8 @@ class Deadlocks:
             session = self._members.sessions.call_of(other.worker.member_id)
             if session and self._checks.get(check) != session:
                 self._checks[check] = session
-                question = CheckCall(other.sequence, *wait.identity, call.group, call.message, call.number)
+                counts = call.counts_of(other.worker.member_id)
+                question = CheckCall(other.sequence, *wait.identity, call.group, call.message, *counts)
                 effects.append(Answer(session, question))
         return found
 
@@ -166,7 +178,8 @@ class Deadlocks:
                 others = tuple(
                     other for other, incarnation in call.awaited if self._members.is_live(other, incarnation)
                 )
-                yield WaitFor(worker, call.text, _others(others, worker), activity.sequence, group_call=call)
+                if not call.sources or len(others) == len(call.awaited):  # Else its loss ends the wait.
+                    yield WaitFor(worker, call.text, _others(others, worker), activity.sequence, group_call=call)
             if worker is None or activity.kind not in ("step", "clock"):
                 continue
             key = (activity.kind, activity.parameters, activity.number, activity.parameters in activity.partial)
@@ -250,6 +263,49 @@ def _others(awaited: Sequence[str], worker: Member) -> tuple[str, ...]:
     return tuple(other for other in awaited if other != worker.member_id)
 
 
+def _find_knot(awaited: Mapping[str, Sequence[str]], takers: Set[str]) -> dict[str, Sequence[str]]:
+    """Return workers that wait for each other, with those that each waits for; empty if there are none.
+
+    takers: workers that continue once one of those that they wait for does. Without any, the workers are a cycle.
+    """
+    if not takers & awaited.keys():
+        circle = _find_circle(awaited)
+        return {one: [circle[(at + 1) % len(circle)]] for at, one in enumerate(circle)}
+    stuck = set(awaited)
+    while free := {one for one in stuck if not _is_stuck(awaited[one], stuck, is_taker=one in takers)}:
+        stuck -= free
+    # Each of them is held up by one that is stuck too, or by all of its sources.
+    held = {
+        one: others if one in takers else [next(other for other in others if other in stuck)]
+        for one, others in awaited.items()
+        if one in stuck
+    }
+    # Without those that only wait for the others.
+    knot = _reached(next(iter(held)), held) if held else []
+    while smaller := next((path for one in knot if len(path := _reached(one, held)) < len(knot)), None):
+        knot = smaller
+    return {one: held[one] for one in knot}
+
+
+def _is_stuck(others: Sequence[str], stuck: Set[str], *, is_taker: bool) -> bool:
+    """Return True if a worker cannot continue before one of ``stuck`` does."""
+    if is_taker:
+        return bool(others) and stuck >= set(others)
+    return not stuck.isdisjoint(others)
+
+
+def _reached(start: str, held: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the workers that hold up ``start``, directly or not, and itself."""
+    found = {start: None}
+    ahead = [start]
+    while ahead:
+        for other in held[ahead.pop()]:
+            if other not in found:
+                found[other] = None
+                ahead.append(other)
+    return list(found)
+
+
 def _find_circle(awaited: Mapping[str, Sequence[str]]) -> list[str]:
     """Return the ids of workers in a cycle, each waiting for the next; empty if there is no cycle."""
     done: set[str] = set()
@@ -271,10 +327,18 @@ def _find_circle(awaited: Mapping[str, Sequence[str]]) -> list[str]:
     return []
 
 
-def _text(circle: Sequence[WaitFor]) -> str:
-    """Describe a cycle: "worker-0 (rank 0) waits at barrier 'end' for worker-1 (rank 1), which waits in step 7 of 'p'
-    for worker-0"."""
-    first, *rest = circle
+def _text(knot: Mapping[WaitFor, Sequence[WaitFor]]) -> str:
+    """Describe a knot. A cycle: "worker-0 (rank 0) waits at barrier 'end' for worker-1 (rank 1), which waits in step 7
+    of 'p' for worker-0"."""
+    if any(len(others) > 1 for others in knot.values()):
+        waits = [f"{wait.worker} waits {wait.text} for {_named(others)}" for wait, others in knot.items()]
+        return "; ".join(waits)
+    first, *rest = knot
     parts = [f"{first.worker} waits {first.text} for "]
     parts += [f"{wait.worker}, which waits {wait.text} for " for wait in rest]
     return "".join([*parts, first.worker.member_id])
+
+
+def _named(others: Sequence[WaitFor]) -> str:
+    *rest, last = (other.worker.member_id for other in others)
+    return f"{', '.join(rest)} or {last}" if rest else last

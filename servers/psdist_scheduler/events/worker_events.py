@@ -29,6 +29,8 @@ class GroupCall:
 
     awaited: ids and incarnations.
     text: the call, to follow the word "waits".
+    next: see Activity.GroupCall of scheduler.proto.
+    sources: ``number`` and ``next`` by awaited worker, for a message of any of them; empty if all must make the call.
     """
 
     group: bytes
@@ -36,6 +38,14 @@ class GroupCall:
     number: int
     awaited: tuple[tuple[str, int], ...]
     text: str
+    next: int = 0
+    sources: tuple[tuple[int, int], ...] = ()
+
+    def counts_of(self, worker_id: str) -> tuple[int, int]:
+        """Return ``number`` and ``next`` for an awaited worker."""
+        if not self.sources:
+            return self.number, self.next
+        return next(counts for counts, (name, _) in zip(self.sources, self.awaited, strict=True) if name == worker_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +167,7 @@ class CheckCall:
     group: bytes
     message: bool
     number: int
+    next: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from psdist.collectives.core.machine import COLLECTIVES, CallLane, GroupMachine,
 from psdist.collectives.core.plan import Plan
 from psdist.types import WorkerEntry
 from psdist.v1 import scheduler_pb2 as pb
+from psdist.wire.limits import AWAITED_REPORTED_MAX
 
 MEMBERS = [WorkerEntry(f"worker-{rank}", 1, rank) for rank in range(3)]
 KEY = make_key("g", 2, MEMBERS)
@@ -37,7 +38,7 @@ class Rank:
         return self.counts.need(self.machine, call_id, KEY, MEMBERS)
 
     def lacks(self, need: pb.Activity.GroupCall, peer: int) -> bool:
-        return self.counts.lacks(pb.CheckCall(message=need.message, number=need.number), peer)
+        return self.counts.lacks(pb.CheckCall(message=need.message, number=need.number, next=need.next), peer)
 
 
 def test_a_collective_waits_for_ranks_that_have_not_called() -> None:
@@ -80,3 +81,43 @@ def test_a_call_of_a_group_that_is_not_open_waits_for_nobody() -> None:
     first = Rank(0)
     call_id, _ = first.call(calls.barrier(0, 3))
     assert first.counts.need(first.machine, call_id, b"", []) is None
+
+
+def test_a_message_of_any_rank_waits_for_all_others_until_one_has_sent_it() -> None:
+    first, second, third = Rank(0), Rank(1), Rank(2)
+    _, other = second.call(calls.send(DATA, 0), CallLane(1, 0, 9))
+    first.hear(1, other[0])
+    need = first.counts.need_message(first.machine, 5, KEY, MEMBERS)
+    assert need is not None and need.message and not need.awaited
+    assert [(one.worker.worker_id, one.number) for one in need.sources] == [("worker-1", 1), ("worker-2", 0)]
+    assert need.text == "in recv_any(tag=5) of group 2 of ranks 0, 1, 2"
+    for rank, source in zip((second, third), need.sources, strict=True):
+        assert rank.counts.lacks(pb.CheckCall(message=True, number=source.number), 0)
+    _, sent = third.call(calls.send(DATA, 0), CallLane(2, 0, 5))
+    check = pb.CheckCall(message=True, number=need.sources[1].number)
+    assert not third.counts.lacks(check, 0), "it is on its way"
+    first.hear(2, sent[0])
+    assert first.counts.need_message(first.machine, 5, KEY, MEMBERS) is None
+
+
+def test_a_message_of_any_rank_waits_for_nobody_once_a_rank_is_gone_or_if_there_are_too_many() -> None:
+    first = Rank(0)
+    first.machine.on_lost(1, "killed")
+    assert first.counts.need_message(first.machine, 5, KEY, MEMBERS) is None
+    many = [WorkerEntry(f"worker-{rank}", 1, rank) for rank in range(AWAITED_REPORTED_MAX + 2)]
+    assert CallCounts().need_message(GroupMachine(0, len(many)), 5, KEY, many) is None
+
+
+def test_a_rank_that_takes_any_message_makes_calls_by_itself_while_some_are_on_the_way() -> None:
+    first, second = Rank(0), Rank(1)
+    call_id, announced = second.call(calls.send(DATA, 0), CallLane(1, 0, 9))
+    need = second.need(call_id)
+    assert need is not None and need.next == 2
+    check = pb.CheckCall(message=True, number=need.number, next=need.next)
+    assert first.counts.lacks(check, 1)
+    with first.counts.taking():
+        assert not first.counts.lacks(check, 1)
+        assert first.counts.lacks(pb.CheckCall(), 1), "it makes no collective by itself"
+        first.hear(1, announced[0])
+        assert first.counts.lacks(check, 1)
+        assert not first.counts.lacks(pb.CheckCall(message=True), 1), "an older worker does not count its messages"

@@ -50,6 +50,19 @@ class Run(Driver):
         call = GroupCall(key, False, 3, awaited, f"in barrier() of group {key.decode()}")
         return self.beat_with(number, replace(self.report("group", mlp=7), group_call=call))
 
+    def any_message(self, number: int, *others: int) -> Activity:
+        """Report of a worker that waits for a message of any of the others. It has heard 10 of rank 1, 20 of rank 2."""
+        awaited = tuple(self.workers[other].identity for other in others)
+        sources = tuple((10 * other, 5) for other in others)
+        call = GroupCall(b"a", True, 0, awaited, "in recv_any(tag=0) of group a", sources=sources)
+        return self.beat_with(number, replace(self.report("group", mlp=7), group_call=call))
+
+    def confirm_all(self) -> None:
+        """Let all workers answer their questions."""
+        for number in range(len(self.workers)):
+            for question in self.asked(number):
+                self.confirm(number, question)
+
     def asked(self, number: int) -> list[CheckCall]:
         """Questions to a worker since it was asked last."""
         self.tick(1.0)
@@ -348,3 +361,62 @@ def test_a_worker_that_computes_is_asked_nothing() -> None:
     run.group(0, b"a", 1)
     run.beat_with(1, run.report("", mlp=8))
     assert run.ended() == {} and not run.asked(1)
+
+
+# --- messages of any rank ---------------------------------------------------------------------------------------------
+
+
+def test_a_message_of_any_rank_never_comes_if_all_ranks_wait_for_its_receiver() -> None:
+    run = Run(workers=3)
+    run.any_message(0, 1, 2)
+    run.group(1, b"b", 0)
+    run.group(2, b"b", 0, 1)
+    [question] = run.asked(1)
+    assert (question.worker_id, question.message, question.number, question.next) == ("worker-0", True, 10, 5)
+    run.confirm(1, question)
+    run.confirm_all()
+    run.confirm_all()
+    assert list(run.ended()) == [0, 1, 2]
+    text = "worker-0 (rank 0) waits in recv_any(tag=0) of group a for worker-1 or worker-2"
+    assert text in run.ended()[0] and "worker-1 (rank 1) waits in barrier() of group b for worker-0" in run.ended()[0]
+
+
+@pytest.mark.parametrize("silent", ["computes", "has not confirmed", "is gone"])
+def test_a_message_of_any_rank_may_come_from_one_that_is_not_held_up(silent: str) -> None:
+    run = Run(workers=3)
+    run.any_message(0, 1, 2)
+    run.group(1, b"b", 0)
+    if silent == "computes":
+        run.beat_with(2, run.report("", mlp=7))
+    else:
+        run.group(2, b"b", 0)
+    if silent == "is gone":
+        run.on(ev.SessionClosed(run.sessions[2], "killed"))
+    for number in (0, 1):
+        for question in run.asked(number):
+            run.confirm(number, question)
+    if silent != "has not confirmed":
+        run.confirm_all()
+    assert run.ended() == {}
+
+
+def test_workers_that_wait_for_a_knot_are_not_in_it() -> None:
+    run = Run(workers=4)
+    run.group(3, b"c", 0)
+    run.any_message(0, 1)
+    run.group(1, b"b", 0)
+    run.beat_with(2, run.report("", mlp=7))
+    run.confirm_all()
+    run.confirm_all()
+    assert list(run.ended()) == [0, 1]
+
+
+def test_a_cycle_beside_a_message_that_may_come_is_ended() -> None:
+    run = Run(workers=4)
+    run.any_message(0, 1, 2, 3)
+    run.group(1, b"b", 2)
+    run.group(2, b"c", 1)
+    run.beat_with(3, run.report("", mlp=7))
+    run.confirm_all()
+    run.confirm_all()
+    assert list(run.ended()) == [1, 2]
