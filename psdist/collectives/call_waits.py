@@ -102,12 +102,17 @@ class CallCounts:
         finally:
             self._takers -= 1
 
+    @property
+    def takes_any(self) -> bool:
+        """True if this rank waits for a message of any rank."""
+        return self._takers > 0
+
     def lacks(self, check: pb.CheckCall, peer: int) -> bool:
         """Return True if this rank has not made the call that ``peer`` waits for, and does not make it by itself.
 
         A wait for a message of any rank takes those of ``peer`` that are on the way.
         """
-        if check.message and self._takers and not 0 < check.next <= self._heard[peer] + 1:
+        if check.message and self.takes_any and not 0 < check.next <= self._heard[peer] + 1:
             return False
         return (self._made[peer] if check.message else self._collectives) <= check.number
 

@@ -68,7 +68,7 @@ class Exchange:
         #: Set after the next event. None if no call waits for a message of any rank.
         self._event: asyncio.Event | None = None
         self._silence = silence
-        self.watch = SilenceWatch(mesh, self._machine, silence, self.end)
+        self.watch = SilenceWatch(mesh, self._machine, silence, self.end, lambda: self._counts.takes_any)
 
     @property
     def has_ended(self) -> bool:
@@ -140,6 +140,7 @@ class Exchange:
         self._waits.group_calls.wait(AwaitedMessage(self, tag))
         try:
             with self._waits.open(reason), self._counts.taking():
+                self.watch.start()
                 async with asyncio.timeout(timeout):
                     while (source := self._announced(tag)) is None:
                         self._event = self._event or asyncio.Event()

@@ -18,15 +18,22 @@ class SilenceWatch:
 
     limit: seconds without a sign of life after which a rank is lost; None leaves that to its lease.
     lose: ends the group with an error at all ranks. A silent rank learns of it when it wakes.
+    takes_any: returns True if this rank waits for a message of any rank.
     """
 
     def __init__(
-        self, mesh: Mesh, machine: GroupMachine, limit: float | None, lose: Callable[[PsdistError], None]
+        self,
+        mesh: Mesh,
+        machine: GroupMachine,
+        limit: float | None,
+        lose: Callable[[PsdistError], None],
+        takes_any: Callable[[], bool],
     ) -> None:
         self._mesh = mesh
         self._machine = machine
         self._limit = math.inf if limit is None else limit
         self._lose = lose
+        self._takes_any = takes_any
         self._members: Sequence[WorkerEntry] = ()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -36,7 +43,7 @@ class SilenceWatch:
         self.start()
 
     def start(self) -> None:
-        """Watch until no call needs another rank."""
+        """Watch until no call needs another rank, and none waits for a message of any rank."""
         if self._members and self._timer is None and math.isfinite(self._limit):
             self._timer = asyncio.get_running_loop().call_later(self._limit / LOOKS, self._look)
 
@@ -48,7 +55,8 @@ class SilenceWatch:
 
     def _look(self) -> None:
         self._timer = None
-        needed = needed_ranks(self._machine)
+        # A message of any rank might have been that of a rank which is lost.
+        needed = self._machine.peers if self._takes_any() else needed_ranks(self._machine)
         for rank in needed:
             if reason := self._reason(rank):
                 self._lose(WorkerLostError(f"rank {rank} is gone: {reason}", rank=rank))

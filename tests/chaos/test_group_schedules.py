@@ -78,6 +78,19 @@ def test_ranks_that_need_nothing_from_a_closed_one_have_their_results(processes:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("lag", [0, 1])
+def test_a_message_of_any_rank_ends_within_the_limit_on_silence(processes: Run, lag: int) -> None:
+    operations = (
+        Operation(0, "message of any", 100, (0, 1), (0, lag, 0), 7),
+        Operation(1, "message of any", 101, (0, 2), AT_ONCE, 8),
+    )
+    # Rank 0 stays stopped. Its lease would end the waits seconds later.
+    record = processes.play(Schedule(3, ALL, 0.4, operations, (Fault("freeze", 0, 0, "before"),)))
+    assert not violations(record, SECONDS), record.course
+    assert all("its process is stopped" in record.calls[rank, rank - 1].text for rank in (1, 2)), record.course
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("lag", [0, 1])
 def test_a_message_of_any_rank_that_nobody_sends_is_a_deadlock(processes: Run, lag: int) -> None:
     operations = (
         Operation(0, "message of any", 100, (1, 0), (lag,) * 3, 7),
