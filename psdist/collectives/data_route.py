@@ -107,7 +107,7 @@ class DataRoute:
                     return self._allocator.register(wanted, memories)
             return np.zeros(wanted.shape, wanted.dtype)
         except asyncio.CancelledError:
-            self._group.end(ClosedError(f"rank {rank} gave up allocate_buffer, so that the group has ended"))
+            self._group.end(ClosedError(f"rank {rank} gave up allocate_buffer, so that the group has ended", rank=rank))
             raise
         finally:
             self._allocator.close()

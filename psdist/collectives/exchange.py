@@ -118,16 +118,17 @@ class Exchange:
                     timer = loop.call_later(_pause(until), check)
 
             timer = loop.call_later(_pause(until), check)
-            self._waits.group_calls.wait(AwaitedCall(self, call_id))
+            waiting = self._waits.group_calls.begin_wait(AwaitedCall(self, call_id))
             try:
                 if future.done():  # In a group of one. The worker's heartbeats need a turn of the event loop, too.
                     await asyncio.sleep(0)
                 await future
             except asyncio.CancelledError:
-                self.end(ClosedError(f"rank {self._machine.rank} gave up {call}, so that the group has ended"))
+                rank = self._machine.rank
+                self.end(ClosedError(f"rank {rank} gave up {call}, so that the group has ended", rank=rank))
                 raise
             finally:
-                self._waits.group_calls.wait(None)
+                self._waits.group_calls.end_wait(waiting)
                 timer.cancel()
                 del self._results[call_id]
 

@@ -365,7 +365,7 @@ class AsyncWorkerGroup:
         if not exchange.members:
             raise InvalidArgumentError("members of this group have never been in the run: make another group")
         settings = self._settings or GroupSettings(f"group-{exchange.key.hex()}")
-        exchange.end(ClosedError(f"rank {self.rank} reconfigures the group", reconfigures=True))
+        exchange.end(ClosedError(f"rank {self.rank} reconfigures the group"))
         formed = await self._former.form(settings, self._formed, admits=admit, timeout=timeout)
         return AsyncWorkerGroup(self._former, formed, settings)
 
@@ -381,7 +381,7 @@ class AsyncWorkerGroup:
 
     async def close(self) -> None:
         """End the group. Calls of other ranks that need this one fail. Closing again does nothing."""
-        self._exchange.end(ClosedError(f"rank {self.rank} closed the group"))
+        self._exchange.end(ClosedError(f"rank {self.rank} closed the group", rank=self.rank))
         self._former.mesh.remove(self._exchange)
 
     def _checked_rank(self, rank: int, name: str) -> int:
@@ -426,7 +426,8 @@ class AsyncWorkerGroup:
             self._exchange.end(error)
             raise self.error or error from None
         except asyncio.CancelledError:
-            self._exchange.end(ClosedError(f"rank {self.rank} gave up a call, so that the group has ended"))
+            gave_up = f"rank {self.rank} gave up a call, so that the group has ended"
+            self._exchange.end(ClosedError(gave_up, rank=self.rank))
             raise
 
     @outlasts_stop

@@ -142,8 +142,12 @@ class PeerLink(MessageReceiver[pb.PeerFrame]):
         return self._welcome.done() and not self._welcome.cancelled()
 
     def is_silent(self, seconds: float) -> bool:
-        """True if the peer's host has acknowledged nothing for ``seconds``, though something was sent to it."""
-        return not self.is_open or is_unanswered(self.connection, seconds)
+        """True if the peer's host has acknowledged nothing for ``seconds``, though something was sent to it.
+
+        A host that has taken the connection is not silent, though its worker may not accept the link for long: other
+        code may hold its interpreter.
+        """
+        return is_unanswered(self.connection, seconds)
 
     def ping(self) -> None:
         """Send something that the peer's host acknowledges."""

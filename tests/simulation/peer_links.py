@@ -40,6 +40,7 @@ class PeerNetwork:
         self.loop = loop
         self.rng = rng
         self._delay = delay
+        self.longest_delay = delay[1]
         self.counts: Counter[str] = Counter()
         self.listeners: dict[str, SimListener] = {}
         #: Directed pairs of hosts between which nothing passes.
@@ -140,7 +141,11 @@ class SimPeerLink:
         self._wire: deque[_Item] = deque()
         self._is_moving = False
         self._accepted: AcceptedEnd | None = None
+        #: Items that the peer's host has not acknowledged, and when it acknowledged one last.
+        self._unacknowledged = 0
         self._acknowledged = loop.time()
+        #: True once the peer's host has taken the connection. Its process accepts the link later.
+        self._is_connected = False
         self._network.links.append(self)
         self._later(self._dial, loop.time() + CONNECT_SECONDS)
 
@@ -170,6 +175,7 @@ class SimPeerLink:
         elif listener.node.dead:
             self._end(PeerUnreachableError(f"no link to {self.peer}: refused"))
         else:
+            self._is_connected, self._acknowledged = True, network.loop.time()
             self._later(listener.accept, self._accept, node=listener.node)
 
     def _welcomed(self) -> None:
@@ -189,7 +195,9 @@ class SimPeerLink:
 
     def is_silent(self, seconds: float) -> bool:
         """See PeerLink."""
-        return not self.is_open or (bool(self._wire) and self._network.loop.time() - self._acknowledged > seconds)
+        if not self._is_connected:
+            return True
+        return self._unacknowledged > 0 and self._network.loop.time() - self._acknowledged > seconds
 
     def drop(self, owner: object) -> None:
         """See PeerLink."""
@@ -255,9 +263,25 @@ class SimPeerLink:
 
     def _put(self, item: _Item) -> None:
         self._wire.append(item)
+        self._unacknowledged += 1
+        self._acknowledge_after(self._network.longest_delay)
         if not self._is_moving:
             self._is_moving = True
             self._move(self._network.delay())
+
+    def _acknowledge_after(self, seconds: float) -> None:
+        loop = self._network.loop
+        loop.call_later(seconds, self._acknowledge, context=loop.world.context)
+
+    def _acknowledge(self) -> None:
+        """Let the peer's host acknowledge an item, which its process may not have received yet: it may be slow."""
+        if self.peer_node is None or self.peer_node.dead:
+            return
+        if any(self._network.is_cut(*pair) for pair in (self._hosts, self._hosts[::-1])):
+            self._acknowledge_after(_RETRY_SECONDS)
+            return
+        self._unacknowledged -= 1
+        self._acknowledged = self._network.loop.time()
 
     def _move(self, seconds: float) -> None:
         loop = self._network.loop
@@ -270,14 +294,11 @@ class SimPeerLink:
             self._is_moving = False
         elif network.is_cut(*self._hosts):
             self._move(_RETRY_SECONDS)
+        elif not self.peer_node.dead:
+            network.loop.call_on(self.peer_node, self._receive)
         else:
-            if not network.is_cut(*self._hosts[::-1]):
-                self._acknowledged = network.loop.time()
-            if not self.peer_node.dead:
-                network.loop.call_on(self.peer_node, self._receive)
-            else:
-                self._wire.clear()
-                self._is_moving = False
+            self._wire.clear()
+            self._is_moving = False
 
     # --- the receiver -------------------------------------------------------------------------------------------------
 

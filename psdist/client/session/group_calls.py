@@ -69,11 +69,17 @@ class GroupCalls:
             _owner.reset(token)  # A task in its own context would be freed late.
             asyncio.get_running_loop().call_soon(self.leave, task)  # After its tasks have entered.
 
-    def wait(self, call: AwaitedCall | None) -> None:
-        """Record that the current task waits for a call; None once it waits no longer."""
+    def begin_wait(self, call: AwaitedCall) -> _Task | None:
+        """Record that the current task waits for a call. Returns the task, for ``end_wait``."""
         task = asyncio.current_task()
         if task is not None and task in self._tasks:
             self._tasks[task] = self._tasks[task][0], call
+        return task
+
+    def end_wait(self, task: _Task | None) -> None:
+        """Record that a task waits no longer. It may have been dropped with its loop."""
+        if task is not None and task in self._tasks:
+            self._tasks[task] = self._tasks[task][0], None
 
     @property
     def acts(self) -> bool:

@@ -2,9 +2,9 @@
 
 Workers of a group whose call has failed ask for its successor, and ask again until it is formed. The first group of a
 name forms when ``size`` workers have asked. A successor forms when every live worker of the group has asked, except for
-those that others cannot reach: these have ``GRACE_SECONDS`` to ask, too. Of workers that cannot reach each other, those
-that the fewest others can reach are left out. New workers are added if all others admit them, or if fewer than
-``size_min`` are left.
+those that others cannot reach, which have ``GRACE_SECONDS`` to ask, too, and those that have closed the group or given
+up a call, which have ``CLOSED_SECONDS``. Of workers that cannot reach each other, those that the fewest others can
+reach are left out. New workers are added if all others admit them, or if fewer than ``size_min`` are left.
 
 A slow worker is waited for: it is unreachable only if its host, or its process, does not run.
 
@@ -42,6 +42,8 @@ from psdist_scheduler.members.membership import Membership
 
 #: Time in which a worker that others cannot reach may still ask, after the last change.
 GRACE_SECONDS: Final = 0.1
+#: The same for a worker that has ended the group by itself. It may be slow.
+CLOSED_SECONDS: Final = 2.0
 #: Time after which a worker that asks no more does not count as waiting.
 _ABSENT_SECONDS: Final = 5.0
 #: Time after the last worker's end, and after the last registration, in which workers that have ended may start again.
@@ -248,16 +250,19 @@ class GroupFormations:
     def _missing(
         self, formation: _Formation, expected: dict[_Identity, int], former: Iterable[_Asking], now: float
     ) -> str:
-        accused = {rank for asking in former for rank in asking.event.closed}
+        closed = {rank for asking in former for rank in asking.event.closed}
+        unreachable = set[int]()
         if not formation.is_adopted:
-            accused |= {rank for asking in former for rank in asking.event.unreachable}
+            unreachable = {rank for asking in former for rank in asking.event.unreachable}
         absent = {identity: rank for identity, rank in expected.items() if identity not in formation.asking}
-        awaited = [identity for identity, rank in absent.items() if rank not in accused]
+        awaited = [identity for identity, rank in absent.items() if rank not in closed | unreachable]
         if awaited:
             named = [member for identity in awaited if (member := self._members.get(identity[0])) is not None]
             return f"for {name_some(named)} to reconfigure the group, too"
         if absent and now < formation.changed + GRACE_SECONDS:
             return "for workers that the others cannot reach"
+        if set(absent.values()) - unreachable and now < formation.changed + CLOSED_SECONDS:
+            return "for workers that have closed the group, or given up a call of it"
         return ""
 
     def _form(self, formation: _Formation, chosen: list[_Asking]) -> None:
@@ -310,8 +315,8 @@ def _reachable(former: list[_Asking]) -> list[_Asking]:
 
 def _excluded(event: FormGroup, worker: Member) -> ExcludedError:
     return ExcludedError(
-        f"the other workers of group {event.name!r} continued without {worker}, which they could not reach, or which "
-        "was stopped: join the group again",
+        f"the other workers of group {event.name!r} continued without {worker}, which they could not reach, which was "
+        "stopped, or which had closed the group or given up a call: join the group again",
         worker_id=worker.member_id,
         rank=worker.rank,
     )

@@ -6,8 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 from psdist.collectives.core.silence import PeerSilence
+from psdist.collectives.silence_watch import SilenceWatch
+from psdist.errors import ClosedError, WorkerLostError
 from psdist.link import process_state
 
 
@@ -35,3 +39,10 @@ def test_stopped_and_ended_processes_are_known() -> None:
         assert process_state.is_stopped(process.pid)
         process.kill()
     assert process_state.is_stopped(process.pid)
+
+
+def test_a_rank_that_tells_of_the_end_at_another_one_has_not_closed_the_group() -> None:
+    gave_up = ClosedError("rank 2 gave up a call", rank=2)
+    lost = {0: gave_up, 1: ClosedError("rank 1 reconfigures the group"), 2: gave_up, 3: WorkerLostError("", rank=3)}
+    machine: Any = SimpleNamespace(lost=lost)
+    assert SilenceWatch(SimpleNamespace(), machine, None, lambda _: None).closed == [2]

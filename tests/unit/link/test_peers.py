@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import numpy as np
@@ -123,6 +124,19 @@ async def test_frames_arrive_once_the_link_is_used(listener: PeerListener) -> No
     dialed.link.close()
     await asyncio.wait_for(consumer.has_ended.wait(), 30)
     assert not dialed.ended.done(), "closing is no failure"
+
+
+async def test_a_host_whose_worker_does_not_accept_a_link_is_not_silent() -> None:
+    # Its interpreter may be held by other code for long.
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        receiver = WorkerEntry(worker_id="worker-0", incarnation=1, address=f"127.0.0.1:{busy.getsockname()[1]}")
+        dialed = Dialed(pb.PeerHello(sender=WorkerEntry(worker_id="worker-1", incarnation=1), receiver=receiver))
+        assert dialed.link.is_silent(0.0), "the host has not answered yet"
+        async with asyncio.timeout(30):
+            while dialed.link.is_silent(0.0):  # noqa: ASYNC110 - no event says that a kernel has acknowledged
+                await asyncio.sleep(0)
+        assert not dialed.link.is_open
+        dialed.link.close()
 
 
 async def _waiting(listener: PeerListener) -> None:

@@ -178,7 +178,7 @@ async def test_the_call_of_a_group_that_the_script_waits_for_is_reported() -> No
     before = worker.activities.report()
     entered, call = calls.enter(), GroupCall()
     assert entered is task and calls.enter() is None, "a call that makes another one is one call"
-    calls.wait(call)
+    waiting = calls.begin_wait(call)
     assert worker.activities.report().WhichOneof("waits_for") is None, "the script does something else"
     calls.is_awaited = lambda one: one is task
     during = worker.activities.report()
@@ -193,7 +193,7 @@ async def test_the_call_of_a_group_that_the_script_waits_for_is_reported() -> No
     assert call.error is CIRCLE
     call.wanted = None
     assert worker.activities.report().WhichOneof("waits_for") is None
-    calls.wait(None)
+    calls.end_wait(waiting)
     calls.leave(entered)
     calls.leave(None)
     assert not calls.acts
@@ -228,10 +228,10 @@ async def test_calls_in_tasks_of_the_awaited_one_are_reported() -> None:
 
     async def call(awaited: GroupCall) -> None:
         entered = calls.enter()
-        calls.wait(awaited)
+        task = calls.begin_wait(awaited)
         waiting.release()
         await release.wait()
-        calls.wait(None)
+        calls.end_wait(task)
         calls.leave(entered)
 
     async def several() -> None:

@@ -8,7 +8,7 @@ from psdist.errors import ExcludedError, LateWorkerError, WorkerLeftError
 from psdist.types import WorkerEntry
 from psdist_scheduler.events.cluster_state import ClusterSettings, Member
 from psdist_scheduler.events.worker_events import Caller, FormGroup, GroupStanding
-from psdist_scheduler.members.formations import GRACE_SECONDS, RETURN_SECONDS, GroupFormations
+from psdist_scheduler.members.formations import CLOSED_SECONDS, GRACE_SECONDS, RETURN_SECONDS, GroupFormations
 from psdist_scheduler.members.membership import Membership
 
 
@@ -40,13 +40,14 @@ class Run:
 
     def ask(
         self, worker: Member, now: float = 1.0, *, group: GroupStanding | None = None, admits: bool = False,
-        size: int = 1, unreachable: tuple[int, ...] = (), ticket: int = 7, finishes: bool = False,
+        size: int = 1, unreachable: tuple[int, ...] = (), closed: tuple[int, ...] = (), ticket: int = 7,
+        finishes: bool = False,
     ) -> GroupStanding:  # fmt: skip
         """Ask for the group after ``group``, or to join."""
         epoch, members = (group.epoch, group.members) if group is not None else (0, ())
         event = FormGroup(
             1, Caller("run", worker.member_id, worker.incarnation), "g", ticket, epoch, members,
-            unreachable=unreachable, admits=admits, size=size, size_min=self.size_min, finishes=finishes,
+            unreachable=unreachable, closed=closed, admits=admits, size=size, size_min=self.size_min, finishes=finishes,
         )  # fmt: skip
         (answer,) = self.formations.form(event, worker, now)
         self.formations.validate()
@@ -103,6 +104,17 @@ def test_a_member_that_others_cannot_reach_is_left_out_after_its_time_to_ask() -
     assert ranks(second.members) == [0, 1]
     with pytest.raises(ExcludedError, match="continued without worker-2"):
         run.ask(run.workers[2], 2.0, group=group)
+
+
+def test_a_member_that_gave_up_a_call_may_be_slow_to_ask() -> None:
+    run = Run(3)
+    group = run.first()
+    for now in (1.0, 1.0 + 2 * GRACE_SECONDS):
+        waiting = run.ask(run.workers[0], now, group=group, closed=(2,))
+        run.ask(run.workers[1], now, group=group)
+    assert not waiting.formed and "given up a call" in waiting.waiting_for
+    second = run.ask(run.workers[1], 1.1 + CLOSED_SECONDS, group=group, closed=(2,))
+    assert ranks(second.members) == [0, 1], "it may also do something else for ever"
 
 
 def test_a_slow_member_is_waited_for() -> None:
