@@ -129,7 +129,8 @@ class Attempt:
         for name, p in self.parameters.items():
             if p.record is None or _route(p) != self._initial[name][1]:
                 return f"shards of {name!r} have other primaries"
-        if differing := _members_to_mark(self).keys() ^ self.marks.keys():
+        differing = _members_to_mark(self).keys() ^ self.marks.keys()
+        if differing and not self.is_whole:
             who = name_some(sorted({worker for worker, _ in differing}))
             return f"{who} joined or left, whose pushes are marked"
         return ""
@@ -158,6 +159,11 @@ class Attempt:
     def bytes(self) -> tuple[int, int]:
         """Bytes written, and bytes to write, as last reported by the servers."""
         return sum(p.done for p in self.progress.values()), sum(p.total for p in self.progress.values())
+
+    @property
+    def is_whole(self) -> bool:
+        """True if all files are written. Workers may come and go from then on."""
+        return self.phase >= AttemptPhase.CUTTING and not self.missing and not self.uploads.missing
 
     @property
     def missing(self) -> list[tuple[str, int]]:
@@ -278,14 +284,13 @@ class Attempt:
 def next_pushes(attempt: Attempt, name: str, *, by_origin: bool) -> sn.Producers:
     """Return the next push of each member of a parameter set whose pushes are marked.
 
-    by_origin: True to name members by origin, as servers know pushes; False to name them by incarnation.
+    by_origin: True to name members by origin, as servers know pushes; False to name them by incarnation, with those
+        that have left since they answered.
     """
+    if not by_origin:
+        return tuple((*worker, marks[name]) for worker, marks in attempt.marks.items() if marks and name in marks)
     return tuple(
-        (
-            m.worker_id,
-            m.producer[1] if by_origin else m.incarnation,
-            (attempt.marks[m.worker_id, m.incarnation] or {}).get(name, 0),
-        )
+        (m.worker_id, m.producer[1], (attempt.marks[m.worker_id, m.incarnation] or {}).get(name, 0))
         for m in attempt.parameters[name].entry.members
     )
 

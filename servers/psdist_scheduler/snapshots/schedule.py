@@ -172,6 +172,8 @@ class EndSnapshot:
             return True
         if attempt is None or attempt.number != self.attempt:
             return False
+        if attempt.marks:  # A worker that leaves while files are written may have pushes that the servers wait for.
+            return attempt.is_whole
         return attempt.phase >= AttemptPhase.CUTTING and not attempt.uploads.missing
 
     def _set(self, state: EndState, steps: Mapping[str, int], commit: CommitRecord | None = None) -> None:

@@ -391,7 +391,7 @@ class Snapshots:
 
     def _commit(self, attempt: Attempt, epoch: int, now: float) -> list[Effect]:
         """Commit the attempt if all files are written, and no worker may yet report a range as used before the cut."""
-        if attempt.phase is not AttemptPhase.CUTTING or attempt.missing or attempt.uploads.missing:
+        if attempt.phase is not AttemptPhase.CUTTING or not attempt.is_whole:
             return []
         # Workers that wait in a request have reported all ranges.
         told = {waiter.worker.member_id for waiter in self.waiters.workers if waiter.worker is not None}
@@ -399,6 +399,8 @@ class Snapshots:
         attempt.whole_at = now if attempt.whole_at is None else attempt.whole_at
         if attempt.undecided and now - attempt.whole_at < self._settings.lease_seconds:
             return []
+        if self.states.are_new(attempt):
+            return self._abandon(attempt, "a worker registered state since")
         try:
             manifest = make_manifest(attempt, self._settings, self._members, self._datasets, epoch)
         except PsdistError as error:

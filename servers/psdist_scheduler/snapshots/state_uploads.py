@@ -59,9 +59,11 @@ class WorkerStateUploads:
     def on_marked(self, worker: Identity, event: sn.Marked, steps: Mapping[str, int]) -> dict[str, int]:
         """Record a worker's answer. Returns the steps to use instead if the worker has already passed the cut.
 
+        A worker that was asked for its marks alone, because it had not announced its states yet, may name some.
+
         steps: step of the cut, by BSP parameter set.
         """
-        if self.answers.get(worker, True):
+        if self.answers.get(worker, not event.keeps):
             return {}
         self.answers[worker] = True
         early = {key: self._taken.pop(key) for key in list(self._taken) if key[0] == worker}

@@ -272,6 +272,7 @@ with psdist.init() as context:
     weights = context.client.parameters("p", {"w": np.zeros(9000, np.float32)}, psdist.optim.SGD(1.0), mode)
     state = {"taken": np.zeros(1), "learned": np.zeros(1)}
     weights.keep_state(lambda: state, state.update)
+    context.client.barrier()
     waits_for = {"on demand", "every 6 steps"} if context.rank == 0 else set()
     for number in range(10**9):
         state["taken"] += 1

@@ -13,14 +13,19 @@ from psdist.snapshots.format import WorkerState
 from psdist.snapshots.policy import SavePolicy
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import snapshot_events as sn
+from psdist_scheduler.events import worker_events as we
 from psdist_scheduler.events.cluster_state import Member
+from tests.support.scheduler_driver import caller
 from tests.support.snapshot_driver import DIGEST, SnapshotDriver, history_of
+from tests.unit.scheduler.placement.test_restore_point import DATA, lease
 
 
 class KeeperDriver(SnapshotDriver):
     """Workers that save a state of "mlp", available before push ``lowest``, and hand it in while ``handing``."""
 
-    def __init__(self, workers: int = 1, consistency: Consistency | None = None, **settings: Any) -> None:
+    def __init__(
+        self, workers: int = 1, consistency: Consistency | None = None, *, announces: bool = True, **settings: Any
+    ) -> None:
         self.lowest, self.handing = 0, True
         #: Files come before the answers that name them, of the push so much later.
         self.early: int | None = None
@@ -29,7 +34,7 @@ class KeeperDriver(SnapshotDriver):
         self.places: list[sn.StatePlace] = []
         super().__init__(**settings)
         self.workers = self.begin(workers=workers, consistency=consistency)
-        for worker in self.workers:
+        for worker in self.workers if announces else ():
             self.on(sn.StatesAnnounced(self.cluster.members.sessions.call_of(worker.member_id), ("mlp", "another")))
 
     def obey(self, session: int, command: Any) -> bool:
@@ -95,6 +100,29 @@ def test_a_file_may_come_before_the_answer_that_names_it(consistency: Consistenc
     driver.saved(driver.save())
     assert [(state.parameters, state.rank, state.next) for state in driver.states] == [("mlp", 0, 5), ("mlp", 1, 5)]
     assert [bool(place.file) for place in driver.places] == [True] * (4 if later else 2)
+
+
+def test_a_worker_that_leaves_after_its_files_are_written_is_in_the_snapshot() -> None:
+    """Check pushes that are marked, and an attempt that waits for a report about data, which the worker takes back."""
+    driver = KeeperDriver(2, ASP())
+    driver.on(we.OpenDataset(driver.number(), caller(driver.workers[1]), DATA))
+    lease(driver, driver.workers[1], 0)
+    driver.train(5)
+    call = driver.save()
+    driver.go_on()
+    assert driver.cluster.snapshots.attempt is not None and driver.cluster.snapshots.attempt.is_whole
+    driver.ask(ev.Leave, driver.workers[1])
+    driver.tick()
+    driver.go_on()
+    driver.saved(call)
+    assert [(state.rank, state.next) for state in driver.states] == [(0, 5), (1, 5)]
+
+
+def test_states_that_are_announced_after_the_request_for_marks_are_in_the_snapshot() -> None:
+    driver = KeeperDriver(2, ASP(), announces=False)
+    driver.train(5)
+    driver.saved(driver.save())
+    assert [(state.rank, state.next) for state in driver.states] == [(0, 5), (1, 5)]
 
 
 def test_it_is_waited_for() -> None:
