@@ -21,8 +21,8 @@ from typing import Final
 from tests.test_tidy import ROOT
 from tests.torch_suite.suite import Outcome
 
-#: The unpacked tests, kept between runs.
-_DIRECTORY: Final = ROOT / ".torch-suite"
+#: The unpacked tests, and outcomes, kept between runs.
+DIRECTORY: Final = ROOT / ".torch-suite"
 _KEYRING: Final = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 _LIST: Final = f"deb-src [signed-by={_KEYRING}] http://deb.debian.org/debian trixie main\n"
 _FETCH_SECONDS: Final = 900
@@ -98,9 +98,9 @@ class SourceUnavailableError(Exception):
 
 def source() -> tuple[Path, str]:
     """Return the folder test/distributed of PyTorch's source, and its version. Raises SourceUnavailableError."""
-    if not (found := [*_DIRECTORY.glob("pytorch-*/test/distributed")]):
+    if not (found := [*DIRECTORY.glob("pytorch-*/test/distributed")]):
         _fetch()
-        found = [*_DIRECTORY.glob("pytorch-*/test/distributed")]
+        found = [*DIRECTORY.glob("pytorch-*/test/distributed")]
     return found[0], found[0].parents[1].name.partition("-")[2].partition("+")[0]
 
 
@@ -131,7 +131,7 @@ def _unpack(archive: Path) -> None:
             parts = Path(member.name).parts
             if "test" in parts[:2] and member.isfile():
                 member.name = str(Path(name, *parts[parts.index("test") :]))
-                content.extract(member, _DIRECTORY, filter="data")
+                content.extract(member, DIRECTORY, filter="data")
 
 
 def run(backend: str, path: Path, log: Path) -> dict[str, Outcome]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
+import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -26,6 +28,42 @@ class Outcome:
 
     outcome: str
     reason: str = ""
+
+
+class KeptOutcomes:
+    """Outcomes of earlier runs, in a file of their own for each test file and backend.
+
+    They are valid for the same sources only: those of the runner, the version of torch, and for psdist its own code.
+    resume: True if valid outcomes replace a run; otherwise they are only written.
+    """
+
+    def __init__(self, directory: Path, resume: bool) -> None:
+        self._directory, self._resume = directory, resume
+        runner = [ROOT / "tests/torch_suite" / name for name in ("host.py", "rank.py", "suite.py")]
+        code = [path for place in ("psdist", "servers") for path in (ROOT / place).rglob("*.py")]
+        self._digests = {"gloo": _digest(runner), "psdist": _digest(runner + code)}
+
+    def get(self, backend: str, name: str, run: Callable[[], Mapping[str, Outcome]]) -> dict[str, Outcome]:
+        """Return the outcomes of the tests in ``name``: kept ones, or those of ``run``, which are kept then."""
+        path = self._directory / f"{name.replace('/', '.')}.{backend}.json"
+        if self._resume and path.exists():
+            digest, outcomes = json.loads(path.read_text(encoding="utf-8"))
+            if digest == self._digests[backend]:
+                return {test: Outcome(*outcome) for test, outcome in outcomes.items()}
+        found = dict(run())
+        outcomes = {test: (outcome.outcome, outcome.reason) for test, outcome in found.items()}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.with_suffix(".new").write_text(json.dumps([self._digests[backend], outcomes]), encoding="utf-8")
+        path.with_suffix(".new").replace(path)
+        return found
+
+
+def _digest(paths: Sequence[Path]) -> str:
+    """Return a digest of torch's version and the content of files."""
+    digest = hashlib.sha256(importlib.metadata.version("torch").encode())
+    for path in sorted(paths):
+        digest.update(b"%s %d " % (bytes(path.relative_to(ROOT)), path.stat().st_size) + path.read_bytes())
+    return digest.hexdigest()
 
 
 def names() -> list[str]:

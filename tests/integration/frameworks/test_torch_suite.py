@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -106,8 +107,23 @@ def test_a_file_is_run_to_its_end(tmp_path: Path) -> None:
     assert files.run("gloo", path, tmp_path / "log")["test_one"].outcome == "failed"
 
 
+def test_outcomes_are_kept_for_the_same_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = {"a": Outcome("failed", "why"), "b": Outcome("passed")}, {"a": Outcome("passed")}
+    suite.KeptOutcomes(tmp_path, False).get("psdist", "folder/one.py", lambda: first)
+    assert suite.KeptOutcomes(tmp_path, True).get("psdist", "folder/one.py", lambda: second) == first
+    assert suite.KeptOutcomes(tmp_path, True).get("gloo", "folder/one.py", lambda: second) == second
+    assert suite.KeptOutcomes(tmp_path, False).get("psdist", "folder/one.py", lambda: second) == second
+    for place in ("psdist", "servers", "tests/torch_suite"):
+        shutil.copytree(ROOT / place, tmp_path / place, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    monkeypatch.setattr(suite, "ROOT", tmp_path)
+    assert suite.KeptOutcomes(tmp_path, True).get("psdist", "folder/one.py", lambda: first) == second
+    (tmp_path / "psdist/errors.py").write_text("")
+    assert suite.KeptOutcomes(tmp_path, True).get("gloo", "folder/one.py", lambda: first) == second
+    assert suite.KeptOutcomes(tmp_path, True).get("psdist", "folder/one.py", lambda: first) == first
+
+
 def test_without_the_source_the_suite_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_DIRECTORY", tmp_path)
+    monkeypatch.setattr(files, "DIRECTORY", tmp_path)
     monkeypatch.setattr(files, "_KEYRING", tmp_path / "keyring")
     with pytest.raises(files.SourceUnavailableError, match=r"this is no Debian: it lacks .*keyring"):
         files.source()
