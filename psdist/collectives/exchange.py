@@ -138,7 +138,7 @@ class Exchange:
         Raises the error that ends the group; WaitTimeoutError after ``timeout`` seconds.
         """
         reason = f"for a message with tag {tag} from any rank"
-        self._waits.group_calls.wait(AwaitedMessage(self, tag))
+        waiting = self._waits.group_calls.begin_wait(AwaitedMessage(self, tag))
         try:
             with self._waits.open(reason), self._counts.taking():
                 self.watch.start()
@@ -153,7 +153,7 @@ class Exchange:
                 self._announced(tag)
             raise
         finally:
-            self._waits.group_calls.wait(None)
+            self._waits.group_calls.end_wait(waiting)
         return source
 
     def _announced(self, tag: int) -> int | None:

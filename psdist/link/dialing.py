@@ -14,6 +14,8 @@ from __future__ import annotations
 import asyncio
 import socket
 from abc import abstractmethod
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import grpc.aio
@@ -31,12 +33,37 @@ if TYPE_CHECKING:
 
 #: Timeout for firewalls that drop packets silently.
 CONNECT_SECONDS: Final = 3.0
+#: Waits that a time limit consists of.
+_LOOKS: Final = 8
 #: Delay before a refused connection is blamed on a firewall.
 _REFUSED_SECONDS: Final = 0.25
 #: After the connection closes, wait this long for the stream to report the reason.
 _REASON_SECONDS: Final = 2.0
 
 M = TypeVar("M", bound=Message)
+
+
+@asynccontextmanager
+async def time_limit(seconds: float) -> AsyncIterator[None]:
+    """Raise TimeoutError if the block takes longer. Time in which this process does not run hardly counts: the peer may
+    have answered meanwhile."""
+    loop, looks = asyncio.get_running_loop(), 0
+    timer: asyncio.TimerHandle
+
+    def look() -> None:
+        nonlocal looks, timer
+        looks += 1
+        if looks < _LOOKS:
+            timer = loop.call_later(seconds / _LOOKS, look)
+        else:
+            limit.reschedule(loop.time())
+
+    async with asyncio.timeout(None) as limit:
+        timer = loop.call_later(seconds / _LOOKS, look)
+        try:
+            yield
+        finally:
+            timer.cancel()
 
 
 async def connect(connection: FrameConnection, host: str, port: int, tls: TlsFiles | None, name: str = "") -> None:
@@ -105,7 +132,7 @@ class Link(MessageReceiver[M]):
         try:
             with ending_with(self.end):
                 try:
-                    async with asyncio.timeout(CONNECT_SECONDS):
+                    async with time_limit(CONNECT_SECONDS):
                         await connect(self.connection, host, port, tls, tls.service_name(host) if tls else "")
                         self.connection.send(opening.SerializeToString())
                         await self._accepted

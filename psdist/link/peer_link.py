@@ -25,7 +25,7 @@ import numpy as np
 from psdist import addresses
 from psdist.errors import PeerUnreachableError, PsdistError, SharingUnavailableError
 from psdist.link import fd_passing
-from psdist.link.dialing import CONNECT_SECONDS, connect
+from psdist.link.dialing import CONNECT_SECONDS, connect, time_limit
 from psdist.link.frame_connection import FrameConnection, MessageReceiver, is_unanswered
 from psdist.v1 import worker_pb2 as pb
 from psdist.wire import limits
@@ -178,7 +178,7 @@ class PeerLink(MessageReceiver[pb.PeerFrame]):
         address = self._hello.receiver.address
         host, port = addresses.parse_address(address)
         try:
-            async with asyncio.timeout(CONNECT_SECONDS):
+            async with time_limit(CONNECT_SECONDS):
                 await connect(self.connection, host, port, self._tls)
         except TimeoutError:
             raise PeerUnreachableError(

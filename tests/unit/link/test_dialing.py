@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -151,3 +152,15 @@ async def test_a_connection_that_closes_before_it_is_accepted_is_unavailable(mon
             await link.dial("127.0.0.1", port, bytes(32), tls=None, dialers="tests connect")
         assert link.broken is not None
         await link.ended()
+
+
+async def test_time_in_which_this_process_does_not_run_is_not_the_peers() -> None:
+    answered = asyncio.Event()
+    async with dialing.time_limit(1.0):
+        await asyncio.sleep(0)  # The limit has begun.
+        time.sleep(1.5)  # noqa: ASYNC251 - as code that holds the interpreter
+        asyncio.get_running_loop().call_later(0.01, answered.set)
+        await answered.wait()
+    with pytest.raises(TimeoutError):
+        async with dialing.time_limit(0.05):
+            await asyncio.Event().wait()
