@@ -45,4 +45,4 @@ def test_a_rank_that_tells_of_the_end_at_another_one_has_not_closed_the_group() 
     gave_up = ClosedError("rank 2 gave up a call", rank=2)
     lost = {0: gave_up, 1: ClosedError("rank 1 reconfigures the group"), 2: gave_up, 3: WorkerLostError("", rank=3)}
     machine: Any = SimpleNamespace(lost=lost)
-    assert SilenceWatch(SimpleNamespace(), machine, None, lambda _: None).closed == [2]
+    assert SilenceWatch(SimpleNamespace(), machine, None, lambda _: None, lambda: False).closed == [2]
