@@ -90,21 +90,21 @@ async def test_the_time_for_the_search_begins_when_the_scheduler_is_lost(monkeyp
         await after.stop()
 
 
-async def test_the_scale_is_watched_at_the_scheduler_that_leads_next(capsys: pytest.CaptureFixture[str]) -> None:
-    found = places()
+async def test_the_scale_is_watched_at_the_scheduler_that_leads_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, lines = places(), asyncio.Queue[str]()
+    monkeypatch.setattr(scale_watch, "print", lambda line, flush: lines.put_nowait(line), raising=False)
     before, after = Leader(False), Leader(True)
     await before.start(found[0])
     watching = asyncio.create_task(scale_watch._watch(",".join(found), "run", Credentials()))
-    await before.asked.wait()
+    assert json.loads(await asyncio.wait_for(lines.get(), 60))["servers"] == 3
     await before.stop()
     await after.start(found[1])
     try:
-        await asyncio.wait_for(after.asked.wait(), 60)
+        assert json.loads(await asyncio.wait_for(lines.get(), 60))["servers"] == 5
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
         await after.stop()
-    assert json.loads(capsys.readouterr().out.splitlines()[0])["servers"] == 3
 
 
 def test_without_a_rendezvous_the_first_place_is_the_master() -> None:
