@@ -16,6 +16,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import numpy as np
 import psdist
 
@@ -29,7 +30,7 @@ with psdist.init() as context:
              "scale": np.full(1, 1024.0), "good": np.zeros(1, np.int64)}
     weights.keep_state(lambda: state, state.update, random_generators=True)
     data = np.random.default_rng(7).normal(size=(30, 50))
-    values, seen = weights.pull()["w"], []
+    values, is_stopped = weights.pull()["w"], False
     while weights.step < 30:
         state["average"] += 0.1 * (values - state["average"])  # Of the weights of this step.
         taken = int(state["taken"][0])
@@ -49,6 +50,9 @@ with psdist.init() as context:
             if how == "snapshot":
                 context.client.snapshot()
             os.kill(os.getppid(), signal.SIGTERM)  # The launcher.
+            is_stopped = True
+        if is_stopped:  # The launcher may be slower than the steps that are left.
+            threading.Event().wait(0.3)
         values = weights.push_pull({"w": gradient})["w"]
         assert weights.step == int(state["taken"][0]) and weights.statistics().dropped == 0
     print("rank", context.rank, "ends with", hashlib.sha256(values.tobytes()).hexdigest(), flush=True)
