@@ -124,7 +124,8 @@ def _nobody_is_awaited(put: Put) -> None:
 
 @_ablation(
     "another scheduler leaves out no live members of groups that it does not know",
-    faults=("cut one path", "cut host off", "restart scheduler"), fault_count=5, fault_seconds=2.0,
+    faults=("cut host off", "restart scheduler"), fault_count=8, fault_seconds=3.0, think_seconds=0.0, workers=2,
+    size_min=1,
 )  # fmt: skip
 def _adopted_is_known(put: Put) -> None:
     put(formations._Formation, "is_adopted", property(lambda self: False, lambda self, value: None))

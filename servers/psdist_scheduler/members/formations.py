@@ -78,6 +78,11 @@ class _Formation:
     #: When a request last came that differs from those before.
     changed: float = 0.0
 
+    def is_without(self, event: FormGroup, identity: _Identity) -> bool:
+        """True if the caller's group has continued without it. Two groups may have one epoch: a scheduler restarted
+        before all members had its answer."""
+        return 0 < event.epoch < self.epoch or (event.epoch == self.epoch > 0 and not self.includes(identity))
+
     def includes(self, identity: _Identity) -> bool:
         return any(_identity(entry) == identity for entry in self.members)
 
@@ -112,7 +117,7 @@ class GroupFormations:
             self._note(formation, _Asking(worker, event, now), identity)
         waiting_for, needed = self._advance(formation, now)
         formed = bool(event.ticket) and formation.is_answer(event, identity)
-        if not formed and event.ticket and event.epoch and event.epoch < formation.epoch:
+        if not formed and event.ticket and formation.is_without(event, identity):
             raise _excluded(event, worker)
         if (
             not event.finishes
@@ -165,7 +170,7 @@ class GroupFormations:
 
     def _note(self, formation: _Formation, asking: _Asking, identity: _Identity) -> None:
         event = asking.event
-        if event.epoch and event.epoch < formation.epoch:
+        if formation.is_without(event, identity):
             return
         if not event.epoch and formation.includes(identity):  # It has left the group, and joins again.
             formation.tickets[identity] = _LEFT

@@ -117,6 +117,17 @@ def test_a_member_that_gave_up_a_call_may_be_slow_to_ask() -> None:
     assert ranks(second.members) == [0, 1], "it may also do something else for ever"
 
 
+def test_of_two_groups_of_one_epoch_the_newer_one_goes_on() -> None:
+    run = Run(2)
+    first = run.first()
+    both = [run.ask(worker, group=first) for worker in run.workers][1]
+    run.restart_scheduler()  # Worker 0 had no answer, and asks again after worker 1 was lost for a while.
+    second = run.ask(run.workers[0], 2.0, group=GroupStanding(1, first.members[:1], True, "", 0))
+    assert second.formed and second.epoch == both.epoch and ranks(second.members) == [0]
+    with pytest.raises(ExcludedError, match="continued without worker-1"):
+        run.ask(run.workers[1], 2.1, group=both)
+
+
 def test_a_slow_member_is_waited_for() -> None:
     run = Run(3)
     group = run.first()
