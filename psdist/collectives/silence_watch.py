@@ -75,7 +75,6 @@ class SilenceWatch:
 
     @property
     def closed(self) -> list[int]:
-        """Ranks that have closed the group, or given up a call of it. Others, which have heard of that, tell of it,
-        too."""
+        """Ranks that have closed the group, or given up a call of it. Ranks that pass this on are not among them."""
         ended = {rank: error for rank, error in self._machine.lost.items() if isinstance(error, ClosedError)}
         return [rank for rank, error in ended.items() if error.details.get("rank") == str(rank)]

@@ -137,7 +137,7 @@ class Deadlocks:
             groups = {f"group_{number}": key for number, key in enumerate(list(keys)[:_GROUPS_NAMED])}
             error = MutualWaitError(f"{text}. {_REMEDY}", **groups)
             effects.append(LogEvent(f"deadlock: {text}", "warning"))
-            # A call of a group fails at all ranks at once. Steps end here first, or a rank's next push would end them.
+            # Waits for steps end first: a rank whose group has ended may push, which would end them without an error.
             for wait in sorted(found, key=lambda wait: wait.group_call is not None):
                 del self._activities[wait.worker.member_id]
                 if wait.call:

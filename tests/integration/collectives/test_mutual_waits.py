@@ -90,7 +90,7 @@ for pair in itertools.combinations_with_replacement(KINDS, 2):
     print(f"PAIR {name} rank {rank} {time.monotonic() - began:.1f} s: {outcome}", flush=True)
     for number in order[1:]:
         if outcome != "ok" and pair[number] in ("collective", "message"):
-            # A worker that goes on as if nothing had happened must not release the other one.
+            # A worker that catches its error and continues must not release the other one.
             try:
                 made[number]()
                 print(f"RELEASED {name} by rank {rank}", flush=True)
