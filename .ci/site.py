@@ -1,4 +1,4 @@
-"""Hook of mkdocs that adds the pages outside ``docs``, such as the README, and the files that pages link to.
+"""Hook of mkdocs that adds the codemap, the pages outside ``docs``, and the files that pages link to.
 
 Links to them are rewritten, so that mkdocs checks all links of all pages. A link to a file that does not exist stays as
 it is, and mkdocs reports it.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import sys
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -15,6 +16,9 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # For tests.codemap, as mkdocs starts elsewhere.
+from tests.codemap import codemap  # noqa: E402
+
 #: Pages outside ``docs`` by their path in the project, with their path in the site.
 PAGES = {
     "README.md": "index.md",
@@ -33,6 +37,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Add the pages outside ``docs``, and the files that any page links to."""
     for path, site_path in PAGES.items():
         files.append(File.generated(config, site_path, abs_src_path=str(ROOT / path)))
+    files.append(File.generated(config, "codemap.md", content=codemap()))
     for page in list(files.documentation_pages()):
         for _, target in _TARGET.findall(page.content_string):
             path = _project_path(page.src_uri, target)

@@ -1,9 +1,9 @@
-"""The codemap of ARCHITECTURE.md: one row per file, whose clause is the first sentence of the file's docstring.
+"""The codemap: one row per file, whose clause is the first sentence of the file's docstring.
 
     python -m tests.codemap
 
-writes it between its marks. ``tests/test_structure.py`` compares it with the files. A section is a folder; its
-introduction is the first sentence of the package's docstring.
+prints it, and the site of ``make docs`` has it as a page. A section is a folder; its introduction is the first
+sentence of the package's docstring.
 """
 
 from __future__ import annotations
@@ -16,8 +16,12 @@ from typing import Final
 
 from tests.test_tidy import MODULES, ROOT, is_pure, module_name, parsed
 
-PAGE: Final = ROOT / "ARCHITECTURE.md"
-START, END = "<!-- codemap: python -m tests.codemap -->\n", "<!-- end of codemap -->\n"
+_HEAD: Final = """# Codemap
+
+\\* marks a pure module: no event loop, wire, file, clock or randomness; `now` and `rng` are arguments. Each clause is
+the first sentence of the file's docstring.
+
+"""
 #: Folders in the order in which a step passes them. A folder stands where the first of its parents stands; those that
 #: are not named come last.
 ORDER: Final = (
@@ -48,8 +52,8 @@ def files() -> dict[str, list[Path]]:
 
 
 def codemap() -> str:
-    """The text between the marks."""
-    return "\n".join(
+    """The page, as Markdown."""
+    return _HEAD + "\n".join(
         _section(folder, paths) for folder, paths in sorted(files().items(), key=lambda item: _key(item[0]))
     )
 
@@ -61,16 +65,10 @@ def first_sentence(path: Path) -> str:
     return sentence.replace("``", "`").replace("|", "\\|").removesuffix(".")
 
 
-def main() -> None:
-    """Write the codemap into ARCHITECTURE.md."""
-    head, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
-    PAGE.write_text(f"{head}{START}{codemap()}{END}{rest.partition(END)[2]}", encoding="utf-8")
-
-
 def _section(folder: str, paths: list[Path]) -> str:
     package = ROOT / folder / "__init__.py"
     about = [f"{first_sentence(package)}.", ""] if package.exists() and first_sentence(package) else []
-    return "\n".join([f"### {folder}", "", *about, "| file | |", "|---|---|", *map(_row, sorted(paths)), ""])
+    return "\n".join([f"## {folder}", "", *about, "| file | |", "|---|---|", *map(_row, sorted(paths)), ""])
 
 
 def _row(path: Path) -> str:
@@ -85,4 +83,4 @@ def _key(folder: str) -> tuple[int, str]:
 
 
 if __name__ == "__main__":
-    main()
+    print(codemap(), end="")

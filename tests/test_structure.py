@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.codemap import END, PAGE, START, codemap
 from tests.test_tidy import MODULES, ROOT, imports, module_name, nodes, parsed
 
 #: Constants named like a limit outside ``psdist.wire.limits``, by module. This list may only shrink.
@@ -47,6 +46,7 @@ LIMITS_ELSEWHERE = {
 }
 
 PRODUCT = {module_name(path): path for path in MODULES if path.relative_to(ROOT).parts[0] in ("psdist", "servers")}
+PAGE = ROOT / "ARCHITECTURE.md"
 #: Offers the public names of all layers and imports them when they are used, so it stands above the modules beside it.
 FACADE = "psdist"
 
@@ -181,11 +181,6 @@ def test_docstrings_begin_with_a_sentence() -> None:
     assert {module: lines for module, lines in found.items() if lines} == {}
 
 
-def test_the_codemap_has_every_file() -> None:
-    found = PAGE.read_text(encoding="utf-8").partition(START)[2].partition(END)[0]
-    assert found == codemap(), "run: python -m tests.codemap"
-
-
 #: Table of the classes in the main loops, by folder and file.
 _CLASSES = "### The classes of these loops\n"
 
@@ -212,8 +207,7 @@ def test_the_main_loops_name_what_exists() -> None:
 
 
 def test_the_architecture_names_files_that_exist() -> None:
-    text = PAGE.read_text(encoding="utf-8").partition(START)[0]
-    named = set(re.findall(r"`([\w/]+\.py)`", text))
+    named = set(re.findall(r"`([\w/]+\.py)`", PAGE.read_text(encoding="utf-8")))
     paths = [path.relative_to(ROOT).as_posix() for path in MODULES]
     assert named and {name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in paths)} == set()
 
