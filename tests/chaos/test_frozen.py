@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launched import Run
+
+from tests.support.launched import Run
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SEED = int(os.environ.get("SEED", "0"))

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launched import Run
+
+from tests.support.launched import Run
 
 INTERRUPTS = int(os.environ.get("INTERRUPTS", "3"))
 KILLS = int(os.environ.get("KILLS", "3"))

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from scheduler_driver import Driver, caller
 
 from psdist.client.core import program_order
 from psdist.client.core.program_order import ProgramOrder
@@ -23,6 +22,7 @@ from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.cluster_state import Member
 from psdist_scheduler.events.worker_events import AlignCommand, AlignReported
 from psdist_scheduler.placement import alignment
+from tests.support.scheduler_driver import Driver, caller
 
 SEEDS = int(os.environ.get("SEEDS", "60"))
 #: Repeating orders, given as the sets of an iteration; None is an order that depends on data, and is declared.

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-import segment_reference as reference
 from hypothesis import given
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
@@ -32,6 +31,7 @@ from psdist.compression import (
 from psdist.compression.segments import PushNumber, accumulate, check, encode, payload_limit, prepare, regions
 from psdist.compression.segments.warm_up import KERNELS
 from psdist.types import TensorSpec
+from tests.support import segment_reference as reference
 
 Floats = NDArray[np.float32]
 

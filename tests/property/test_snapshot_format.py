@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from dict_storage import DictStorage, commit_of, state_of, table_of, write_snapshot
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load
@@ -20,6 +19,7 @@ from psdist.snapshots import format as layouts
 from psdist.snapshots.format import CommitRecord, DatasetState, Manifest, ParametersState, WorkerState
 from psdist.snapshots.reader import SliceReader
 from psdist.types import DataPosition, DatasetSpec, Layout, ParametersSpec, TensorSpec
+from tests.support.dict_storage import DictStorage, commit_of, state_of, table_of, write_snapshot
 
 NAMES = st.text("abcXYZ019._/-", min_size=1, max_size=12)
 NUMBERS = st.integers(0, (1 << 63) - 1)

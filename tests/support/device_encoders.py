@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
-from host_device import HostDevice
 from numpy.typing import NDArray
 
 from psdist.client.core.encoder import GradientEncoder
@@ -15,6 +14,7 @@ from psdist.compression import Codec
 from psdist.compression.device.memory import DeviceVector
 from psdist.device.device import Device
 from psdist.types import Layout, Slicing
+from tests.support.host_device import HostDevice
 
 Floats = NDArray[np.float32]
 

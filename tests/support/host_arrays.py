@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from host_device import HostDevice
 from numpy.typing import NDArray
 
 from psdist.client.device.arrays import TakenArray
 from psdist.compression.device.memory import DeviceVector
 from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.types import DType
+from tests.support.host_device import HostDevice
 
 
 class HostArray:

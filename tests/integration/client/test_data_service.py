@@ -18,12 +18,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import pytest_asyncio
-from launched import Run
 
 import psdist
 from psdist import errors
 from psdist.data import DataPosition, RangeOrder
 from psdist.launcher.embedded import EmbeddedCluster
+from tests.support.launched import Run
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 _SCRIPT = """

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from launched import Run
 
 import psdist
+from tests.support.launched import Run
 
 _SCRIPT = (Path(__file__).with_name("in_turn.py")).read_text()
 

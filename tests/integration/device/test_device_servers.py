@@ -11,10 +11,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from launched import Run
 
 from tests.support import host_device
 from tests.support.host_device import needs_compiler
+from tests.support.launched import Run
 
 _ROOT = Path(__file__).resolve().parents[3]
 _TRAIN = """

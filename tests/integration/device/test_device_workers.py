@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
-from host_arrays import HostArray, HostArrays
-from host_device import needs_compiler
 
 import psdist
 from psdist import AsyncClient
@@ -19,6 +17,8 @@ from psdist.client.device import arrays as device_arrays
 from psdist.compression import BFloat16, Codec, Int8, TopK
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.settings.config import TransportName
+from tests.support.host_arrays import HostArray, HostArrays
+from tests.support.host_device import needs_compiler
 
 pytestmark = needs_compiler
 #: Gives every parameter set a name of its own.

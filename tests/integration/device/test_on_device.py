@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launched import Run
 
 from psdist import optim
 from psdist.device.device import CudaDevice, open_device
@@ -16,6 +15,7 @@ from psdist.errors import DeviceUnavailableError, LimitExceededError
 from psdist_server.kernels.arrays import Update
 from tests.integration.device.test_device_servers import _TRAIN, _digests, _ended
 from tests.property.test_device_updates import Both, entry_of, every_optimizer, gradients
+from tests.support.launched import Run
 
 pytestmark = pytest.mark.gpu
 

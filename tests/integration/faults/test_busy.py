@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launched import Run
+
+from tests.support.launched import Run
 
 #: Rank 1 holds its interpreter twice: between two pushes, like a long call of C code in the script, and in the middle
 #: of a push, like a garbage collection. "stop" stops its process instead.

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launched import Run
+
+from tests.support.launched import Run
 
 _SCRIPT = """
 import asyncio, os, signal, sys

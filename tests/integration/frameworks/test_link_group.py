@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from launched import Run
 
 from psdist import torch_backend
 from psdist.errors import InvalidArgumentError, ShapeMismatchError
 from psdist.process_group.link_group import LinkGroup, make_group
 from psdist.process_group.sparse import all_reduce_sparse
+from tests.support.launched import Run
 
 _HEAD = """
 from datetime import timedelta

@@ -22,11 +22,11 @@ from typing import Any
 import grpc
 import psutil
 import pytest
-from launched import Run
 
 from psdist.monitoring.run_json import status_json
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
 from psdist.wire import auth
+from tests.support.launched import Run
 
 #: Script that trains until the file "stop" exists. All workers learn of it by the weights, so that in BSP all stop at
 #: the same step. A step takes a while, as with a model: the other processes need the processors, too.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launched import Run
+
+from tests.support.launched import Run
 
 #: Without an end of its own, so that the warning cannot come too late: the test waits for it.
 _SCRIPT = """

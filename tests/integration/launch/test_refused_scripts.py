@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launched import Run
+
+from tests.support.launched import Run
 
 _SCRIPT = """
 import sys

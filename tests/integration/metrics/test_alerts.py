@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launched import Run
 
 from psdist.addresses import free_port
+from tests.support.launched import Run
 
 pytestmark = [
     pytest.mark.long,

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launched import Run
+
+from tests.support.launched import Run
 
 #: The workers train until the file exists.
 SCRIPT = """

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from event_files import EventFile
-from launched import Run
 
 from psdist.launcher.embedded import EmbeddedCluster
+from tests.support.event_files import EventFile
+from tests.support.launched import Run
 
 #: Both workers make 40 steps; rank r reports 10 * (r + 1) samples of loss r for each.
 SCRIPT = """

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launched import Run
 from prometheus_client.parser import text_string_to_metric_families
 
 from psdist.monitoring.catalog import METRICS
+from tests.support.launched import Run
 
 #: The workers train until the file exists.
 SCRIPT = """

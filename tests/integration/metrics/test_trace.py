@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launched import Run
-from perfetto_page import MISSING, perfetto
-from trace_format import Event, check_trace
+
+from tests.support.launched import Run
+from tests.support.perfetto_page import MISSING, perfetto
+from tests.support.trace_format import Event, check_trace
 
 #: The workers train until the file exists.
 SCRIPT = """

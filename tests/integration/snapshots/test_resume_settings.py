@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launched import Run
 
 from psdist import AsyncClient, AsyncParameters, load_snapshot, optim
 from psdist.consistency import ASP, BSP, Consistency
@@ -24,6 +23,7 @@ from psdist.optim import Optimizer
 from psdist_server.kernels.optimizers import Rule, clip_factor
 from tests.integration.client.test_exact import SLICE, TOTAL, gradient, group_ranges, initial, joined, split
 from tests.support import reference
+from tests.support.launched import Run
 
 WORKERS = 2
 RUN_ID = "changed"

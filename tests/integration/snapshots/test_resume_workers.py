@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launched import Run
 from numpy.typing import NDArray
 
 import psdist
+from tests.support.launched import Run
 
 SIZE, EPOCHS, RANGE = 403, 2, 5
 _SCRIPT = """

@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-from launched import Run
+
+from tests.support.launched import Run
 
 STEPS = 30
 _SCRIPT = """

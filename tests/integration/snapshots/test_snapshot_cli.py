@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mounted import Mount
+
+from tests.support.mounted import Mount
 
 _SCRIPT = """
 import sys

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launched import Run
 from safetensors.numpy import load
 
 import psdist
@@ -23,6 +22,7 @@ from psdist.settings.config import TransportName
 from psdist.snapshots import reader
 from psdist.snapshots.format import Manifest
 from psdist.snapshots.opening import open_storage
+from tests.support.launched import Run
 
 asynchronous = pytest.mark.asyncio(loop_scope="session")
 Start = Callable[..., EmbeddedCluster]

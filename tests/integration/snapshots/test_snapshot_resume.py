@@ -11,8 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launched import Run
-from mounted import Mount
 
 from psdist import AsyncClient, AsyncParameters, optim
 from psdist.client.datasets import AsyncDataset
@@ -30,6 +28,8 @@ from tests.integration.client.test_exact import (
     reference_run,
     split,
 )
+from tests.support.launched import Run
+from tests.support.mounted import Mount
 
 WORKERS = 2
 RUN_ID = "resumed"

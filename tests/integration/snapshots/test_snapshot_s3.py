@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_bucket import FakeBucket
 
 import psdist
 from psdist import AsyncClient, optim
@@ -32,6 +31,7 @@ from psdist.snapshots.opening import open_storage
 from psdist.snapshots.policy import SavePolicy
 from psdist.snapshots.storage import Storage
 from psdist.types import Layout, ParametersSpec, TensorSpec
+from tests.support.fake_bucket import FakeBucket
 
 
 @pytest.fixture(scope="module")

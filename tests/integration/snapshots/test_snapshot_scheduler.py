@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mounted import Mount
 
 from psdist import AsyncClient, optim
 from psdist.consistency import BSP
@@ -23,6 +22,7 @@ from psdist.settings.config import await_address
 from psdist.snapshots import reader
 from psdist.snapshots.format import CommitRecord
 from psdist.snapshots.opening import open_storage
+from tests.support.mounted import Mount
 
 _SECONDS = 60
 

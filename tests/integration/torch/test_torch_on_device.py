@@ -12,8 +12,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from host_arrays import HostArray, HostArrays
-from host_device import needs_compiler
 from torch import nn
 
 from psdist import optim
@@ -24,6 +22,8 @@ from psdist.device.device import open_device
 from psdist.errors import DeviceUnavailableError, LimitExceededError, NonFiniteGradientError, PsdistError
 from psdist.torch import DistributedDataParallel, DistributedOptimizer
 from psdist.torch.gradient_vector import gradient_memory
+from tests.support.host_arrays import HostArray, HostArrays
+from tests.support.host_device import needs_compiler
 from tests.support.torch_models import MODELS, loss_of
 
 BATCHES = MODELS["mlp"][1]

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
-from snapshot_files import write
 
 from psdist.cli import snapshot
 from psdist.launcher.final_snapshot import SaveProgress, committed_text
 from psdist.snapshots.format import CommitRecord
 from psdist.v1 import scheduler_pb2 as pb
+from tests.support.snapshot_files import write
 
 Output = pytest.CaptureFixture[str]
 

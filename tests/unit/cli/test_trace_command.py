@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trace_format import check_trace
 
 from psdist.cli.diagnosis import trace
 from psdist.cli.diagnosis.trace import Recording, _write
@@ -16,6 +15,7 @@ from psdist.errors import InvalidArgumentError
 from psdist.tracing.messages import spans_to_proto
 from psdist.tracing.spans import Span, SpanKind
 from psdist.v1 import scheduler_pb2 as pb
+from tests.support.trace_format import check_trace
 
 
 def member(name: str, role: pb.Role, **fields: object) -> pb.TraceResponse:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
-from client_fakes import FakeScheduler, FakeServer
 
 import psdist
 from psdist import errors
@@ -27,6 +26,7 @@ from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import worker_events as we
 from psdist_scheduler.events.cluster_state import Member, RestorePoint
 from psdist_scheduler.placement.restore_point import Resume
+from tests.support.client_fakes import FakeScheduler, FakeServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

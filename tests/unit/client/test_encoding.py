@@ -12,7 +12,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import pytest_asyncio
-from client_fakes import Break, Setup, leave
 
 import psdist
 from psdist import errors, off_loop
@@ -25,6 +24,7 @@ from psdist.compression import Codec, Float16, Int8, PerTensor, RandomK
 from psdist.types import Layout, Slicing, TensorSpec
 from psdist.v1 import common_pb2
 from psdist.v1 import scheduler_pb2 as pb
+from tests.support.client_fakes import Break, Setup, leave
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

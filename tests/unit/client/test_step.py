@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
-from client_fakes import Break, FakeScheduler, FakeServer
 
 import psdist
 from psdist import errors
+from tests.support.client_fakes import Break, FakeScheduler, FakeServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 #: Slices of four elements, alternating between the two servers: 0, 1 and half of 2 belong to "a", the rest to "b".

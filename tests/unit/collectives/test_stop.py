@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
-from client_fakes import FakeScheduler
 
 import psdist
 from psdist.collectives.core.machine import needed_ranks
@@ -35,6 +34,7 @@ from psdist.types import WorkerEntry
 from psdist.v1 import common_pb2
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import status
+from tests.support.client_fakes import FakeScheduler
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

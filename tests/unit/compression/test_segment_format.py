@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import segment_reference as reference
 
 from psdist.compression import (
     BFloat16,
@@ -37,6 +36,7 @@ from psdist.compression.segments import (
 from psdist.compression.segments.format import Kind
 from psdist.compression.segments.prepared import PreparedLowRank
 from psdist.types import TensorSpec
+from tests.support import segment_reference as reference
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "payload-format.md"
 EXAMPLES = {

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from event_files import EventFile
 
 from psdist.errors import ConfigurationError
 from psdist.metrics.trackers.progress import ProgressTracker
 from psdist.metrics.trackers.tracker import Trackers
 from psdist.trackers import JsonLinesTracker, TensorBoardTracker
+from tests.support.event_files import EventFile
 
 
 def test_lines_are_appended_and_are_json(tmp_path: Path) -> None:

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dict_storage import DictStorage, state_of, table_of, write_snapshot
 
 from psdist.errors import SnapshotCorruptError
 from psdist.snapshots import reader
 from psdist.snapshots.local import LocalStorage
 from psdist.snapshots.reader import SliceReader
+from tests.support.dict_storage import DictStorage, state_of, table_of, write_snapshot
 
 Files = dict[str, bytes]
 

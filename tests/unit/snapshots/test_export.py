@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from numpy.typing import NDArray
-from snapshot_files import write
 
 from psdist.errors import (
     ConfigurationError,
@@ -24,6 +23,7 @@ from psdist.snapshots import reader
 from psdist.snapshots.export import Exported, ExportOptions, export
 from psdist.snapshots.opening import open_storage
 from psdist.types import DType
+from tests.support.snapshot_files import write
 
 rng = np.random.default_rng(7)
 BROAD = ml_dtypes.bfloat16

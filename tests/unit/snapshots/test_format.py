@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dict_storage import DATASET, LAYOUT, SPEC, commit_of, state_of
 from safetensors.numpy import load
 
 from psdist import optim
@@ -18,6 +17,7 @@ from psdist.errors import InvalidArgumentError, InvalidNameError, SnapshotCorrup
 from psdist.snapshots import format as layouts
 from psdist.snapshots.format import CommitRecord, Manifest, ShardFile, shard_header, slice_offset
 from psdist.types import Layout, ParametersSpec, TensorSpec
+from tests.support.dict_storage import DATASET, LAYOUT, SPEC, commit_of, state_of
 
 OPTIMIZERS = [
     optim.SGD(lr=0.1, momentum=0.9, nesterov=True, schedule=optim.Step(every=3, gamma=0.5)),

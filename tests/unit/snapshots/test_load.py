@@ -11,7 +11,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from dict_storage import SPEC, state_of, table_of, write_snapshot
 
 import psdist
 from psdist.errors import (
@@ -26,6 +25,7 @@ from psdist.errors import (
 )
 from psdist.snapshots.opening import open_storage
 from psdist.types import Layout, TensorSpec
+from tests.support.dict_storage import SPEC, state_of, table_of, write_snapshot
 
 NET = state_of()
 OTHER = state_of(replace(SPEC, name="other"), Layout((TensorSpec("x", (3,), "float64"), TensorSpec("w2", ()))), ())

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from numpy.typing import NDArray
-from snapshot_files import write
 
 from psdist.errors import SnapshotCorruptError, StorageError
 from psdist.snapshots import reader
 from psdist.snapshots.model_description import BUFFERS, DESCRIPTION, ModelDescription
 from psdist.snapshots.model_tensors import Contents, contents
 from psdist.snapshots.opening import open_storage
+from tests.support.snapshot_files import write
 
 WEIGHT = np.arange(6, dtype=np.float32).reshape(2, 3)
 NARROW = np.array([1.5, -2.0], np.float16)

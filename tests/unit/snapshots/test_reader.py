@@ -10,7 +10,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import xxhash
-from dict_storage import DictStorage, state_of, table_of, write_snapshot
 
 from psdist.errors import SnapshotCorruptError, StorageError, UnknownSnapshotError
 from psdist.snapshots import format as layouts
@@ -18,6 +17,7 @@ from psdist.snapshots import reader
 from psdist.snapshots.format import CommitRecord
 from psdist.snapshots.reader import CommittedSnapshot, SliceReader, Unreadable
 from psdist.types import Layout, TensorSpec
+from tests.support.dict_storage import DictStorage, state_of, table_of, write_snapshot
 
 
 async def two_snapshots() -> tuple[DictStorage, CommitRecord, CommitRecord]:

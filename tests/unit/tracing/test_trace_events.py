@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trace_format import check_trace
 
 from psdist.tracing.spans import SpanKind
 from psdist.tracing.summary import summarize
 from psdist.tracing.trace_events import TracedClock, TracedProcess, WireSpan, lanes, share_clocks, trace_events
+from tests.support.trace_format import check_trace
 
 
 def process(name: str, spans: list[WireSpan], offset: int = 0) -> TracedProcess:

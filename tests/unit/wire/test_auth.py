@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 import grpc.aio
 import pytest
 import pytest_asyncio
-from client_fakes import FakeScheduler
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 
@@ -16,6 +15,7 @@ from psdist import errors
 from psdist.security.credentials import Credentials
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
 from psdist.wire import auth, channels, limits, status
+from tests.support.client_fakes import FakeScheduler
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 TOKEN = "token-of-the-test"

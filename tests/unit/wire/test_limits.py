@@ -11,7 +11,6 @@ import grpc
 import grpc.aio
 import pytest
 import pytest_asyncio
-from scheduler_driver import Driver, caller
 
 from psdist import errors
 from psdist.consistency import BSP
@@ -30,6 +29,7 @@ from psdist_scheduler.events.cluster_state import BarrierRecord
 from psdist_scheduler.members import admission
 from psdist_scheduler.placement import registry
 from psdist_scheduler.stores.sqlite_store import SqliteStore
+from tests.support.scheduler_driver import Driver, caller
 
 loop = pytest.mark.asyncio(loop_scope="session")
 ECHO = "/test.Test/Echo"

@@ -9,7 +9,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from host_device import HostDevice, needs_compiler
 from numpy.typing import NDArray
 
 from psdist.client.device import arrays as device_arrays
@@ -22,6 +21,7 @@ from psdist.errors import (
     InvalidArgumentError,
     LimitExceededError,
 )
+from tests.support.host_device import HostDevice, needs_compiler
 
 
 class FakeError(RuntimeError):

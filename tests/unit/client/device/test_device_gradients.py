@@ -12,9 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
-from client_fakes import Break, Setup, leave
-from host_arrays import HostArray, HostArrays
-from host_device import needs_compiler
 
 from psdist import errors
 from psdist.client.core.flat_vector import layout_of
@@ -26,6 +23,9 @@ from psdist.client.stale_buffers import StaleBufferCheck
 from psdist.client.step import StepState
 from psdist.client.transport.shm.offered_arena import OfferedArena
 from psdist.compression import BFloat16, Cast, ChunkedTopK, Float16, Int8, PerTensor, RandomK, TopK
+from tests.support.client_fakes import Break, Setup, leave
+from tests.support.host_arrays import HostArray, HostArrays
+from tests.support.host_device import needs_compiler
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), needs_compiler]
 

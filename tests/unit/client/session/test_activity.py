@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
-from client_fakes import Break, Setup, gradient, waits_for
 
 import psdist
 from psdist import errors
@@ -23,6 +22,7 @@ from psdist.client.session.cluster_view import ClusterView
 from psdist.client.session.group_calls import GroupCalls
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import status
+from tests.support.client_fakes import Break, Setup, gradient, waits_for
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

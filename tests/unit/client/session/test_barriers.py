@@ -11,11 +11,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from client_fakes import FakeScheduler, waits_for
 
 import psdist
 from psdist import errors
 from psdist.client.session import barriers
+from tests.support.client_fakes import FakeScheduler, waits_for
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

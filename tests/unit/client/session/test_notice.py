@@ -8,10 +8,10 @@ import logging
 
 import numpy as np
 import pytest
-from client_fakes import Setup, flat, gradient
 
 import psdist
 from psdist import errors
+from tests.support.client_fakes import Setup, flat, gradient
 from tests.unit.client.session.test_snapshots import roll_back
 
 NOTICE = "'p' resumes from snapshot 000000000007-1-1-abcdef with other settings: lr 0.1 -> 0.5"

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from client_fakes import FakeScheduler, waits_for
 
 import psdist
 from psdist import errors
 from psdist.client.session.registration import Registration
 from psdist.v1 import scheduler_pb2 as pb
+from tests.support.client_fakes import FakeScheduler, waits_for
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -13,11 +13,11 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 import pytest_asyncio
-from client_fakes import ELEMENTS, Break, FakeScheduler, FakeServer, Setup, flat, gradient, waits_for
 
 import psdist
 from psdist import errors
 from psdist.v1 import scheduler_pb2 as pb
+from tests.support.client_fakes import ELEMENTS, Break, FakeScheduler, FakeServer, Setup, flat, gradient, waits_for
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -8,7 +8,6 @@ import socket
 from pathlib import Path
 
 import pytest
-from client_fakes import FakeScheduler
 
 import psdist
 from psdist import errors
@@ -16,6 +15,7 @@ from psdist.client.process import loop
 from psdist.client.session.activity import Activities
 from psdist.security.credentials import Credentials
 from psdist.wire import limits
+from tests.support.client_fakes import FakeScheduler
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

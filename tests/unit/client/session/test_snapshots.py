@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
-from client_fakes import ELEMENTS, Break, Setup, flat, gradient, waits_for
 
 import psdist
 from psdist import errors
@@ -22,6 +21,7 @@ from psdist.client.session.worker_state import OWN
 from psdist.consistency import ASP, BSP
 from psdist.data.batch_position import BATCHES
 from psdist.v1 import scheduler_pb2 as pb
+from tests.support.client_fakes import ELEMENTS, Break, Setup, flat, gradient, waits_for
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 MARK, END = {"mark": pb.SnapshotCommand.Mark()}, {"end": pb.SnapshotCommand.End()}

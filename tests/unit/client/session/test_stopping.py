@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from client_fakes import Break, Setup, flat, gradient
 
 import psdist
 from psdist.client.core.push_sequence import PushSequence
@@ -19,6 +18,7 @@ from psdist.client.session import stopping
 from psdist.client.session.iterations import Iterations
 from psdist.client.session.stopping import Stopping
 from psdist.v1 import scheduler_pb2 as pb
+from tests.support.client_fakes import Break, Setup, flat, gradient
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

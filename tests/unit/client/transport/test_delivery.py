@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 import pytest_asyncio
-from client_fakes import Break, FakeScheduler, FakeServer
 
 import psdist
 from psdist import errors
 from psdist.client.transport import delivery
 from psdist.wire import limits
+from tests.support.client_fakes import Break, FakeScheduler, FakeServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 ELEMENTS = 22  # six slices of four elements, the last of two

@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import grpc.aio
 import pytest
-from silent_port import ports_by_stage
 
 from psdist.client.core.routing import Route
 from psdist.client.session.cluster_view import ClusterView
@@ -25,6 +24,7 @@ from psdist.optim import SGD
 from psdist.security.credentials import Credentials
 from psdist.types import ClusterMap, ParametersEntry, ParametersSpec, Replica, ServerEntry, Shard
 from psdist.v1 import server_pb2 as pb
+from tests.support.silent_port import ports_by_stage
 
 SERVER = Replica("server-0", 1)
 ENTRY = ParametersEntry(ParametersSpec("p", SGD(), BSP(), slice_elements=4096), 4096, (Shard(SERVER, 1),), ())

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from device_encoders import BothEncoders, on_device
-from host_device import HostDevice, needs_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -16,6 +14,8 @@ from psdist.compression.device.tables import SegmentRange, table
 from psdist.compression.regions import Region
 from psdist.errors import NonFiniteGradientError
 from psdist.types import Layout, TensorSpec
+from tests.support.device_encoders import BothEncoders, on_device
+from tests.support.host_device import HostDevice, needs_compiler
 
 pytestmark = needs_compiler
 Floats = NDArray[np.float32]

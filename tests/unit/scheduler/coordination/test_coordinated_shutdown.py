@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from scheduler_driver import Driver, caller
-from snapshot_driver import SnapshotDriver
 
 from psdist.consistency import ASP, BSP, Consistency
 from psdist.errors import SnapshotFailedError
@@ -17,6 +15,8 @@ from psdist_scheduler.events import snapshot_events as sn
 from psdist_scheduler.events.cluster_state import Member
 from psdist_scheduler.events.worker_events import AlignCommand, AlignReported, StopCommand, StopReported
 from psdist_scheduler.placement.alignment import RETRY_SECONDS
+from tests.support.scheduler_driver import Driver, caller
+from tests.support.snapshot_driver import SnapshotDriver
 
 
 class Run(SnapshotDriver):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from scheduler_driver import Driver
 
 from psdist.consistency import ASP, BSP, SSP, Consistency
 from psdist.types import Replica
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import worker_events as we
 from psdist_scheduler.events.cluster_state import Member
+from tests.support.scheduler_driver import Driver
 
 LEASE = 10.0
 REASON = "no route"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from scheduler_driver import Driver
 
 from psdist import errors
 from psdist.wire.limits import PROTOCOL_VERSION
@@ -13,6 +12,7 @@ from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.cluster_state import ClusterSettings
 from psdist_scheduler.events.worker_events import Caller
 from psdist_scheduler.members import admission
+from tests.support.scheduler_driver import Driver
 
 
 def test_workers_that_register_together_share_an_epoch() -> None:

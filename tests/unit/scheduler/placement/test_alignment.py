@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from scheduler_driver import Driver, caller
 
 from psdist.consistency import ASP, BSP
 from psdist.optim import SGD
@@ -14,6 +13,7 @@ from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.cluster_state import Member
 from psdist_scheduler.events.worker_events import AlignCommand, AlignReported, ResumePush
 from psdist_scheduler.placement.alignment import Alignment
+from tests.support.scheduler_driver import Driver, caller
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_driver import Driver, caller
 
 from psdist import ASP, BSP, SSP
 from psdist.consistency import Consistency
@@ -12,6 +11,7 @@ from psdist.wire.limits import DEPARTED_MAX
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import worker_events as we
 from psdist_scheduler.events.cluster_state import Member
+from tests.support.scheduler_driver import Driver, caller
 
 Started = tuple[Driver, list[Member], list[int], list[int]]
 

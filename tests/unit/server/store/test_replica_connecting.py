@@ -15,7 +15,6 @@ from typing import Any, cast
 import grpc.aio
 import pytest
 import uvloop
-from silent_port import ports_by_stage
 
 from psdist.link import dialing, fd_passing
 from psdist.security.credentials import Credentials
@@ -25,6 +24,7 @@ from psdist.wire import frames
 from psdist.wire.shm import GradientArena
 from psdist_server.store.replica_memory import UpdateMemory
 from psdist_server.store.stream_to_replica import StreamPrimary, StreamToReplica
+from tests.support.silent_port import ports_by_stage
 
 OTHER = Replica("server-1", 1)
 LOOPS: list[Callable[[], asyncio.AbstractEventLoop]] = [asyncio.new_event_loop, uvloop.new_event_loop]

@@ -9,7 +9,6 @@ from random import Random
 from typing import Any, cast
 
 import pytest
-from replica import FakeReplica
 
 from psdist import BSP, optim
 from psdist.errors import LimitExceededError, PsdistError, StaleEpochError, StaleTermError
@@ -21,6 +20,7 @@ from psdist_server.kernels.arrays import DenseParameters
 from psdist_server.store.global_norm import NormBoard
 from psdist_server.store.replicator import ReplicaReport, Replicator
 from psdist_server.store.slice_contents import SliceContents
+from tests.support.replica import FakeReplica
 
 P, B, C = Replica("server-0", 1), Replica("server-1", 1), Replica("server-2", 1)
 SPEC = ParametersSpec("p", optim.SGD(lr=1.0), BSP(), slice_elements=4096)

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
-from replica import FakeReplica
 
 from psdist.security.credentials import Credentials
 from psdist.types import Replica, Shard, Slicing
@@ -17,6 +16,7 @@ from psdist.v1 import server_pb2 as pb
 from psdist_server.core.replication import PrimaryReplication, ReplicaState
 from psdist_server.store.replica_memory import UpdateMemory
 from psdist_server.store.stream_to_replica import Machine, StreamPrimary, StreamToReplica
+from tests.support.replica import FakeReplica
 
 ME, OTHER = Replica("server-0", 1), Replica("server-1", 1)
 
