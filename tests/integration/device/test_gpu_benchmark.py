@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu, gpu_codecs, gpu_runs
+from benchmarks import gpu, gpu_codecs, gpu_runs, gpu_updates
 from psdist.compression import Int8
 from psdist.compression.device.memory import DeviceVector
 from tests.support.host_device import HostDevice, needs_compiler
@@ -30,11 +30,11 @@ def test_every_case_has_rows_and_every_target_a_line(
     results = json.loads(out.read_text())
     assert {row["case"] for row in results["rows"]} == set(gpu.CASES)
     exact = [row for row in results["rows"] if row["case"] == "exact"]
-    assert len(exact) == 13 and all(row["identical"] and row["relative"] == 0 for row in exact)
+    assert len(exact) == len(gpu_updates.EXACT) and all(row["identical"] and row["relative"] == 0 for row in exact)
     (run,) = (row for row in results["rows"] if row["case"] == "run" and row["what"] == "difference")
     assert run["identical"] and run["step_ratio"] > 0
     lines = {(line["case"], line["target"]): line["met"] for line in results["targets"]}
-    assert len(lines) == len(results["targets"]) == 2 + 3 + 13 + 1 + 1
+    assert len(lines) == len(results["targets"]) == 2 + 3 + len(exact) + 1 + 1
     assert lines["fused Adam", "no slower than torch's"] is None
     assert lines["BSP, 2 servers, 2 workers", "1e-06 relative"] is True
     # The bandwidth of a processor that plays a device means nothing: only the presence of its line counts.
