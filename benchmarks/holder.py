@@ -22,7 +22,7 @@ import psdist
 from benchmarks import turns
 from psdist.client.session.registration import SchedulerTarget
 from psdist.client.session.scheduler_session import WorkerSession
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 from psdist.settings.config import await_address
 
 JOIN_SECONDS = 600.0

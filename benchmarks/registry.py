@@ -20,7 +20,7 @@ from typing import Final
 
 from benchmarks.contenders import DIRECTORY, PEER_VENVS, Contender, module
 from benchmarks.turns import Settings
-from psdist.security.authority import issue, make_authority
+from psdist.security.certificates import issue, make_authority
 from psdist.security.roles import Role
 
 #: Packages of each environment.
@@ -31,7 +31,7 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
 }
 #: Files of a TLS identity, and the roles that need one.
 _TLS: Final = ("ca", "cert", "key")
-_TLS_ROLES: Final[tuple[Role, ...]] = ("server", "worker")
+_TLS_ROLES: Final = (Role.SERVER, Role.WORKER)
 #: Environment of each peer.
 ENVIRONMENTS: Mapping[str, str] = {
     "ray": "ray", "ray_dataflow": "ray", "tensorflow": "tensorflow", "flight": "flight",

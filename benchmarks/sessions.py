@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from benchmarks.contenders import DIRECTORY, Contender, Running, module
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 from psdist.settings.config import await_address
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire.scheduler_client import scheduler_at

@@ -2,7 +2,7 @@
 
     python -m tests.right_reference
 
-``tests/unit/rights/test_right_reference.py`` compares the page with this table, and
+``tests/unit/security/test_right_reference.py`` compares the page with this table, and
 ``tests/integration/wire/test_rights.py`` compares live processes with it.
 """
 
@@ -11,8 +11,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from psdist.rights import roles
-from psdist.rights.roles import RIGHTS, TOKEN_ROLES
+from psdist.security import roles
+from psdist.security.roles import RIGHTS, TOKEN_ROLES
 
 PAGE: Final = Path(__file__).resolve().parent.parent / "docs" / "roles.md"
 START: Final = "<!-- rights: python -m tests.right_reference -->\n"

@@ -20,7 +20,7 @@ import grpc
 import grpc.aio
 
 from benchmarks import turns
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 
 MESSAGE_BYTES = 1 << 20
 STREAM, UNARY = "Echo", "Answer"

@@ -28,9 +28,7 @@ from psdist.chaos.workload import WorkloadSettings
 from psdist.errors import InternalError, SchedulerUnreachableError
 from psdist.launcher.plan import SchedulerAddress, ServicesPlan, ServicesSettings
 from psdist.launcher.process import ReaperProcess, free_port
-from psdist.security.credentials import Credentials
-from psdist.security.roles import Role
-from psdist.security.tls import TlsFiles
+from psdist.security.tls import Credentials, TlsFiles
 from psdist.settings.config import TLS_VARIABLES, TransportName, parse_address, read_address
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
 from psdist.wire import auth, limits
@@ -74,7 +72,7 @@ class ChaosClusterSettings:
     transport: TransportName = "auto"
     certificates: Path | None = None
 
-    def tls(self, role: Role) -> TlsFiles | None:
+    def tls(self, role: str) -> TlsFiles | None:
         """Return the identity of a role."""
         if (place := self.certificates) is None:
             return None
@@ -224,7 +222,7 @@ class ChaosCluster:
         """Return the variables of a worker, whose script takes no flags."""
         return dict(zip(TLS_VARIABLES, self._tls_words("worker")[1::2], strict=False))
 
-    def _tls_words(self, role: Role) -> tuple[str, ...]:
+    def _tls_words(self, role: str) -> tuple[str, ...]:
         if (tls := self.settings.tls(role)) is None:
             return ()
         return ("--tls-ca", str(tls.ca), "--tls-cert", str(tls.cert), "--tls-key", str(tls.key))

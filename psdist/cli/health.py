@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from psdist.errors import ConfigurationError
-from psdist.security.credentials import Credentials
 from psdist.security.handshake import explain
-from psdist.security.tls import TlsFiles
+from psdist.security.tls import Credentials, TlsFiles
 from psdist.settings import exit_codes
 from psdist.settings.config import TLS_VARIABLES, make_tls, parse_address
 

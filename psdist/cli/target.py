@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from psdist.errors import InvalidArgumentError, PsdistError, SchedulerUnreachableError
 from psdist.launcher.run_record import RunRecord, RunRegistry, records_directory
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 from psdist.settings import exit_codes
 from psdist.settings.config import find_scheduler, find_token, given_credentials, read_address
 from psdist.settings.flags import Flag, seconds

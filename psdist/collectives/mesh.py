@@ -37,8 +37,8 @@ from psdist.link import process_state
 from psdist.link.frame_connection import FrameConnection
 from psdist.link.peer_link import PeerLink
 from psdist.link.peers import PeerListener, check_hello
-from psdist.rights.tokens import Audience, present
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
+from psdist.security.tokens import Audience, present
 from psdist.types import WorkerEntry
 from psdist.v1 import common_pb2, scheduler_pb2
 from psdist.v1 import worker_pb2 as pb

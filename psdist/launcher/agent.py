@@ -36,7 +36,7 @@ from psdist.launcher.rendezvous import Place, RankRequest
 from psdist.launcher.run_record import DIRECTORY_PREFIX
 from psdist.launcher.runner import ProcessPlan, Runner
 from psdist.launcher.shutdown import RunPolicy
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 from psdist.settings import exit_codes, preflight, signals
 from psdist.settings.config import await_address, find_token, make_tls, parse_address
 from psdist.settings.declarations import torchrun_setting

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from psdist.security.credentials import Credentials
+    from psdist.security.tls import Credentials
     from psdist.v1 import scheduler_pb2
 
 #: Time between two lines on the progress.

@@ -44,7 +44,7 @@ from psdist.launcher.scale_watch import ScaleRequest
 from psdist.launcher.shutdown import RunPolicy
 from psdist.link import fd_passing
 from psdist.monitoring.dashboard_link import dashboard_link, listen, require_dashboard, view_key
-from psdist.rights.tokens import require_root
+from psdist.security.tokens import require_root
 from psdist.settings import exit_codes, preflight, signals
 from psdist.settings.config import find_token, parse_address, read_address
 from psdist.settings.declarations import setting

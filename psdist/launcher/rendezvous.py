@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from psdist.security.credentials import Credentials
+    from psdist.security.tls import Credentials
 
 _RETRY_SECONDS: Final = 0.25
 #: Interval of notices while the scheduler does not answer.

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from psdist.security.credentials import Credentials
+    from psdist.security.tls import Credentials
 
 _RETRY_SECONDS: Final = 0.25
 

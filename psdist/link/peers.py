@@ -27,10 +27,10 @@ from psdist.errors import (
 )
 from psdist.link.frame_connection import FrameConnection, MessageReceiver, certificate_names
 from psdist.link.listening import Listener
-from psdist.rights import roles
-from psdist.rights.roles import Role
-from psdist.rights.tokens import Audience, Verifier
-from psdist.security.credentials import Credentials
+from psdist.security import roles
+from psdist.security.roles import Role
+from psdist.security.tls import Credentials
+from psdist.security.tokens import Audience, Verifier
 from psdist.v1 import worker_pb2 as pb
 from psdist.wire import auth, limits
 

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 from psdist.monitoring.catalog import SECONDS_BOUNDS, Role
 from psdist.monitoring.http_server import MetricsServer, Page
 from psdist.monitoring.readings import Histogram, Readings
-from psdist.rights.tokens import Audience, Verifier
+from psdist.security.tokens import Audience, Verifier
 from psdist.settings.config import MetricsEndpoint
 from psdist.version import __version__
 from psdist.wire import limits

@@ -25,8 +25,8 @@ from typing import Any
 
 from psdist import addresses
 from psdist.errors import ConfigurationError, InsecureBindError, PermissionDeniedError, UnauthenticatedError
-from psdist.rights import roles
-from psdist.rights.tokens import Verifier
+from psdist.security import roles
+from psdist.security.tokens import Verifier
 from psdist.wire import limits
 
 logger = logging.getLogger("psdist.metrics")

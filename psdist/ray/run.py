@@ -16,7 +16,7 @@ from typing import Any, Final
 from psdist.addresses import free_port
 from psdist.errors import ConfigurationError, LaunchFailedError
 from psdist.ray.settings import RaySettings
-from psdist.rights.tokens import require_root
+from psdist.security.tokens import require_root
 from psdist.settings.exit_codes import OK
 
 try:

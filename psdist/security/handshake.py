@@ -14,9 +14,8 @@ from typing import Final
 
 from psdist import addresses
 from psdist.errors import TlsHandshakeError
-from psdist.security.credentials import Credentials
 from psdist.security.roles import service_name
-from psdist.security.tls import TlsFiles, utc
+from psdist.security.tls import Credentials, TlsFiles, utc
 
 #: Time for the connection and the handshake.
 _SECONDS: Final = 1.0

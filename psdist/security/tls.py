@@ -1,5 +1,6 @@
-"""TLS identity of a process: the files of a CA, a certificate and its key, and what gRPC and TCP connections need of
-them.
+"""Credentials of a process, for its connections in both directions: the run's token, and a TLS identity.
+
+The identity is the files of a CA, a certificate and its key, with what gRPC and TCP connections need of them.
 
 Both sides of every connection show a certificate. The dialing side also compares the host that it dialed with the names
 and addresses (SANs) in the certificate of the other. If it dials a scheduler or server it looks for the host's service
@@ -10,6 +11,8 @@ The files are read again once they change, so that certificates are replaced wit
 new identity, and open connections stay open. An operator replaces three files one after the other; until they fit
 together, the identity that was read before stays in use. "Fit together" means that a handshake of the process with
 itself, in memory, succeeds. So a process never begins to use an identity that all its peers would refuse.
+
+gRPC is imported only by processes that use it.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from psdist.errors import ConfigurationError
+from psdist import addresses
+from psdist.errors import ConfigurationError, InsecureBindError, InsecureConnectError
 from psdist.security.roles import DOMAIN, service_name
 
 if TYPE_CHECKING:
@@ -200,6 +204,52 @@ def _file_stamp(path: FilePath) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """Proof of membership in a run, for both directions.
+
+    token: the run's; empty without one.
+    tls: identity for mutual TLS; None for plaintext.
+    insecure: True permits plaintext beyond loopback, in both directions.
+    """
+
+    token: str = field(default="", repr=False)
+    tls: TlsFiles | None = None
+    insecure: bool = False
+
+    def certificate_not_after(self) -> float:
+        """Return the end of the certificate's validity, in seconds since 1970; 0 without TLS. See ``TlsFiles``."""
+        return 0.0 if self.tls is None else self.tls.not_after()
+
+    def require_private(self, host: str, use: str) -> None:
+        """Raise InsecureBindError for a host beyond loopback, unless TLS protects it or ``insecure`` permits it.
+
+        use: the beginning of the error: "--host 0.0.0.0 listens".
+        """
+        if self.tls is None and not self.insecure and not addresses.is_loopback(host):
+            raise InsecureBindError(
+                f"{use} beyond this machine without encryption: set --tls-ca, --tls-cert and --tls-key (see "
+                "docs/secure.md), or bind 127.0.0.1, or pass --insecure on a private network",
+                host=host,
+            )
+
+    def require_private_route(self, places: str) -> None:
+        """Raise InsecureConnectError if the token would be sent to another machine without encryption, unless
+        ``insecure`` permits it.
+
+        places: HOST:PORT to dial, several divided by commas; empty if it is not known yet.
+        """
+        if not places or not self.token or self.tls is not None or self.insecure:
+            return
+        for place in addresses.split_addresses(places):
+            if not addresses.is_loopback(addresses.parse_address(place)[0]):
+                raise InsecureConnectError(
+                    f"the token would be sent to {place} without encryption: set --tls-ca, --tls-cert and --tls-key "
+                    "(see docs/secure.md), or pass --insecure (PSDIST_INSECURE=1) on a private network",
+                    address=place,
+                )
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------

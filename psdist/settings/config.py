@@ -32,8 +32,7 @@ from psdist.addresses import is_loopback as is_loopback
 from psdist.addresses import literal, loopback, split_addresses
 from psdist.addresses import parse_address as parse_address
 from psdist.errors import ConfigurationError, InvalidArgumentError, SchedulerUnreachableError
-from psdist.security.credentials import Credentials
-from psdist.security.tls import TlsFiles
+from psdist.security.tls import Credentials, TlsFiles
 from psdist.settings.flags import is_switched_on
 from psdist.settings.other_launchers import find_task
 from psdist.settings.preflight import require_working_directory
@@ -66,7 +65,7 @@ class MetricsEndpoint:
 
     port: 0 takes a free one.
     token: the process's; empty without one.
-    key: checks readers, if ``token`` is of a role (``psdist.rights.tokens``).
+    key: checks readers, if ``token`` is of a role (``psdist.security.tokens``).
     """
 
     host: str

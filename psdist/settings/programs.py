@@ -16,8 +16,8 @@ from typing import Any, Final, get_args
 
 from psdist.addresses import loopback
 from psdist.errors import ConfigurationError, InsecureBindError, InsecureConnectError, InvalidArgumentError
-from psdist.rights.tokens import require_root
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
+from psdist.security.tokens import require_root
 from psdist.settings import exit_codes, preflight
 from psdist.settings.config import (
     START_TIMEOUT_SECONDS,

@@ -1,5 +1,5 @@
 """Authentication and authorization of calls: the caller's token, sent in the metadata of every call, proves its role,
-and the table of ``psdist.rights.roles`` says which calls the role may make. Both are checked before the body is read.
+and the table of ``psdist.security.roles`` says which calls the role may make. Both are checked before the body is read.
 
 Refused calls are answered by a stream-shaped handler, because gRPC reads and parses the request of a unary handler
 before the handler runs. The health check is open to probes without a token; its only answer is "serving". Other methods
@@ -28,10 +28,9 @@ import grpc
 import grpc.aio
 
 from psdist.errors import LimitExceededError, PermissionDeniedError, PsdistError, UnauthenticatedError
-from psdist.rights import roles
-from psdist.rights.roles import Role
-from psdist.rights.tokens import Audience, Verifier, present
-from psdist.security.roles import ROLES, is_role_uri, parse_role_uri
+from psdist.security import roles
+from psdist.security.roles import CERTIFICATE_ROLES, Role, is_role_uri, parse_role_uri
+from psdist.security.tokens import Audience, Verifier, present
 from psdist.wire import limits, status
 from psdist.wire.backoff import LogPacer, Pacer
 
@@ -82,7 +81,7 @@ def certificate_role(names: Sequence[str], proven: Role, call: str, run_id: str)
     if (stated := parse_role_uri(uris[0])) is None:
         raise PermissionDeniedError(
             f"the certificate states {uris[0]!r:.120}, which is no role: it must be psdist://RUN/ROLE, with a ROLE of "
-            f"{', '.join(ROLES)} (psdist certs issue)"
+            f"{', '.join(CERTIFICATE_ROLES)} (psdist certs issue)"
         )
     run, role = stated[0], Role(stated[1])
     if run not in ("", run_id):

@@ -22,9 +22,8 @@ import grpc.aio
 
 from psdist import addresses
 from psdist.errors import ConfigurationError
-from psdist.rights.tokens import Audience, Verifier
-from psdist.security.credentials import Credentials
-from psdist.security.tls import TlsIdentity
+from psdist.security.tls import Credentials, TlsIdentity
+from psdist.security.tokens import Audience, Verifier
 from psdist.wire import limits
 from psdist.wire.auth import RightsInterceptor
 from psdist.wire.renewed_channel import RenewedChannel

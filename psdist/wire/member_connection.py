@@ -24,9 +24,9 @@ from psdist.errors import (
     ServerUnreachableError,
     WaitTimeoutError,
 )
-from psdist.rights.tokens import Verifier
 from psdist.security import handshake
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
+from psdist.security.tokens import Verifier
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import scheduler_pb2_grpc
 from psdist.wire import auth, channels, limits, status

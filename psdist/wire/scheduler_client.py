@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, Final
 
 from psdist.addresses import split_addresses
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 from psdist.v1 import scheduler_pb2_grpc
 from psdist.wire import auth, limits
 from psdist.wire.channels import open_channel

@@ -18,9 +18,9 @@ import grpc.aio
 
 import psdist
 from psdist.errors import InvalidArgumentError, WaitTimeoutError
-from psdist.rights import roles
-from psdist.rights.roles import Role
-from psdist.rights.tokens import Audience, audience_key
+from psdist.security import roles
+from psdist.security.roles import Role
+from psdist.security.tokens import Audience, audience_key
 from psdist.types import ClusterMap, Layout
 from psdist.v1 import common_pb2 as common
 from psdist.v1 import scheduler_pb2 as pb

@@ -35,7 +35,7 @@ from psdist.errors import (
     UnauthenticatedError,
 )
 from psdist.link.accepting import TcpListener
-from psdist.rights.tokens import Audience, Verifier
+from psdist.security.tokens import Audience, Verifier
 from psdist.settings import exit_codes, signals
 from psdist.settings.config import is_loopback
 from psdist.settings.programs import ServerSettings

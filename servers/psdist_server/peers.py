@@ -12,8 +12,8 @@ import grpc.aio
 import structlog
 
 from psdist.errors import PsdistError, ServerUnreachableError
-from psdist.rights.tokens import Audience
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
+from psdist.security.tokens import Audience
 from psdist.settings.config import parse_address
 from psdist.types import ClusterMap, Replica
 from psdist.v1 import server_pb2, server_pb2_grpc

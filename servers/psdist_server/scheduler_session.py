@@ -23,8 +23,8 @@ from psdist.errors import (
     ServerUnreachableError,
     WrongRunError,
 )
-from psdist.rights.tokens import Verifier
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
+from psdist.security.tokens import Verifier
 from psdist.types import ClusterMap
 from psdist.v1 import common_pb2
 from psdist.v1 import scheduler_pb2 as pb

@@ -21,7 +21,7 @@ from psdist.compression import segments
 from psdist.compression.background_compiler import LARGE_ELEMENTS, BackgroundCompiler
 from psdist.errors import NoStorageError
 from psdist.off_loop import in_thread
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 from psdist.snapshots.opening import open_storage
 from psdist.snapshots.storage import Storage
 from psdist.tracing.member import MemberTrace

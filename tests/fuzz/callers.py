@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from psdist.rights.roles import RIGHTS, TOKEN_ROLES, Role
-from psdist.rights.tokens import create
-from psdist.security.roles import ROLES
+from psdist.security.roles import CERTIFICATE_ROLES, RIGHTS, TOKEN_ROLES, Role
 from psdist.security.tls import TlsFiles
+from psdist.security.tokens import create
 from tests.support.certificates import make_ca, write_tls
 
 #: Share of the calls that are made by a caller that may make them.
@@ -44,7 +43,7 @@ class Caller:
 def write_certificates(directory: Path) -> dict[Role, TlsFiles]:
     """Write a certificate of each role, all of one CA."""
     ca = make_ca()
-    return {Role(role): write_tls(directory / role, ca, role) for role in ROLES}
+    return {Role(role): write_tls(directory / role, ca, role) for role in CERTIFICATE_ROLES}
 
 
 def every_caller(token: str, certificates: Mapping[Role, TlsFiles]) -> list[Caller]:

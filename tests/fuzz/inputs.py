@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from psdist.link.frame_connection import PREFIX
-from psdist.rights.roles import Role
+from psdist.security.roles import Role
 from psdist.v1 import server_pb2
 from tests.fuzz.guard import why_harmful
 from tests.fuzz.messages import MessageGenerator, mutate_bytes

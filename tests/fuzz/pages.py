@@ -15,8 +15,8 @@ from contextlib import suppress
 from typing import Final
 
 from psdist.monitoring.dashboard_link import view_key
-from psdist.rights.roles import TOKEN_ROLES
-from psdist.rights.tokens import create
+from psdist.security.roles import TOKEN_ROLES
+from psdist.security.tokens import create
 from tests.fuzz.inputs import HOST, OPEN_SECONDS, Input, connect, converse
 from tests.fuzz.messages import mutate_bytes
 from tests.fuzz.rpcs import FuzzFailure

@@ -22,7 +22,7 @@ import grpc.aio
 
 from psdist import errors
 from psdist.link import fd_passing
-from psdist.rights.roles import Role
+from psdist.security.roles import Role
 from psdist.v1 import common_pb2, server_pb2, worker_pb2
 from psdist.wire.shm import GradientArena
 from psdist.wire.status import DETAIL_KEY

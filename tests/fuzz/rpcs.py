@@ -28,7 +28,7 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import MethodDescriptor
 
 from psdist import errors
-from psdist.rights.roles import HEALTH_CHECK
+from psdist.security.roles import HEALTH_CHECK
 from psdist.v1 import common_pb2
 from tests.fuzz.callers import Caller, choose
 from tests.fuzz.guard import ALWAYS, why_harmful

@@ -31,11 +31,9 @@ from psdist.errors import SchedulerUnreachableError
 from psdist.launcher.plan import SchedulerAddress, ServicesPlan, ServicesSettings
 from psdist.launcher.process import Lifeline, ProcessSpec
 from psdist.monitoring.dashboard_link import listen
-from psdist.rights.roles import Role
-from psdist.rights.tokens import Audience
-from psdist.security.credentials import Credentials
-from psdist.security.roles import service_name
-from psdist.security.tls import TlsFiles
+from psdist.security.roles import Role, service_name
+from psdist.security.tls import Credentials, TlsFiles
+from psdist.security.tokens import Audience
 from psdist.settings.config import TLS_VARIABLES, await_address
 from psdist.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc, server_pb2
 from psdist.wire import auth, channels

@@ -22,7 +22,7 @@ from psdist.consistency import BSP
 from psdist.errors import InternalError, PsdistError
 from psdist.link.accepting import TcpListener
 from psdist.link.frame_connection import PREFIX, FrameConnection
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 from psdist.types import ClusterMap, ParametersEntry, ParametersSpec, Replica, ServerEntry, Shard, Slicing
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import limits

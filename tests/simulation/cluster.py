@@ -17,7 +17,7 @@ import numpy as np
 from psdist.client.async_client import AsyncClient
 from psdist.client.parameters import AsyncParameters
 from psdist.errors import DuplicateMemberError, FencedError, PsdistError, ServerLostError
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 from psdist.types import ClusterMap, ParametersEntry
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
 from psdist.wire import status

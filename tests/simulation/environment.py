@@ -29,7 +29,7 @@ import psdist_server.scheduler_session
 import psdist_server.service  # noqa: F401
 from psdist.link.peers import PeerListener
 from psdist.security import handshake
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 from psdist.wire import channels, convert, malloc_options, status
 from psdist.wire.followed_map import FollowedMap
 from psdist.wire.shm import WeightsArena

@@ -15,7 +15,7 @@ from typing import Any
 
 from psdist.errors import PeerUnreachableError, PsdistError
 from psdist.link.dialing import CONNECT_SECONDS
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 from psdist.v1 import worker_pb2 as pb
 from tests.simulation.environment import RunLoop, running
 from tests.simulation.loop import Node

@@ -24,7 +24,7 @@ from psdist.client.parameters import AsyncParameters
 from psdist.consistency import Consistency
 from psdist.errors import FencedError, SnapshotFailedError, StorageError
 from psdist.optim import SGD
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 from psdist.snapshots.policy import SavePolicy
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.events.cluster_events import MemberLost

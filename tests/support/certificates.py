@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from pathlib import Path
 
-from psdist.security.authority import KeyPair, issue, make_authority
+from psdist.security.certificates import KeyPair, issue, make_authority
 from psdist.security.roles import Role
 from psdist.security.tls import TlsFiles
 
@@ -20,7 +20,7 @@ def make_ca(name: str = "test CA") -> KeyPair:
 def write_tls(
     directory: Path,
     ca: KeyPair,
-    role: Role = "worker",
+    role: Role = Role.WORKER,
     *,
     run_id: str = "",
     hosts: tuple[str, ...] = (),

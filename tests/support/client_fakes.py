@@ -17,7 +17,7 @@ import numpy as np
 import psdist
 from psdist import errors
 from psdist.compression.dtypes import NUMPY_DTYPES
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 from psdist.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc, server_pb2, server_pb2_grpc
 from psdist.wire import channels, convert, status
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from psdist import optim
 from psdist.consistency import BSP, Consistency
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 from psdist.snapshots import format as layouts
 from psdist.snapshots.format import Manifest, ParametersState, ShardFile
 from psdist.snapshots.opening import open_storage

@@ -18,9 +18,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from psdist import addresses
 from psdist.cli.diagnosis.finding import Finding, fail, ok, warn
 from psdist.errors import InsecureConnectError, PermissionDeniedError, PsdistError, UnauthenticatedError
-from psdist.rights.tokens import Audience
-from psdist.security.credentials import Credentials
 from psdist.security.handshake import explain
+from psdist.security.tls import Credentials
+from psdist.security.tokens import Audience
 from psdist.v1 import scheduler_pb2
 from psdist.version import __version__
 from psdist.wire import auth, status

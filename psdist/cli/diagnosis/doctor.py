@@ -14,7 +14,7 @@ from psdist.cli.commands import show
 from psdist.cli.diagnosis.finding import STATUSES, Finding, warn, worst
 from psdist.cli.diagnosis.time_limit import Check, TimeLimit
 from psdist.cli.terminal.printable import printable
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 from psdist.settings.config import device_text, given_credentials, scheduler_text, storage_text
 from psdist.settings.flags import CommandLine, Flag, integer, seconds
 from psdist.settings.programs import CREDENTIAL_FLAGS, FORMAT_FLAG

@@ -16,7 +16,7 @@ from psdist.cli.generate.settings import GeneratedRun
 from psdist.cli.generate.template import fill, template_names
 from psdist.cli.run import SCRIPT_USAGE
 from psdist.errors import ConfigurationError
-from psdist.security.roles import DOMAIN, ROLES, SERVICE_ROLES, Role, service_name
+from psdist.security.roles import CERTIFICATE_ROLES, DOMAIN, SERVICE_ROLES, Role, service_name
 from psdist.settings.config import check_run_id
 from psdist.settings.declarations import flags_of, read, setting
 from psdist.settings.exit_codes import LATE, OK, statuses
@@ -222,7 +222,7 @@ def _values(settings: KubernetesSettings) -> dict[str, object]:
         # With two copies a node must not have two servers; otherwise they are only spread.
         "MIN_DOMAINS": f"minDomains: {settings.servers}" if settings.replicas > 1 else "",
         "WHEN_UNSATISFIABLE": "DoNotSchedule" if settings.replicas > 1 else "ScheduleAnyway",
-        **{f"{role.upper()}_DNS_NAMES": f"[{', '.join(_dns_names(role, settings))}]" for role in ROLES},
+        **{f"{role.upper()}_DNS_NAMES": f"[{', '.join(_dns_names(role, settings))}]" for role in CERTIFICATE_ROLES},
         "SCHEDULERS": ",".join(f"{host}:29600" for host in _schedulers(settings.name)),
         "SERVER_CPUS": settings.server_cpus,
         "SERVER_MEMORY": settings.server_memory,

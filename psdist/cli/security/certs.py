@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from psdist.cli.commands import Command, Group, Leaf, show
 from psdist.errors import ConfigurationError
-from psdist.security.roles import CLIENT_ROLES, ROLES, Role
+from psdist.security.roles import CERTIFICATE_ROLES, CLIENT_ROLES, Role
 from psdist.security.tls import WARN_SECONDS
 from psdist.settings.config import check_run_id
 from psdist.settings.exit_codes import FAILURE, OK, UNAVAILABLE
@@ -24,9 +24,10 @@ from psdist.settings.flags import CommandLine, Flag, integer, one_of, text
 from psdist.settings.programs import FORMAT_FLAG
 
 if TYPE_CHECKING:
-    from psdist.security.folder import CertificateInfo
+    from psdist.security.certificates import CertificateInfo
 
 _FOLDER: Final = "certs"
+_ROLES: Final = ", ".join(CERTIFICATE_ROLES)
 _CENTURY_DAYS: Final = 36_500
 _RANGE_ADDRESSES: Final = 256
 #: No variable sets these flags: PSDIST_HOST, for one, is the address that a program listens on.
@@ -64,18 +65,18 @@ def _init_line() -> CommandLine:
 
 def _init(given: Namespace, environ: Mapping[str, str]) -> int:
     _require_cryptography()
-    from psdist.security import authority, folder
+    from psdist.security import certificates
 
     now = datetime.datetime.now(datetime.UTC)
-    ca = authority.make_authority(f"psdist CA {now:%Y-%m-%d}", given.ca_days, now)
+    ca = certificates.make_authority(f"psdist CA {now:%Y-%m-%d}", given.ca_days, now)
     hosts = _hosts(given.host)
-    pairs: dict[str, authority.KeyPair] = {folder.CA_NAME: ca}
-    for role in ROLES:
+    pairs: dict[str, certificates.KeyPair] = {certificates.CA_NAME: ca}
+    for role in CERTIFICATE_ROLES:
         dialed = () if role in CLIENT_ROLES else hosts
-        pairs[role] = authority.issue(ca, role, given.run_id, dialed, given.days, now)
+        pairs[role] = certificates.issue(ca, role, given.run_id, dialed, given.days, now)
     place = _place(given)
-    folder.write(place, pairs, overwrite=given.overwrite)
-    print(f"wrote a CA and certificates of {', '.join(ROLES)} to {place}, valid for {given.days} days")
+    certificates.write(place, pairs, overwrite=given.overwrite)
+    print(f"wrote a CA and certificates of {_ROLES} to {place}, valid for {given.days} days")
     if not hosts:
         print("They are for this machine alone: name the machines of the run by --host for others to reach them")
     return OK
@@ -89,7 +90,7 @@ def _issue_line() -> CommandLine:
         "psdist certs issue",
         "Issues one more certificate of the CA in DIR, or renews one (--overwrite).",
         (
-            Flag("--role", f"role of the holder: {', '.join(ROLES)}", one_of(*ROLES), "", "ROLE", twin=False),
+            Flag("--role", f"role of the holder: {_ROLES}", one_of(*CERTIFICATE_ROLES), "", "ROLE", twin=False),
             Flag("--name", "name of the files, without .pem (default: the role)", _file_name, "", "NAME", twin=False),
             _HOST,
             _DAYS,
@@ -103,16 +104,16 @@ def _issue_line() -> CommandLine:
 
 def _issue(given: Namespace, environ: Mapping[str, str]) -> int:
     _require_cryptography()
-    from psdist.security import authority, folder
+    from psdist.security import certificates
 
     if not given.role:
-        raise ConfigurationError(f"--role is missing: name one of {', '.join(ROLES)}")
-    role: Role = given.role
+        raise ConfigurationError(f"--role is missing: name one of {_ROLES}")
+    role = Role(given.role)
     place, name = _place(given), given.name or role
-    now, ca = datetime.datetime.now(datetime.UTC), folder.read_authority(place)
-    pair = authority.issue(ca, role, given.run_id, _hosts(given.host), given.days, now)
-    folder.write(place, {name: pair}, overwrite=given.overwrite)
-    print(f"wrote {folder.certificate_file(place, name)} and its key, valid for {given.days} days")
+    now, ca = datetime.datetime.now(datetime.UTC), certificates.read_authority(place)
+    pair = certificates.issue(ca, role, given.run_id, _hosts(given.host), given.days, now)
+    certificates.write(place, {name: pair}, overwrite=given.overwrite)
+    print(f"wrote {certificates.certificate_file(place, name)} and its key, valid for {given.days} days")
     return OK
 
 
@@ -138,9 +139,9 @@ def _show_line() -> CommandLine:
 
 def _show(given: Namespace, environ: Mapping[str, str]) -> int:
     _require_cryptography()
-    from psdist.security import folder
+    from psdist.security import certificates
 
-    now, found = datetime.datetime.now(datetime.UTC), list(folder.describe(_place(given)))
+    now, found = datetime.datetime.now(datetime.UTC), list(certificates.describe(_place(given)))
     show(given.format, [_as_json(one, now) for one in found], _print)
     if not all(one.not_before <= now < one.not_after for one in found):
         return UNAVAILABLE

@@ -2,7 +2,7 @@
 
 The run's own token is read as every program reads it, never from the command line. A token that is made goes to
 standard output alone, or into a file that only this user may read. Nothing is registered anywhere: the scheduler checks
-tokens by the run's own (``psdist.rights.tokens``).
+tokens by the run's own (``psdist.security.tokens``).
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from typing import Final
 from psdist.cli.commands import Command, Group, Leaf, show
 from psdist.cli.target import choose_run
 from psdist.errors import ConfigurationError
-from psdist.rights import tokens
-from psdist.rights.roles import TOKEN_ROLES, Role
+from psdist.security import tokens
+from psdist.security.roles import TOKEN_ROLES, Role
+from psdist.security.tls import utc
 from psdist.settings.config import find_token
 from psdist.settings.exit_codes import OK
 from psdist.settings.flags import CommandLine, Flag, one_of
@@ -113,7 +114,7 @@ def _sentence(claims: tokens.Claims) -> str:
     if claims.role is Role.ALL:
         return "the run's own token, with all roles; it does not expire"
     left = claims.expiry - time.time()
-    when = f"expires {tokens.utc(claims.expiry)}" if left > 0 else f"expired {tokens.utc(claims.expiry)}"
+    when = f"expires {utc(claims.expiry)}" if left > 0 else f"expired {utc(claims.expiry)}"
     return f"a token of the role {claims.role}; {when if claims.expiry else 'it does not expire'}"
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from psdist.client.session.wait_tracker import WaitTracker
 from psdist.errors import ClosedError, DuplicateMemberError, ServerUnreachableError
 from psdist.link.peers import PeerListener
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire.backoff import Backoff
 from psdist.wire.member_connection import MemberConnection

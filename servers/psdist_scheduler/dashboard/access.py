@@ -13,9 +13,9 @@ from collections.abc import Mapping
 
 from psdist import addresses
 from psdist.errors import PermissionDeniedError, UnauthenticatedError
-from psdist.rights import roles
-from psdist.rights.roles import Role
-from psdist.rights.tokens import Audience, Verifier
+from psdist.security import roles
+from psdist.security.roles import Role
+from psdist.security.tokens import Audience, Verifier
 
 
 class Access:

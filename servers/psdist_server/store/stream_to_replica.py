@@ -24,7 +24,7 @@ from psdist.errors import (
     TcpUnavailableError,
 )
 from psdist.link.ending import ending_with
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 from psdist.types import Replica
 from psdist.v1 import common_pb2
 from psdist.v1 import server_pb2 as pb

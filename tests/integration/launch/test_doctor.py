@@ -6,7 +6,7 @@ from psdist.addresses import free_port
 from psdist.cli.diagnosis.cluster import check_cluster
 from psdist.cli.diagnosis.finding import Finding
 from psdist.launcher.embedded import EmbeddedCluster
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 from psdist.wire.channels import make_server
 
 SECONDS = 200.0

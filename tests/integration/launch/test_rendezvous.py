@@ -11,7 +11,7 @@ import pytest
 from psdist.errors import SchedulerUnreachableError
 from psdist.launcher import rendezvous
 from psdist.launcher.process import free_port
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 
 
 def test_an_absent_scheduler_is_named_while_it_is_waited_for(

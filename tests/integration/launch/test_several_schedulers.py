@@ -14,7 +14,7 @@ import pytest
 from psdist.addresses import free_port
 from psdist.launcher import agent, rendezvous, scale_watch
 from psdist.launcher.rendezvous import Place, RankRequest
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import scheduler_pb2_grpc
 

@@ -28,7 +28,7 @@ from psdist.errors import (
     WrongRunError,
 )
 from psdist.link.accepting import TcpListener
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 from psdist.v1 import common_pb2 as cpb
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import auth, channels, limits, status

@@ -12,7 +12,7 @@ import numpy as np
 import uvloop
 
 from psdist.link.accepting import TcpListener
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 from psdist.types import Identity
 from psdist.v1 import common_pb2 as cpb
 from psdist.v1 import server_pb2 as pb

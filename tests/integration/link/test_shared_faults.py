@@ -29,7 +29,7 @@ from psdist.client.transport.shm.stream import attach
 from psdist.errors import ClosedError, InvalidArgumentError, ServerLostError, SharingUnavailableError, WaitTimeoutError
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.link import fd_passing
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 from psdist.types import Slicing
 from psdist.v1 import common_pb2
 from psdist.v1 import server_pb2 as pb

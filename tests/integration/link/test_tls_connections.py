@@ -16,7 +16,7 @@ from psdist.client.transport.tcp.stream import TcpStream
 from psdist.collectives.mesh import Mesh
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.link.tls_layer import TlsLayer
-from psdist.security.authority import KeyPair
+from psdist.security.certificates import KeyPair
 from psdist.security.tls import TlsFiles
 from tests.support.certificates import make_ca, write_tls
 from tests.support.collective_run import SIZE as RANKS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from structlog.testing import capture_logs
 
 from psdist.launcher.process import free_port
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 from psdist_server.scheduler_session import ServerSession
 
 

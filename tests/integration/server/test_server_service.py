@@ -23,7 +23,7 @@ from psdist.errors import (
     UnknownParametersError,
     WrongRunError,
 )
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 from psdist.types import (
     ClusterMap,
     ParametersEntry,

@@ -16,7 +16,7 @@ from psdist.chaos.proxy import HELD, Fault, FaultProxy
 from psdist.consistency import BSP
 from psdist.errors import LimitExceededError, StaleEpochError
 from psdist.link.accepting import TcpListener
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 from psdist.types import (
     ClusterMap,
     ParametersEntry,

@@ -28,8 +28,8 @@ from psdist import errors
 from psdist.cli.main import PSDIST
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.launcher.plan import program
-from psdist.rights.roles import RIGHTS, TOKEN_ROLES, Role
-from psdist.rights.tokens import Audience, create
+from psdist.security.roles import RIGHTS, TOKEN_ROLES, Role
+from psdist.security.tokens import Audience, create
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import scheduler_pb2_grpc, server_pb2
 from psdist.wire import auth, limits, status

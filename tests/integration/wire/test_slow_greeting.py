@@ -8,7 +8,7 @@ from contextlib import suppress
 import grpc
 import grpc.aio
 
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 from psdist.wire import channels
 
 #: Longer than any pause between two attempts to connect.

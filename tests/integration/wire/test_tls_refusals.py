@@ -24,11 +24,9 @@ from psdist.errors import ConfigurationError, PermissionDeniedError, PsdistError
 from psdist.link.accepting import TcpListener
 from psdist.link.frame_connection import FrameConnection
 from psdist.link.tls_layer import TlsLayer
-from psdist.rights.roles import SCHEDULER_SERVICE
 from psdist.security import handshake, tls
-from psdist.security.credentials import Credentials
-from psdist.security.roles import service_name
-from psdist.security.tls import TlsFiles
+from psdist.security.roles import SCHEDULER_SERVICE, service_name
+from psdist.security.tls import Credentials, TlsFiles
 from psdist.settings.config import make_tls
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import channels, status

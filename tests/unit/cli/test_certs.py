@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from psdist.cli.security.certs import CERTS
-from psdist.security import authority, folder
+from psdist.security import certificates
 from psdist.security.roles import (
+    CERTIFICATE_ROLES,
     DOMAIN,
-    ROLES,
     SERVICE_ROLES,
     is_service_name,
     parse_role_uri,
@@ -50,15 +50,20 @@ def test_init_makes_what_programs_need(tmp_path: Path, capsys: pytest.CaptureFix
     assert (
         certs("init", str(place), "--host", ",".join(HOSTS[:2]), "--host", HOSTS[2], "--run-id", "r1") == exit_codes.OK
     )
-    assert {path.stem for path in place.iterdir()} == {"ca", "ca-key", *ROLES, *(f"{role}-key" for role in ROLES)}
+    assert {path.stem for path in place.iterdir()} == {
+        "ca",
+        "ca-key",
+        *CERTIFICATE_ROLES,
+        *(f"{role}-key" for role in CERTIFICATE_ROLES),
+    }
     for path in place.iterdir():
         assert stat.S_IMODE(path.stat().st_mode) == (0o600 if path.name.endswith("-key.pem") else 0o644), path
-    for role in ROLES:
+    for role in CERTIFICATE_ROLES:
         names = TlsFiles(place / "ca.pem", place / f"{role}.pem", place / f"{role}-key.pem").identity().names
         assert ("URI", f"psdist://r1/{role}") in names and ("DNS", DOMAIN) in names
         services = {name for kind, name in names if is_service_name(name)}
         assert services == (
-            set(map(service_name, (*authority.LOOPBACK_HOSTS, *HOSTS))) if role in SERVICE_ROLES else set()
+            set(map(service_name, (*certificates.LOOPBACK_HOSTS, *HOSTS))) if role in SERVICE_ROLES else set()
         ), role
     status, found = shown(capsys, place)
     assert status == exit_codes.OK and found["ca.pem"]["role"] == "ca"
@@ -88,7 +93,7 @@ def test_issue_uses_the_ca_of_the_folder(tmp_path: Path, capsys: pytest.CaptureF
     files = TlsFiles(tmp_path / "ca.pem", tmp_path / "node-2.pem", tmp_path / "node-2-key.pem")
     assert ("DNS", "node-2") in files.identity().names
     # While a CA is replaced its file holds both. The one whose key is here issues.
-    other = authority.make_authority("other", 10, NOW)
+    other = certificates.make_authority("other", 10, NOW)
     (tmp_path / "ca.pem").write_bytes(other.cert + (tmp_path / "ca.pem").read_bytes())
     assert certs("issue", str(tmp_path), "--role", "reader", "--overwrite") == exit_codes.OK
     assert shown(capsys, tmp_path)[1]["reader.pem"]["issuer"] == f"psdist CA {NOW:%Y-%m-%d}"
@@ -139,7 +144,7 @@ def test_a_failure_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     place = tmp_path / "certs"
     refused(capsys, "init", str(place), "--host", "bad host")
     assert not place.exists()
-    folder.write(place, {"a": authority.make_authority("a", 1, NOW)}, overwrite=False)
+    certificates.write(place, {"a": certificates.make_authority("a", 1, NOW)}, overwrite=False)
     assert {path.name for path in place.iterdir()} == {"a.pem", "a-key.pem"}, "no unfinished files"
 
 
@@ -147,8 +152,8 @@ def test_show_warns_of_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str
     certs("init", str(tmp_path), "--days", "6")
     status, found = shown(capsys, tmp_path)
     assert status == exit_codes.FAILURE and found["worker.pem"]["state"] == "expires soon"
-    ca = authority.make_authority("old", 3000, NOW - datetime.timedelta(days=20))
-    old = authority.issue(ca, "worker", "", (), 10, NOW - datetime.timedelta(days=20))
+    ca = certificates.make_authority("old", 3000, NOW - datetime.timedelta(days=20))
+    old = certificates.issue(ca, "worker", "", (), 10, NOW - datetime.timedelta(days=20))
     (tmp_path / "worker.pem").write_bytes(old.cert)
     status, found = shown(capsys, tmp_path / "worker.pem")
     assert status == exit_codes.UNAVAILABLE and found["worker.pem"]["state"] == "expired"

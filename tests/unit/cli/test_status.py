@@ -16,7 +16,7 @@ from psdist.cli.status_screen import Screen
 from psdist.cli.status_table import print_status
 from psdist.cli.target import SchedulerChoice
 from psdist.monitoring.run_json import status_json
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 from psdist.v1 import scheduler_pb2 as pb
 from psdist_scheduler import messages
 

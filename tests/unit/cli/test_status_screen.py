@@ -21,7 +21,7 @@ from psdist.cli.status_screen import Screen, screen_lines
 from psdist.cli.target import SchedulerChoice
 from psdist.errors import SchedulerUnreachableError
 from psdist.monitoring.run_json import status_json
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 from psdist.v1 import scheduler_pb2 as pb
 
 WIDTH, HEIGHT = 80, 24

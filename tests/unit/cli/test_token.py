@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from psdist.cli.security.token import TOKEN, lifetime
-from psdist.rights.roles import TOKEN_ROLES, Role
-from psdist.rights.tokens import Audience, Verifier, create, read
+from psdist.security.roles import TOKEN_ROLES, Role
+from psdist.security.tokens import Audience, Verifier, create, read
 
 ROOT = "root-token-of-the-test"
 ENVIRON = {"PSDIST_TOKEN": ROOT}

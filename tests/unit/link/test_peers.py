@@ -14,9 +14,9 @@ from psdist.link import listening
 from psdist.link.frame_connection import FrameConnection, MessageReceiver
 from psdist.link.peer_link import ARENA, PeerLink, SharedPlaces
 from psdist.link.peers import PeerListener, check_hello
-from psdist.rights.roles import Role
-from psdist.rights.tokens import Audience, audience_key, create, present
-from psdist.security.credentials import Credentials
+from psdist.security.roles import Role
+from psdist.security.tls import Credentials
+from psdist.security.tokens import Audience, audience_key, create, present
 from psdist.v1 import worker_pb2 as pb
 from psdist.v1.common_pb2 import WorkerEntry
 from psdist.wire import limits

@@ -20,7 +20,7 @@ from psdist.errors import ClosedError, PsdistError, TcpUnavailableError
 from psdist.link.dialing import connect
 from psdist.link.frame_connection import FrameConnection
 from psdist.link.tls_layer import TlsLayer
-from psdist.security.authority import KeyPair
+from psdist.security.certificates import KeyPair
 from psdist.security.tls import TlsFiles
 from psdist.wire import limits
 from tests.support.certificates import NOW, make_ca, write_tls

@@ -22,10 +22,9 @@ from psdist.link.dialing import Link
 from psdist.link.frame_connection import FrameConnection, MessageReceiver
 from psdist.link.peer_link import PeerLink
 from psdist.link.peers import PeerListener
-from psdist.security.authority import KeyPair
-from psdist.security.credentials import Credentials
+from psdist.security.certificates import KeyPair
 from psdist.security.roles import Role
-from psdist.security.tls import TlsFiles
+from psdist.security.tls import Credentials, TlsFiles
 from psdist.v1 import server_pb2, worker_pb2
 from psdist.v1.common_pb2 import WorkerEntry
 from psdist.wire.backoff import FailureLimit, LogPacer

@@ -11,7 +11,7 @@ from psdist.cli.diagnosis import explain as command
 from psdist.cli.target import SchedulerChoice
 from psdist.errors import WaitTimeoutError
 from psdist.monitoring.explanation import Explanation, Pending, _remaining_link, explain
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 
 
 def period(

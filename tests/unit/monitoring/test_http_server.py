@@ -13,8 +13,8 @@ import pytest
 from psdist.errors import ConfigurationError, InsecureBindError
 from psdist.monitoring import http_server
 from psdist.monitoring.http_server import MetricsServer, Page
-from psdist.rights.roles import Role
-from psdist.rights.tokens import Audience, Verifier, audience_key, create
+from psdist.security.roles import Role
+from psdist.security.tokens import Audience, Verifier, audience_key, create
 from psdist.wire import limits
 
 OPEN = Verifier("", Audience.WORKER)

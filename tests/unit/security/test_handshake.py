@@ -14,11 +14,10 @@ import grpc.aio
 import pytest
 
 from psdist.errors import TlsHandshakeError
-from psdist.security import authority
-from psdist.security.credentials import Credentials
+from psdist.security import certificates
 from psdist.security.handshake import explain
 from psdist.security.roles import Role
-from psdist.security.tls import TlsFiles
+from psdist.security.tls import Credentials, TlsFiles
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import channels
 from psdist.wire.member_connection import MemberConnection
@@ -131,7 +130,7 @@ async def test_certificate_of_a_caller_does_not_serve(tmp_path: Path, role: Role
 async def test_certificates_without_service_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str) -> None:
     """Those made by earlier releases trust each other, and are refused by whoever has a newer one."""
     newer = Credentials(tls=write_tls(tmp_path / "new", CA))
-    monkeypatch.setattr(authority, "_role_names", lambda role, hosts: ())
+    monkeypatch.setattr(certificates, "_role_names", lambda role, hosts: ())
     old, old_server = (write_tls(tmp_path / role, CA, role) for role in ("worker", "server"))
     async with serving(Credentials(tls=old_server)) as address:
         place = address.replace("127.0.0.1", host)

@@ -13,7 +13,7 @@ import grpc.aio
 import pytest
 
 from psdist.addresses import free_port
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire.member_connection import MemberConnection
 from psdist_server.scheduler_session import ServerSession

@@ -11,7 +11,7 @@ import pytest
 
 from psdist import SSP, optim
 from psdist.errors import FencedError, InvalidArgumentError, StaleEpochError
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 from psdist.types import (
     ClusterMap,
     Identity,

@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 
 from psdist import errors
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
 from psdist.wire import auth, channels, limits, status
 from tests.support.client_fakes import FakeScheduler

@@ -15,7 +15,7 @@ import pytest_asyncio
 from psdist import errors
 from psdist.consistency import BSP
 from psdist.optim import SGD
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 from psdist.types import ParametersSpec
 from psdist.v1 import common_pb2
 from psdist.v1 import scheduler_pb2 as pb

@@ -13,7 +13,7 @@ import pytest
 
 from psdist import addresses
 from psdist.errors import PsdistError, ServerUnreachableError
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import scheduler_pb2_grpc
 from psdist.wire import channels

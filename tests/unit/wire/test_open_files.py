@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 from psdist.wire import channels, limits
 
 

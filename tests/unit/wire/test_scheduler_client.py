@@ -7,7 +7,7 @@ import socket
 import grpc
 import pytest
 
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 from psdist.v1 import scheduler_pb2
 from psdist.wire.scheduler_client import scheduler_at
 

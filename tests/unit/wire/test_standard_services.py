@@ -10,7 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from psdist.errors import InvalidArgumentError
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 from psdist.v1 import scheduler_pb2
 from psdist.wire import channels, status
 from psdist.wire.standard_services import LIVE, READY, add_standard_services

@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 from psdist.v1 import server_pb2
 from psdist.wire import auth, channels, limits, strangers
 from psdist.wire.rpc_handlers import service_handler

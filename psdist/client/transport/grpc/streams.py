@@ -22,10 +22,9 @@ from psdist.client.transport.grpc.write_queue import WriteQueue
 from psdist.client.transport.requests import Request
 from psdist.client.transport.transport import ServerLoss, Transport, attempt_error
 from psdist.errors import ClosedError, ServerUnreachableError, copy_error
-from psdist.rights import roles
-from psdist.rights.tokens import Audience
-from psdist.security import handshake
-from psdist.security.credentials import Credentials
+from psdist.security import handshake, roles
+from psdist.security.tls import Credentials
+from psdist.security.tokens import Audience
 from psdist.wire import auth, channels, limits, status
 
 #: Text of grpc.aio, instead of the server's status, for a write after the server ended the stream (grpc issue 36066).

@@ -21,7 +21,7 @@ from psdist.client.transport.tcp.connecting import TcpTransport
 from psdist.consistency import BSP
 from psdist.link import dialing, fd_passing
 from psdist.optim import SGD
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 from psdist.types import ClusterMap, ParametersEntry, ParametersSpec, Replica, ServerEntry, Shard
 from psdist.v1 import server_pb2 as pb
 from tests.support.silent_port import ports_by_stage

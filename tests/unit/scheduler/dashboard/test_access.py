@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from psdist.monitoring.dashboard_link import dashboard_link, view_key
-from psdist.rights.roles import Role
-from psdist.rights.tokens import create
+from psdist.security.roles import Role
+from psdist.security.tokens import create
 from psdist_scheduler.dashboard.access import Access
 
 KEY = view_key("secret", "run")
@@ -36,7 +36,7 @@ def test_token_and_key_are_exchanged_for_a_cookie(secret: str) -> None:
 def test_a_reader_reads_until_its_token_expires(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that the cookie holds the token and not the key, which never expires."""
     access, now = Access("secret", KEY, 80), 1000.0
-    monkeypatch.setattr("psdist.rights.tokens.time.time", lambda: now)
+    monkeypatch.setattr("psdist.security.tokens.time.time", lambda: now)
     token = create("secret", Role.READER, 2000)
     cookie = access.set_cookie(f"Bearer {token}")
     assert cookie is not None and KEY not in cookie

@@ -17,7 +17,7 @@ import pytest
 import uvloop
 
 from psdist.link import dialing, fd_passing
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 from psdist.types import Replica, Slicing
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import frames

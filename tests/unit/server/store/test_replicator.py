@@ -12,7 +12,7 @@ import pytest
 
 from psdist import BSP, optim
 from psdist.errors import LimitExceededError, PsdistError, StaleEpochError, StaleTermError
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import status

@@ -10,7 +10,7 @@ from typing import cast
 
 import pytest
 
-from psdist.security.credentials import Credentials
+from psdist.security.tls import Credentials
 from psdist.types import Replica, Shard, Slicing
 from psdist.v1 import server_pb2 as pb
 from psdist_server.core.replication import PrimaryReplication, ReplicaState

@@ -11,10 +11,10 @@ import pytest
 
 from psdist.client.transport.grpc.streams import GrpcTransport
 from psdist.errors import ServerUnreachableError, TlsHandshakeError
-from psdist.rights import tokens
-from psdist.rights.roles import Role
-from psdist.rights.tokens import Audience, Verifier
-from psdist.security.credentials import Credentials
+from psdist.security import tokens
+from psdist.security.roles import Role
+from psdist.security.tls import Credentials
+from psdist.security.tokens import Audience, Verifier
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import channels
 from psdist.wire.standard_services import add_standard_services

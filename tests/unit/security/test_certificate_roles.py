@@ -14,12 +14,10 @@ import grpc.aio
 import pytest
 
 from psdist.errors import PermissionDeniedError
-from psdist.rights.roles import RIGHTS, SCHEDULER_SERVICE, Role
-from psdist.rights.tokens import create
-from psdist.security.authority import KeyPair, make_authority
-from psdist.security.credentials import Credentials
-from psdist.security.roles import ROLES
-from psdist.security.tls import TlsFiles
+from psdist.security.certificates import KeyPair, make_authority
+from psdist.security.roles import CERTIFICATE_ROLES, RIGHTS, SCHEDULER_SERVICE, Role
+from psdist.security.tls import Credentials, TlsFiles
+from psdist.security.tokens import create
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import auth, channels, status
 from psdist.wire.rpc_handlers import service_handler
@@ -76,7 +74,7 @@ async def serving(files: TlsFiles, token: str = "") -> AsyncIterator[Served]:
         await server.stop(0)
 
 
-@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("role", CERTIFICATE_ROLES)
 async def test_every_call_is_allowed_or_denied_by_the_certificate(tmp_path: Path, role: Any) -> None:
     client = write_tls(tmp_path / "c", CA, role, run_id="this-run")
     async with serving(write_tls(tmp_path / "s", CA, "scheduler")) as served:

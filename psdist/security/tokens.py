@@ -27,7 +27,8 @@ from enum import StrEnum
 from typing import Final, NamedTuple
 
 from psdist.errors import ConfigurationError, InvalidArgumentError, UnauthenticatedError
-from psdist.rights.roles import TOKEN_ROLES, Role
+from psdist.security.roles import TOKEN_ROLES, Role
+from psdist.security.tls import utc
 
 #: 128 bits: they cannot be guessed, and the token still fits on one line.
 _PROOF_BYTES: Final = 16
@@ -154,8 +155,3 @@ class Verifier:
 def _proof(key: bytes, claims: str) -> str:
     digest = hmac.digest(key, claims.encode(), hashlib.sha256)[:_PROOF_BYTES]
     return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
-
-
-def utc(seconds: int) -> str:
-    """Return a time in seconds since 1970 as text."""
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))

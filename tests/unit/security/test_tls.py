@@ -16,10 +16,9 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 
 from psdist.errors import ConfigurationError, InsecureBindError, InsecureConnectError
-from psdist.security.authority import KeyPair
-from psdist.security.credentials import Credentials
+from psdist.security.certificates import KeyPair
 from psdist.security.roles import Role
-from psdist.security.tls import TlsFiles
+from psdist.security.tls import Credentials, TlsFiles
 from psdist.wire import channels
 from tests.support.certificates import NOW, make_ca, write_tls
 

@@ -8,8 +8,8 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from psdist.errors import PermissionDeniedError
-from psdist.rights import roles
-from psdist.rights.roles import RIGHTS, TOKEN_ROLES, Role
+from psdist.security import roles
+from psdist.security.roles import RIGHTS, TOKEN_ROLES, Role
 from psdist.v1 import scheduler_pb2, server_pb2
 
 #: Every service of the ports of schedulers and servers.
@@ -24,7 +24,7 @@ OTHERS = {roles.PEER_LINK, roles.METRICS_PAGES, roles.DASHBOARD_PAGES}
 
 
 def test_every_call_has_an_entry() -> None:
-    assert RIGHTS.keys() == CALLS | OTHERS, "decide who may make a new call, in psdist/rights/roles.py"
+    assert RIGHTS.keys() == CALLS | OTHERS, "decide who may make a new call, in psdist/security/roles.py"
 
 
 def test_every_entry_allows_somebody_and_no_scheduler() -> None:

@@ -7,9 +7,9 @@ import itertools
 import pytest
 
 from psdist.errors import ConfigurationError, InvalidArgumentError, UnauthenticatedError
-from psdist.rights import tokens
-from psdist.rights.roles import TOKEN_ROLES, Role
-from psdist.rights.tokens import Audience, Verifier, audience_key, create, present, read
+from psdist.security import tokens
+from psdist.security.roles import TOKEN_ROLES, Role
+from psdist.security.tokens import Audience, Verifier, audience_key, create, present, read
 
 ROOT = "root-token-of-the-test"
 
@@ -65,7 +65,7 @@ def test_nothing_else_proves_anything(shown: str, audience: Audience) -> None:
 
 def test_an_expired_token_says_when(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1_999_999_999.9
-    monkeypatch.setattr("psdist.rights.tokens.time.time", lambda: now)
+    monkeypatch.setattr("psdist.security.tokens.time.time", lambda: now)
     token, verifier = create(ROOT, Role.READER, 2_000_000_000), Verifier(ROOT, Audience.SCHEDULER)
     assert verifier.role(token) is Role.READER
     now = 2_000_000_000.0
