@@ -78,7 +78,7 @@ def machine_share(settings: Settings, step_seconds: float) -> dict[str, float]:
         sitecustomize.install()
         times[False].append(machine_seconds(settings))
         for one, checks in zip(machines, kept, strict=True):
-            one._refusal, one._pushed = checks  # type: ignore[method-assign]
+            one._refusal, one._pushed = checks
     with_checks, without = min(times[True]), min(times[False])
     return {
         "with_ms": 1e3 * with_checks,

@@ -19,7 +19,7 @@ def bench_settings(settings: turns.Settings) -> BenchSettings:
     """Return psdist's part of the settings."""
     return BenchSettings(
         params=settings.params,
-        wire_dtype=settings.wire_dtype,  # type: ignore[arg-type]
+        wire_dtype=settings.wire_dtype,
         consistency=settings.consistency,
         optimizer=settings.optimizer,
         copy=settings.copy,

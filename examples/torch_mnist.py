@@ -36,7 +36,7 @@ def read_idx(folder: Path, name: str) -> Tensor:
 
 def mnist(folder: Path) -> tuple[Images, Images]:
     """Return MNIST's training and test images, float32[n, 1, 28, 28], and their digits."""
-    return tuple(  # type: ignore[return-value] - a tuple of two
+    return tuple(  # type: ignore[return-value]  # a tuple of two
         (
             read_idx(folder, f"{part}-images-idx3-ubyte")[:, None] / 255,
             read_idx(folder, f"{part}-labels-idx1-ubyte").long(),

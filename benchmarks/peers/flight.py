@@ -32,7 +32,7 @@ def batch_sizes(settings: turns.Settings) -> list[list[int]]:
     return [sizes[server :: settings.servers] for server in range(settings.servers)]
 
 
-class Echo(flight.FlightServerBase):  # type: ignore[misc] - pyarrow has no types
+class Echo(flight.FlightServerBase):
     """Server that returns every batch."""
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:

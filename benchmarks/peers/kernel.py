@@ -69,7 +69,7 @@ def reference(
 
 def compiled() -> Callable[..., None]:
     """Return the compiled ``update``, which runs without the interpreter's lock after its first call."""
-    return numba.njit(nogil=True, error_model="numpy", fastmath=True)(update)  # type: ignore[no-any-return]
+    return numba.njit(nogil=True, error_model="numpy", fastmath=True)(update)
 
 
 class LowerBound:

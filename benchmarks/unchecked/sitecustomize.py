@@ -36,7 +36,7 @@ def install() -> None:
     from psdist_server.core.bsp_shard import BspShard
 
     for machine, pushed in ((BspShard, _bsp_pushed), (AsyncShard, _async_pushed)):
-        machine._refusal, machine._pushed = _no_refusal, pushed  # type: ignore[method-assign]
+        machine._refusal, machine._pushed = _no_refusal, pushed
 
 
 if "psdist_server" in sys.orig_argv:

@@ -52,7 +52,7 @@ async def train(scheduler: str) -> int:
     ended = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
     transports = ("shm", "tcp")
     clients = [
-        await psdist.AsyncClient(scheduler, worker_id=name, rank=rank, transport=transport).connect()  # type: ignore[arg-type]
+        await psdist.AsyncClient(scheduler, worker_id=name, rank=rank, transport=transport).connect()
         for rank, (name, transport) in enumerate(zip(WORKERS, transports, strict=True))
     ]
     expected = Expected()

@@ -203,7 +203,7 @@ class Worker:
         """Receive a message of any rank. Returns the call's id; None if there is no message."""
         if (source := group.machine.announced(tag)) is None:
             return None
-        del self.calls._tasks[group, kind, tag]  # type: ignore[arg-type]  # no task
+        del self.calls._tasks[group, kind, tag]
         group.takers.pop((group, kind, tag)).__exit__(None, None, None)
         return group.start(CallLane(source, self.rank, tag), _received(source))
 

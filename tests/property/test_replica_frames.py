@@ -191,7 +191,7 @@ class Watched:
         self.ended: list[PsdistError | None] = []
         self.refused = 0
         self._answer = stream.answer
-        stream.answer = self._count  # type: ignore[method-assign] - counted on its way
+        stream.answer = self._count
 
     def _count(self, response: pb.ReplicateResponse) -> None:
         self.refused += response.WhichOneof("kind") == "refused"

@@ -510,9 +510,9 @@ class World:
         for host in self.hosts.values():
             store = host.stores.get(NAME)
             for index in store.router.indices if store is not None else ():
-                weights = store.dense.export_weights(index)  # type: ignore[union-attr]
+                weights = store.dense.export_weights(index)
                 slots = np.flatnonzero(weights[: self.oracle.slots]).tolist()
-                lags = store.dense.lags.of(index)  # type: ignore[union-attr]
+                lags = store.dense.lags.of(index)
                 self.oracle.check_lags(f"at {host.me}", index, slots, lags)
 
     def check_copies_of(self, name: str) -> None:

@@ -91,7 +91,7 @@ def run(seed: int, options: GroupOptions | None = None, *, trace: bool = False) 
     except Exception as error:
         violations.append(f"the run failed: {error!r}")
     result = Result(
-        seed, options, [*world.violations, *violations], loop.trace_hash, world.counts + world.network.counts,  # type: ignore[arg-type]
+        seed, options, [*world.violations, *violations], loop.trace_hash, world.counts + world.network.counts,
         loop.time() - begun, loop.steps, 0.0, loop.lines or [],
     )  # fmt: skip
     tear_down(loop)

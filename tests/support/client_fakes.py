@@ -455,7 +455,7 @@ class Setup:
         self.client: psdist.AsyncClient
         self.weights: psdist.AsyncParameters
 
-    async def start(self, init: dict[str, np.ndarray] | None = None, **settings: object) -> Setup:
+    async def start(self, init: dict[str, np.ndarray] | None = None, **settings: Any) -> Setup:
         for server in self.servers:
             await server.start()
         await self.scheduler.start()

@@ -53,7 +53,7 @@ def data_of(kind: str, size: int = 48) -> list[dict[str, Tensor]]:
     return samples
 
 
-class At(TrainerCallback):  # type: ignore[misc]
+class At(TrainerCallback):
     """Kills processes at the end of a step. pids: 0 is this process."""
 
     def __init__(self, step: int, pids: list[int]) -> None:

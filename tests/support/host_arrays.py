@@ -36,7 +36,7 @@ class HostArray:
     def __dlpack_device__(self) -> tuple[int, int]:
         return 2, self.number
 
-    def __array__(self, *_: object, **__: object) -> NDArray[Any]:
+    def __array__(self, *_: object, **__: Any) -> NDArray[Any]:
         raise TypeError("an array of a device is not copied to the host by itself")
 
 

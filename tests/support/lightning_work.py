@@ -18,7 +18,7 @@ from tests.support.nursery import serve
 STEPS = 9
 
 
-class Module(lightning.LightningModule):  # type: ignore[misc]
+class Module(lightning.LightningModule):
     """A small network whose scheduler is stepped with each step. kill: step, and processes that end then; 0 is this."""
 
     def __init__(self, *, is_manual: bool, kill: tuple[int, list[int]] | None) -> None:

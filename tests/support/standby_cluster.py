@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from psdist.addresses import free_port
 
@@ -112,14 +113,14 @@ class Cluster:
             assert found, f"no {text!r} of {name}:\n{self.log(name)}"
         return time.monotonic()
 
-    def status(self) -> dict[str, object]:
+    def status(self) -> dict[str, Any]:
         """Return what psdist status says, asked at both places."""
         places = ",".join(self.places)
         done = subprocess.run(
             [sys.executable, "-m", "psdist.cli.main", "status", "--scheduler", places, "--format", "json"],
             env=os.environ | {"PSDIST_TOKEN": _TOKEN}, capture_output=True, text=True, check=True, timeout=120,
         )  # fmt: skip
-        found: dict[str, object] = json.loads(done.stdout)
+        found: dict[str, Any] = json.loads(done.stdout)
         return found
 
 

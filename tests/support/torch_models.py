@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +70,7 @@ MODELS = {
 }
 
 
-def decayed(model: nn.Module) -> list[dict[str, object]]:
+def decayed(model: nn.Module) -> list[dict[str, Any]]:
     """Return parameter groups: weights with weight decay, and vectors without."""
     parameters = list(model.parameters())
     return [

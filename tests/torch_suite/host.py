@@ -31,7 +31,7 @@ class BackendName(str):
     __slots__ = ()
 
     def __eq__(self, other: object) -> bool:
-        return other == "gloo" or str.__eq__(self, other)  # type: ignore[arg-type]
+        return other == "gloo" or str.__eq__(self, other)
 
     def __ne__(self, other: object) -> bool:
         return not self == other

@@ -229,7 +229,7 @@ class FakeHosts:
 
 
 def test_bytes_are_those_of_the_busiest_host_in_its_own_turns() -> None:
-    counted = network.Counted(FakeRunning(), FakeHosts())  # type: ignore[arg-type] - parts of them
+    counted = network.Counted(FakeRunning(), FakeHosts())
     assert counted.turn(3) == [[1.0] * 3]
     assert counted.bytes_per_step() == {"sent": pytest.approx(2000 / 3), "received": pytest.approx(20 / 3)}
     counted.turn(1)
@@ -239,10 +239,10 @@ def test_bytes_are_those_of_the_busiest_host_in_its_own_turns() -> None:
 
 def test_a_variant_whose_servers_were_reached_in_another_way_is_no_result() -> None:
     right = {"server-0": "shm", "server-1": "tcp: no socket"}
-    network.check_transports(FakeRunning(right, right))  # type: ignore[arg-type] - parts of them
+    network.check_transports(FakeRunning(right, right))
     for wrong in ({"server-0": "shm", "server-1": "grpc"}, {"server-0": "tcp", "server-1": "tcp"}):
         with pytest.raises(ContenderError, match="servers were reached by"):
-            network.check_transports(FakeRunning(right, wrong))  # type: ignore[arg-type] - parts of them
+            network.check_transports(FakeRunning(right, wrong))
 
 
 def _between(ratio: float) -> dict[str, Any]:

@@ -70,5 +70,5 @@ def test_gradients_are_differences_of_losses(name: str) -> None:
         for change in (1e-4, -1e-4):
             moved = {key: value.astype(np.float64) for key, value in weights.items()}
             moved[tensor][where] += change
-            losses.append(model.gradients(moved, batch)[0])  # type: ignore[arg-type] - in float64, to see differences
+            losses.append(model.gradients(moved, batch)[0])
         assert (losses[0] - losses[1]) / 2e-4 == pytest.approx(gradient[where], rel=1e-3), tensor

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import numpy as np
 import psutil
@@ -62,7 +63,7 @@ async def join(cluster: EmbeddedCluster) -> AsyncIterator[Join]:
     """Factory of clients of the cluster; all are closed at the end."""
     clients: list[psdist.AsyncClient] = []
 
-    async def join(**arguments: object) -> psdist.AsyncClient:
+    async def join(**arguments: Any) -> psdist.AsyncClient:
         named = {"scheduler": cluster.address, "token": cluster.token, "connect_timeout": 60.0}
         clients.append(psdist.AsyncClient(**(named | arguments)))
         return await clients[-1].connect()
@@ -77,13 +78,13 @@ def new_name() -> str:
     return f"parameters-{next(_numbers)}"
 
 
-async def two_handles(join: Join, transport: str, **settings: object) -> list[psdist.AsyncParameters]:
+async def two_handles(join: Join, transport: str, **settings: Any) -> list[psdist.AsyncParameters]:
     """Return the handles of one parameter set in two workers."""
     clients = [await join(rank=rank, transport=transport) for rank in (0, 1)]
     return await handles_of(clients, **settings)
 
 
-async def handles_of(clients: list[psdist.AsyncClient], **settings: object) -> list[psdist.AsyncParameters]:
+async def handles_of(clients: list[psdist.AsyncClient], **settings: Any) -> list[psdist.AsyncParameters]:
     name = new_name()
     arguments = {"init": INIT, "optimizer": ADAM} | settings
     return list(await asyncio.gather(*(client.parameters(name, **arguments) for client in clients)))
@@ -130,7 +131,7 @@ CLIPPED = {"optimizer": psdist.optim.Adam(max_grad_norm=0.5)}
     ],
 )
 async def test_buckets_give_the_bytes_of_push_pull(
-    join: Join, transport: str, slice_elements: int, settings: dict[str, object]
+    join: Join, transport: str, slice_elements: int, settings: dict[str, Any]
 ) -> None:
     clients = [await join(rank=rank, transport=transport) for rank in (0, 1)]
     whole = await handles_of(clients, slice_elements=slice_elements, **settings)

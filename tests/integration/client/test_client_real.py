@@ -43,7 +43,7 @@ async def join(cluster: EmbeddedCluster) -> AsyncIterator[Join]:
     """Factory of clients of the cluster; all are closed at the end."""
     clients: list[psdist.AsyncClient] = []
 
-    async def join(**arguments: object) -> psdist.AsyncClient:
+    async def join(**arguments: Any) -> psdist.AsyncClient:
         named = {"scheduler": cluster.address, "token": cluster.token, "connect_timeout": 60.0}
         clients.append(psdist.AsyncClient(**(named | arguments)))
         return await clients[-1].connect()
@@ -167,7 +167,7 @@ async def _meet(first: psdist.AsyncParameters, second: psdist.AsyncParameters) -
     ],
 )
 async def test_attaching_with_other_settings(
-    join: Join, name: str, change: dict[str, object], error: type[Exception], words: str
+    join: Join, name: str, change: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     same = {"init": {"w": np.zeros(10, np.float32)}, "optimizer": SGD}
     weights = await (await join()).parameters(name, **same)

@@ -146,7 +146,7 @@ async def test_what_cannot_be_a_weight_is_refused(cluster: EmbeddedCluster) -> N
         handle, values = workers.handles[0], split(gradient(0, 0))
         for weight in (-1.0, float("nan"), float("inf"), 1e19, 1e-19, "3", None, True, False, np.True_, 1j):
             with pytest.raises(InvalidArgumentError, match="out of range"):
-                await handle.push(values, weight=weight)  # type: ignore[arg-type] - what is refused
+                await handle.push(values, weight=weight)
         names = list(values)
         await handle.push_pull_async({names[0]: values[names[0]]}, weight=2.0)
         with pytest.raises(InvalidArgumentError, match="begun with weight=2"):

@@ -131,7 +131,7 @@ async def test_groups_overlap_and_have_calls_of_their_own(run: Run) -> None:
         run.workers[0].new_group([1, 2])
     for wrong in (["0"], [0.5, 1], [0, -1]):
         with pytest.raises(InvalidArgumentError, match="ranks"):
-            run.workers[0].new_group(wrong)  # type: ignore[arg-type]  # as a script without types may
+            run.workers[0].new_group(wrong)
 
 
 async def test_calls_of_a_group_of_one_let_other_tasks_run(run: Run) -> None:

@@ -195,7 +195,7 @@ class _Context:
 
 @pytest.fixture
 def group() -> ReconfigurableGroup:
-    return ReconfigurableGroup(context=_Context())  # type: ignore[arg-type]
+    return ReconfigurableGroup(context=_Context())
 
 
 def test_a_group_without_members(group: ReconfigurableGroup) -> None:
@@ -254,4 +254,4 @@ def test_every_call_of_a_group_is_passed_on() -> None:
 
 def test_names_are_checked() -> None:
     with pytest.raises(InvalidNameError, match="group name 'a b'"):
-        ReconfigurableGroup(name="a b", context=_Context())  # type: ignore[arg-type]
+        ReconfigurableGroup(name="a b", context=_Context())

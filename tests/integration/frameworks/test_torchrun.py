@@ -204,7 +204,7 @@ def first_join(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
 
 
-def _store(hosts: Sequence[str], **found: object) -> dist.HashStore:
+def _store(hosts: Sequence[str], **found: Any) -> dist.HashStore:
     """Return the store of a run. found: the facts that rank 0 has told."""
     store = dist.HashStore()
     store.set("psdist/run//0/run/0", json.dumps({"hosts": hosts} | found))

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -33,7 +34,7 @@ except BaseException as error:
 """
 
 
-def train(rate: float, *, fails: int) -> dict[str, object]:
+def train(rate: float, *, fails: int) -> dict[str, Any]:
     """Train two steps. The worker ``fails`` raises an error instead of its second."""
     with psdist.init() as context:
         initial = {"w": np.zeros(4, np.float32)}

@@ -58,7 +58,7 @@ class Worker:
         self.connection: socket.socket | None = None
         self._ids = 0
 
-    async def attach(self, fd: int | None = None, **changes: object) -> pb.Attached:
+    async def attach(self, fd: int | None = None, **changes: Any) -> pb.Attached:
         """Attach the arena's file, or another file if one is given."""
         with fd_passing.listening() as (name, listener):
             exchange = asyncio.ensure_future(fd_passing.swap_files(listener, self.arena.fd if fd is None else fd))
@@ -125,7 +125,7 @@ class Worker:
         if self.connection is not None:
             self.connection.close()
 
-    def push(self, step: int, slices: Sequence[int] = range(COUNT), **changes: object) -> pb.ShareRequest:
+    def push(self, step: int, slices: Sequence[int] = range(COUNT), **changes: Any) -> pb.ShareRequest:
         self._ids += 1
         header = self.bench.header(step, self.worker, **changes)
         push = pb.SharedPush(header=header, wants_weights=True, slices=slices, base_versions=[step])

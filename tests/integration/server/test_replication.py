@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import grpc
 import numpy as np
@@ -32,7 +33,7 @@ def cluster() -> Iterator[EmbeddedCluster]:
 
 async def train(
     cluster: EmbeddedCluster,
-    settings: dict[str, object],
+    settings: dict[str, Any],
     transport: str,
     kill: bool,
     until: Callable[[], bool] = lambda: True,

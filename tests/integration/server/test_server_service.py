@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -48,7 +49,7 @@ INITIAL = np.linspace(-1, 1, TOTAL, dtype=np.float32)
 GRADIENT = np.arange(TOTAL, dtype=np.float32)
 
 
-def entry(workers: int, *, ready: bool, **settings: object) -> ParametersEntry:
+def entry(workers: int, *, ready: bool, **settings: Any) -> ParametersEntry:
     given = {"optimizer": optim.SGD(lr=0.5), "consistency": BSP()} | settings
     spec = ParametersSpec("p", slice_elements=SLICE, **given)
     members = tuple(ParametersMember(f"worker-{rank}", 1, rank) for rank in range(workers))
@@ -74,18 +75,18 @@ class Bench:
         self.epoch += 1
         await self.host.adopt_map(cluster_map(self.epoch, what, live=live))
 
-    async def create(self, workers: int = 1, **settings: object) -> None:
+    async def create(self, workers: int = 1, **settings: Any) -> None:
         await self.follow(entry(workers, ready=False, **settings))
         requests = [pb.InstallRequest(slice=i, payload=part.tobytes()) for i, part in enumerate(cut(INITIAL))]
         requests[0].identity.CopyFrom(self.identity())
         await self.stub.Install(iter(requests), metadata=auth.metadata(TOKEN))
         await self.follow(entry(workers, ready=True, **settings))
 
-    def identity(self, worker: int = 0, **changes: object) -> pb.Identity:
+    def identity(self, worker: int = 0, **changes: Any) -> pb.Identity:
         given = {"run_id": "run", "worker_id": f"worker-{worker}", "incarnation": 1, "epoch": self.epoch}
         return pb.Identity(**(given | {"parameters": "p"} | changes))
 
-    def header(self, step: int, worker: int = 0, **changes: object) -> pb.PushHeader:
+    def header(self, step: int, worker: int = 0, **changes: Any) -> pb.PushHeader:
         raw = {"codec": cpb.CODEC_RAW, "dtype": cpb.DTYPE_FLOAT32, "pull_dtype": cpb.DTYPE_FLOAT32}
         given = raw | {"identity": self.identity(worker), "step": step}
         return pb.PushHeader(**(given | changes))
@@ -167,7 +168,7 @@ async def test_asynchronous_push_with_clipping_uses_the_norm_of_the_push(bench: 
         await bench.push_pull(bench.header(1, grad_norm=float("nan")), payloads(GRADIENT))
 
 
-REFUSALS: list[tuple[str, dict[str, object], dict[str, object], type[PsdistError], str]] = [
+REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], type[PsdistError], str]] = [
     ("run", {"run_id": "other"}, {}, WrongRunError, "run 'run'"),
     ("worker", {"worker_id": "worker-9"}, {}, FencedError, "worker-9"),
     ("incarnation", {"incarnation": 0}, {}, FencedError, "incarnation 0"),
@@ -181,7 +182,7 @@ REFUSALS: list[tuple[str, dict[str, object], dict[str, object], type[PsdistError
 
 @pytest.mark.parametrize(("identity", "header", "error", "match"), [case[1:] for case in REFUSALS], ids=lambda x: "")
 async def test_refused_requests_change_nothing(
-    bench: Bench, identity: dict[str, object], header: dict[str, object], error: type[PsdistError], match: str
+    bench: Bench, identity: dict[str, Any], header: dict[str, Any], error: type[PsdistError], match: str
 ) -> None:
     await bench.create()
     before = await bench.pull(bench.identity())

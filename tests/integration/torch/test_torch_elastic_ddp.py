@@ -86,7 +86,7 @@ def test_a_step_after_a_backward_pass_that_failed() -> None:
     ):
         first, last = nn.Linear(2, 2), nn.Linear(2, 1)
         with ElasticDDP(nn.Sequential(first, last), context=Context(0, 1, 0, client)) as ddp:
-            failing = Failing.apply(first(torch.ones(1, 2)))  # type: ignore[no-untyped-call]  # torch's
+            failing = Failing.apply(first(torch.ones(1, 2)))
             with pytest.raises(ArithmeticError):
                 last(failing).sum().backward()
             ddp(torch.ones(1, 2)).sum().backward()
@@ -203,10 +203,10 @@ def test_the_limit_on_a_state_leaves_room_for_that_of_a_trained_optimizer() -> N
 
 async def test_states_that_cannot_be_sent_are_named() -> None:
     class Odd:
-        def state_dict(self) -> dict[str, object]:
+        def state_dict(self) -> dict[str, Any]:
             return {"when": object()}
 
-        def load_state_dict(self, state: dict[str, object]) -> None: ...
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     with pytest.raises(InvalidArgumentError, match="'odd/when' of a state is a object, which cannot be sent"):
         await TrainingState(trained()[0], {"odd": Odd()}).export()

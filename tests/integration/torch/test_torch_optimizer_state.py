@@ -173,7 +173,7 @@ def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path: Path) -> None:
         ):
             load_optimizer_state(optimizer, model, url)
     longer, wider = nn.Sequential(*copy.deepcopy(model), nn.Linear(2, 2)), copy.deepcopy(model)
-    wider[0] = nn.Linear(3, 5)  # type: ignore[index]
+    wider[0] = nn.Linear(3, 5)
     for strange, error in ((longer, MissingTensorError), (wider, ShapeMismatchError)):
         optimizer = OPTIMIZERS["adam"](strange.parameters())
         with pytest.raises(error, match="'0.weight'" if strange is wider else "has no parameter"):

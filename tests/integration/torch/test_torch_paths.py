@@ -105,7 +105,7 @@ def test_gradients_that_are_not_finite_become_nan_everywhere(both: Callable[[Wor
             wrapped.zero_grad()
             factor = torch.inf if context.rank == step == 1 else 1.0
             (wrapped(inputs(0, 0)).sum() * factor).backward()
-            assert all(bool(one.grad.isnan().all()) == (step == 1) for one in wrapped.parameters())  # type: ignore[union-attr]  # all have gradients
+            assert all(bool(one.grad.isnan().all()) == (step == 1) for one in wrapped.parameters())
 
     both(worker)
 
@@ -131,7 +131,7 @@ def test_steps_that_links_cannot_make_go_through_the_servers(both: Callable[[Wor
                     wrapped(x).mean().backward()
             elif step == 3 and cause == "two models in a pass":
                 (wrapped(x).mean() + second(x).mean()).backward()
-                assert torch.equal(model.weight.grad, other.weight.grad)  # type: ignore[arg-type]  # both have one
+                assert torch.equal(model.weight.grad, other.weight.grad)
             else:
                 wrapped(x).mean().backward()
             assert wrapped.handle.step == step + 1

@@ -64,7 +64,7 @@ def test_asynchronous_pushes_skip_alone(alone: Context, name: str, kind: str) ->
 def test_float64_models_skip_too(alone: Context, name: str) -> None:
     model, other = made("alternate").double(), made("alternate").double()
     for one in (model, other):
-        one.forward = lambda inputs, uses, one=one: Parts.forward(one, inputs.double(), uses).float()  # type: ignore[method-assign]
+        one.forward = lambda inputs, uses, one=one: Parts.forward(one, inputs.double(), uses).float()
     trained("alternate", model, DistributedOptimizer(model, OPTIMIZERS["adam"](model.parameters()), name=name))
     trained("alternate", other, OPTIMIZERS["adam"](other.parameters()))
     assert difference(model, other) < 1e-12

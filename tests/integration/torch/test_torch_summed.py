@@ -99,4 +99,4 @@ def test_it_is_refused_outside_bsp(contexts: list[Context], name: str) -> None:
             mlp(), psdist.optim.SGD(), reduction="sum", consistency=psdist.ASP(), name=name, context=contexts[0]
         )
     with pytest.raises(InvalidArgumentError, match="reduction='max' is unknown: use 'mean' or 'sum'"):
-        DistributedDataParallel(mlp(), reduction="max", name=name, context=contexts[0])  # type: ignore[arg-type]
+        DistributedDataParallel(mlp(), reduction="max", name=name, context=contexts[0])

@@ -7,6 +7,7 @@ import json
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().err
 
 
-def shown(capsys: pytest.CaptureFixture[str], path: Path) -> tuple[int, dict[str, dict[str, object]]]:
+def shown(capsys: pytest.CaptureFixture[str], path: Path) -> tuple[int, dict[str, dict[str, Any]]]:
     capsys.readouterr()
     status = certs("show", str(path), "--format", "json")
     return status, {one["file"]: one for one in json.loads(capsys.readouterr().out)}

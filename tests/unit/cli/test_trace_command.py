@@ -18,8 +18,8 @@ from psdist.v1 import scheduler_pb2 as pb
 from tests.support.trace_format import check_trace
 
 
-def member(name: str, role: pb.Role, **fields: object) -> pb.TraceResponse:
-    return pb.TraceResponse(member=pb.TraceMember(member_id=name, role=role, **fields))  # type: ignore[arg-type]
+def member(name: str, role: pb.Role, **fields: Any) -> pb.TraceResponse:
+    return pb.TraceResponse(member=pb.TraceMember(member_id=name, role=role, **fields))
 
 
 def spans(name: str, recorded: int) -> pb.TraceResponse:

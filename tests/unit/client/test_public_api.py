@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from typing import Any
 
 import pytest
 
@@ -40,9 +41,9 @@ def test_init_takes_the_arguments_of_the_client_by_name() -> None:
 def test_init_hands_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -> None:
     from psdist.client import context
 
-    given: list[dict[str, object]] = []
+    given: list[dict[str, Any]] = []
 
-    def connect(arguments: dict[str, object]) -> None:
+    def connect(arguments: dict[str, Any]) -> None:
         given.append(arguments)
         raise ConfigurationError("enough")
 

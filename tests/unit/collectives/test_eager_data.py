@@ -19,7 +19,7 @@ from psdist.wire import limits
 LARGE = np.ones(limits.EAGER_REDUCED_BYTES // 4, np.float32)
 
 
-def all_reduce(array: np.ndarray, rank: int, size: int) -> list[Any]:  # type: ignore[type-arg]
+def all_reduce(array: np.ndarray, rank: int, size: int) -> list[Any]:
     """Return the messages of a rank when it makes the call."""
     return GroupMachine(rank, size).start(COLLECTIVES, calls.all_reduce(rank, size, array, array.copy(), "sum"))[1]
 
@@ -64,7 +64,7 @@ def test_a_rank_that_is_late_in_several_large_groups_can_hold_what_arrives(size:
 
 def link() -> IncomingLink:
     connection: Any = SimpleNamespace(set_receiver=lambda _: None, allow_stalls=lambda: None)
-    return IncomingLink(SimpleNamespace(), ("worker-1", 1), connection)  # type: ignore[arg-type]
+    return IncomingLink(SimpleNamespace(), ("worker-1", 1), connection)
 
 
 @pytest.mark.parametrize(

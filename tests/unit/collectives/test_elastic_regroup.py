@@ -117,7 +117,7 @@ async def test_a_state_of_another_size_than_expected_is_refused_before_it_is_rec
     joining.bytes_max = 8
     await meeting.sent.put(np.array([3, announced]))
     ahead = asyncio.create_task(meeting.exchange(1, [5, 5, False, False]))
-    joining.steps._join = group.joined  # type: ignore[method-assign]
+    joining.steps._join = group.joined
     with pytest.raises(LimitExceededError, match=f"rank 1 announces a state of {announced} bytes.* at most 8"):
         await joining.steps.start()
     assert group.is_closed and joining.steps.step == 0, "the others would wait for it"
@@ -132,8 +132,8 @@ async def test_a_worker_that_cannot_load_the_state_ends_the_group() -> None:
     async def load(_: NDArray[np.uint8]) -> None:
         raise ValueError("loaded state dict has a different number of parameter groups")
 
-    joining.steps._join = group.joined  # type: ignore[method-assign]
-    joining.load = load  # type: ignore[method-assign]
+    joining.steps._join = group.joined
+    joining.load = load
     for array in (np.array([3, 8]), np.zeros(8, np.uint8)):
         await meeting.sent.put(array)
     ahead = asyncio.create_task(meeting.exchange(1, [5, 5, False, False]))

@@ -28,7 +28,7 @@ from tests.support.collective_network import CollectiveNetwork
 NOTHING = np.empty(0, np.uint8)
 
 
-def summed(rank: int, size: int, array: np.ndarray, op: str = "sum") -> Plan:  # type: ignore[type-arg]
+def summed(rank: int, size: int, array: np.ndarray, op: str = "sum") -> Plan:
     return calls.all_reduce(rank, size, array, np.empty_like(array), op)
 
 

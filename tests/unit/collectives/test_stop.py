@@ -166,7 +166,7 @@ async def outlasting(join: Coroutine[Any, Any, Any], collectives: AsyncCollectiv
         failed.set()
         await outlast()
 
-    session.outlast_stop = outlast_stop  # type: ignore[method-assign]
+    session.outlast_stop = outlast_stop
     task, failing = asyncio.create_task(join), asyncio.create_task(failed.wait())
     await asyncio.wait([task, failing], return_when=asyncio.FIRST_COMPLETED)
     failing.cancel()

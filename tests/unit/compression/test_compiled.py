@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numba
 import numpy as np
@@ -168,7 +169,7 @@ def test_a_cache_without_room_does_without(module: Path, monkeypatch: pytest.Mon
 def test_without_a_cache_there_is_no_lock(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import some_kernels
 
-    def refuse(*arguments: object, cache: bool = False, **options: object) -> object:
+    def refuse(*arguments: object, cache: bool = False, **options: Any) -> object:
         if cache:
             raise RuntimeError("cannot cache function: no locator available")
         return njit(*arguments, **options)

@@ -122,7 +122,7 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ShapeMismatchError):
         prepare(region, np.ones(200, np.float32)[::2], number)
     with pytest.raises(InvalidArgumentError):
-        prepare(region, np.ones(100), number)  # type: ignore[arg-type] - what is refused
+        prepare(region, np.ones(100), number)
     prepared = [prepare(region, np.ones(100, np.float32), number)]
     with pytest.raises(InvalidArgumentError, match="628 may be needed"):
         encode(prepared, 0, 100, np.empty(627, np.uint8))
@@ -238,10 +238,10 @@ def test_what_is_not_finite_and_badly_padded_is_malformed() -> None:
     [
         lambda: Int8(block=15),
         lambda: Int8(block=65537),
-        lambda: Int8(stochastic=1),  # type: ignore[arg-type] - what is refused
+        lambda: Int8(stochastic=1),
         lambda: Int4(seed=-1),
-        lambda: Int2(error_feedback="always"),  # type: ignore[arg-type] - what is refused
-        lambda: Int2(error_feedback=1),  # type: ignore[arg-type] - what is refused
+        lambda: Int2(error_feedback="always"),
+        lambda: Int2(error_feedback=1),
         lambda: Int8(stochastic=True, residual_decay=0.5),
         lambda: OneBit(residual_decay=0.0),
         lambda: OneBit(residual_decay=float("nan")),
@@ -258,7 +258,7 @@ def test_what_is_not_finite_and_badly_padded_is_malformed() -> None:
         lambda: RandomK(1e-310),
         lambda: PowerSGD(0),
         lambda: PowerSGD(256),
-        lambda: Chain(Int8(), Int8()),  # type: ignore[arg-type] - what is refused
+        lambda: Chain(Int8(), Int8()),
         lambda: Chain(TopK(), Int4()),
         lambda: Chain(TopK(), Int8(stochastic=True)),
         lambda: Chain(RandomK(), Int8()),
@@ -267,7 +267,7 @@ def test_what_is_not_finite_and_badly_padded_is_malformed() -> None:
         lambda: Chain(TopK(residual_decay=0.5), Int8()),
         lambda: Chain(TopK(momentum=0.5), Int8(), error_feedback=False),
         lambda: Chain(ChunkedTopK(bits=8), Int2()),
-        lambda: PerTensor({"*": "int8"}),  # type: ignore[dict-item] - what is refused
+        lambda: PerTensor({"*": "int8"}),  # type: ignore[dict-item]  # what is refused
         lambda: PerTensor({"*": Int8()}, min_elements=63),
         lambda: PerTensor({"*": PerTensor({})}),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +16,7 @@ worlds = st.integers(1, 12)
 seeds = st.integers(0, 2**63 - 1)
 
 
-def deal(size: int, world: int, epoch: int = 0, **settings: object) -> list[list[int]]:
+def deal(size: int, world: int, epoch: int = 0, **settings: Any) -> list[list[int]]:
     """Return the indices of each rank."""
     hands = []
     for rank in range(world):
@@ -95,7 +97,7 @@ def test_world_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
         ({"dataset": 5, "num_replicas": 1.0, "rank": 0}, "num_replicas=1.0"),
     ],
 )
-def test_a_value_out_of_range_is_refused(arguments: dict[str, object], message: str) -> None:
+def test_a_value_out_of_range_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         DistributedSampler(**arguments)
 
@@ -140,6 +142,6 @@ def test_other_text_is_no_position(text: str) -> None:
         *({"size": True}, {"name": "a b"}, {"size": 1 << 62}, {"shuffle": 1}),
     ],
 )
-def test_data_sets_that_cannot_be(values: dict[str, object]) -> None:
+def test_data_sets_that_cannot_be(values: dict[str, Any]) -> None:
     with pytest.raises((InvalidArgumentError, LimitExceededError)):
         DatasetSpec(**({"name": "train", "size": 10, "range_size": 2} | values))

@@ -12,6 +12,6 @@ from psdist.launcher.plan import SchedulerAddress, ServicesPlan, ServicesSetting
 @pytest.mark.parametrize(("settings", "form"), [({}, "console"), ({"log_format": "json"}, "json")])
 def test_services_get_the_log_format(settings: dict[str, str], form: str, tmp_path: Path) -> None:
     link = SchedulerAddress(file=tmp_path / "address", run_id="r")
-    plan = ServicesPlan(ServicesSettings(servers=1, **settings), tmp_path, link, 3, 1)  # type: ignore[arg-type]
+    plan = ServicesPlan(ServicesSettings(servers=1, **settings), tmp_path, link, 3, 1)
     for spec in (plan.scheduler({}), plan.server(0, {})):
         assert spec.argv[spec.argv.index("--log-format") + 1] == form

@@ -117,7 +117,7 @@ async def test_scripts_that_report_nothing_print_nothing(tmp_path: Path) -> None
 async def test_progress_can_be_off_and_plain(tmp_path: Path) -> None:
     for progress, said in (("off", 0), ("plain", 1)):
         console = FakeConsole(True)
-        metrics = RunMetrics(MetricsOptions(progress=progress), "run", None, [0])  # type: ignore[arg-type]
+        metrics = RunMetrics(MetricsOptions(progress=progress), "run", None, [0])
         metrics.start(console)
         for step in (1, 2):
             os.write(metrics.descriptor, to_line(interval(0, step)))

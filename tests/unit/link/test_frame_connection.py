@@ -217,7 +217,7 @@ CASES: list[Callable[[], Awaitable[None]]] = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_connection(case: Callable[[], Awaitable[None]], new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
     with asyncio.Runner(loop_factory=new_loop) as runner:
-        runner.run(case())  # type: ignore[arg-type] - cases are coroutines
+        runner.run(case())
 
 
 # --- a path that is cut -----------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from psdist.metrics.phases import Phase, PhaseClock, PhaseTimes
 
@@ -16,7 +17,7 @@ class Timed:
     def __getattr__(self, name: str) -> Callable[..., object]:
         event = getattr(self.clock, name)
 
-        def at(*arguments: object, **more: object) -> object:
+        def at(*arguments: object, **more: Any) -> object:
             if name in ("start", "times"):
                 return event(*arguments)
             *others, now = arguments

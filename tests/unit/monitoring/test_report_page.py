@@ -11,6 +11,7 @@ import sys
 from argparse import Namespace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -110,7 +111,7 @@ def test_the_largest_page_is_below_a_megabyte() -> None:
     assert "1,500 more are not shown" in page
 
 
-def given(**changes: object) -> Namespace:
+def given(**changes: Any) -> Namespace:
     values = {"scheduler": "", "run_id": "", "token_file": "", "format": "table", "timeout": 1.0, "storage_path": ""}
     return Namespace(**values | {"out": "-"} | changes)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ def started(workers: int = 2, servers: int = 2, **settings: int) -> tuple[Driver
     return d, [member for member, _ in joined], [session for _, session in joined], server_sessions
 
 
-def trained(workers: int = 2, **settings: object) -> tuple[Driver, list[Member], list[int], list[int]]:
+def trained(workers: int = 2, **settings: Any) -> tuple[Driver, list[Member], list[int], list[int]]:
     """The same with ready parameters "mlp"."""
     d, members, sessions, server_sessions = started(workers)
     for worker in members:
@@ -73,7 +74,7 @@ def test_a_returning_worker_has_its_rank_and_a_new_incarnation() -> None:
         ({"role": "server", "member_id": "worker-0"}, errors.DuplicateMemberError, "worker-0"),
     ],
 )
-def test_refused_registrations_change_nothing(fields: dict[str, object], error: type[Exception], text: str) -> None:
+def test_refused_registrations_change_nothing(fields: dict[str, Any], error: type[Exception], text: str) -> None:
     d = Driver()
     d.register(host="box", pid=42)
     epoch = d.cluster.epoch

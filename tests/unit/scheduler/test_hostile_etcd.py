@@ -21,7 +21,7 @@ class _Repeating(EtcdClient):
         super().__init__(("etcd:1",))
         self._given = answer
 
-    def _call(self, *_: object, **__: object) -> Any:
+    def _call(self, *_: object, **__: Any) -> Any:
         return self._given
 
 
@@ -53,7 +53,7 @@ def test_a_page_that_repeats_is_refused() -> None:
         ({"format": []}, "head does not parse"),
     ],
 )
-def test_a_head_with_wrong_numbers_is_refused(change: dict[str, object], reason: str) -> None:
+def test_a_head_with_wrong_numbers_is_refused(change: dict[str, Any], reason: str) -> None:
     etcd = filled()
     head = json.loads(etcd.range(pb.EtcdRangeRequest(key=b"fuzzed/head")).kvs[0].value)
     _write(etcd, b"fuzzed/head", json.dumps(head | change).encode())

@@ -165,7 +165,7 @@ async def test_a_storage_that_fails_or_hangs_is_only_warned_about(
     assert caplog.text.count("the disk is full") == 1
 
     async def hangs(prefix: str = "") -> list[object]:
-        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+        return await asyncio.get_running_loop().create_future()
 
     monkeypatch.setattr(storage, "list", hangs)
     monkeypatch.setattr("psdist_scheduler.activity.run_summary.STORAGE_SECONDS", 0.01)

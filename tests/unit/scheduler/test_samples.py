@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import pytest
 
@@ -14,12 +15,12 @@ from psdist_scheduler.activity import samples
 from psdist_scheduler.activity.samples import SampleHistory
 
 
-def worker(compute: float, wait: float, pushes: int, **others: object) -> pb.SessionRequest.Heartbeat:
+def worker(compute: float, wait: float, pushes: int, **others: Any) -> pb.SessionRequest.Heartbeat:
     traffic = [
         pb.WorkerTotals.Traffic(transport="shm", push_codec="int8", pull_codec="float32", push_bytes=pushes * 10)
     ]
     totals = pb.WorkerTotals(
-        compute_seconds=compute, wait_seconds=wait, pushes={"model": pushes}, traffic=traffic, **others  # type: ignore[arg-type]
+        compute_seconds=compute, wait_seconds=wait, pushes={"model": pushes}, traffic=traffic, **others
     )  # fmt: skip
     return pb.SessionRequest.Heartbeat(totals=totals)
 

@@ -157,6 +157,6 @@ async def test_registration_ends_with_the_cause_at_once(tmp_path: Path) -> None:
         try:
             async with asyncio.timeout(50):
                 with pytest.raises(TlsHandshakeError, match="demands TLS"):
-                    await connection.register(pb.RegisterRequest(), 600.0, (ConnectionError,), lambda error: None)  # type: ignore[arg-type]
+                    await connection.register(pb.RegisterRequest(), 600.0, (ConnectionError,), lambda error: None)
         finally:
             await connection.close()

@@ -47,7 +47,7 @@ async def drained(places: list[str], port: int) -> bool:
         return tried(failure)
 
     # The only place that learns of a failed attempt.
-    connection.error = error  # type: ignore[method-assign]
+    connection.error = error
     results: list[Any] = []
     once = session._drain_once
 

@@ -24,7 +24,7 @@ SAMPLERS: dict[str, Callable[[torch.Generator], Any]] = {
 
 def loader_of(kind: str, *, shares: bool) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(3)
-    return DataLoader(DATA, 4, sampler=SAMPLERS[kind](generator), generator=generator if shares else None)  # type: ignore[arg-type]
+    return DataLoader(DATA, 4, sampler=SAMPLERS[kind](generator), generator=generator if shares else None)
 
 
 def passes(loader: Any, count: int) -> list[list[int]]:
@@ -60,10 +60,10 @@ def test_a_shared_state_is_that_of_all_passes() -> None:
 
 
 def test_other_loaders_stay_as_they_are() -> None:
-    assert replay(DATA) is None and replay(DataLoader(DATA, 4)) is None  # type: ignore[arg-type]
-    assert replay(DataLoader(DATA, batch_size=None)) is None  # type: ignore[arg-type]
+    assert replay(DATA) is None and replay(DataLoader(DATA, 4)) is None
+    assert replay(DataLoader(DATA, batch_size=None)) is None
     torch.manual_seed(5)
-    loader = DataLoader(DATA, 4, shuffle=True)  # type: ignore[arg-type]
+    loader = DataLoader(DATA, 4, shuffle=True)
     order = replay(loader)
     torch.manual_seed(5)
     same = ReplayedSampler(RandomSampler(DATA), shares_generator=False)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -149,7 +150,7 @@ def test_several_devices_are_refused() -> None:
         ({"scheduler": 5}, "give the torch scheduler of this torch optimizer"),
     ],
 )
-def test_bad_arguments_are_refused(arguments: dict[str, object], said: str) -> None:
+def test_bad_arguments_are_refused(arguments: dict[str, Any], said: str) -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(InvalidArgumentError, match=said):
         DistributedOptimizer(**{"model": model, "optimizer": torch.optim.SGD(model.parameters())} | arguments)

@@ -152,5 +152,5 @@ def test_torch_gives_the_memory_elsewhere() -> None:
     array = region.array()
     assert array is not None and array.size == region.storage.nbytes() == 64
     array[:] = 3
-    assert torch.empty(0, dtype=torch.uint8).set_(region.storage, 0, (64,), (1,)).sum() == 192  # type: ignore[arg-type]  # stubs
+    assert torch.empty(0, dtype=torch.uint8).set_(region.storage, 0, (64,), (1,)).sum() == 192
     assert ResizedStorage(8, torch.device("meta")).array() is None

@@ -30,7 +30,7 @@ class Member:
         self.stopped.set()
 
     def command(self, number: int = 1, **kind: int) -> None:
-        command = pb.TraceCommand(number=number, **kind)  # type: ignore[arg-type]
+        command = pb.TraceCommand(number=number, **kind)
         self.trace.on_command(command, lambda report: self.sent.append(report))
 
     def record(self, count: int) -> None:

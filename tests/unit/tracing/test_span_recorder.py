@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from psdist.errors import InvalidArgumentError, LimitExceededError
@@ -53,10 +55,10 @@ def test_spans_pass_through_messages() -> None:
     assert spans_from_proto(check_spans(spans_to_proto([]))) == []
 
 
-def bad(**fields: object) -> pb.TraceSpans:
+def bad(**fields: Any) -> pb.TraceSpans:
     message = spans_to_proto([Span(SpanKind.APPLY, 1.0, 2.0, "mlp", 1, 0)])
     for name, values in fields.items():
-        message.ClearField(name)  # type: ignore[arg-type]
+        message.ClearField(name)
         getattr(message, name).extend(values)
     return message
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -43,7 +45,7 @@ def test_python_numbers_and_lists_are_taken() -> None:
         ({"extra": np.zeros(1)}, errors.UnknownTensorError, ["'extra'", "w, b, s, e"]),
     ],
 )
-def test_bad_gradients(change: dict[str, object], error: type[Exception], words: list[str]) -> None:
+def test_bad_gradients(change: dict[str, Any], error: type[Exception], words: list[str]) -> None:
     with pytest.raises(error) as raised:
         flat_vector.flatten(LAYOUT, GOOD | change)
     assert all(word in str(raised.value) for word in words), str(raised.value)
@@ -108,7 +110,7 @@ def test_values_that_asarray_converts_are_copied() -> None:
         {"a": np.broadcast_to(np.float32(0), (4,))},
     ],
 )
-def test_bad_out(out: dict[str, object]) -> None:
+def test_bad_out(out: dict[str, Any]) -> None:
     with pytest.raises(errors.InvalidArgumentError):
         flat_vector.check_out(flat_vector.layout_of({"a": np.zeros(4, np.float32)}), out)
 

@@ -27,7 +27,7 @@ class Client:
     async def claim(self) -> None:
         """Register as open on the running loop."""
         self._loop = asyncio.get_running_loop()
-        loop.claim(self)  # type: ignore[arg-type]  # has the members used here
+        loop.claim(self)
 
     @property
     def snapshots(self) -> Client:
@@ -59,7 +59,7 @@ def test_the_end_waits_for_a_snapshot_however_long_and_for_nothing_else(
         thread.stop()
         assert client.closed is (saving > 0) and client.asked >= asked
     finally:
-        loop.release(client)  # type: ignore[arg-type]
+        loop.release(client)
 
 
 class InterruptedLock:

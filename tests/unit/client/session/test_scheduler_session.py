@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,7 +106,7 @@ async def test_another_grpc_server_answers() -> None:
         ({"run_id": "a/b"}, "run id"),
     ],
 )
-async def test_bad_arguments(arguments: dict[str, object], words: str) -> None:
+async def test_bad_arguments(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(errors.InvalidArgumentError, match=words):
         await psdist.AsyncClient(**({"scheduler": "127.0.0.1:1"} | arguments)).connect()
 

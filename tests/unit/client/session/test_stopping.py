@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -204,7 +205,7 @@ async def setup() -> AsyncIterator[Setup]:
     await setup.stop()
 
 
-def command(setup: Setup, number: int, **kind: object) -> None:
+def command(setup: Setup, number: int, **kind: Any) -> None:
     """Send this command of the scheduler down the session."""
     setup.scheduler.news.put_nowait(pb.SessionResponse(stop=pb.StopCommand(number=number, **kind)))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,7 +44,7 @@ class Setup:
         await self.scheduler.hello.wait()
         return self
 
-    async def create(self, **settings: object) -> psdist.AsyncParameters:
+    async def create(self, **settings: Any) -> psdist.AsyncParameters:
         optimizer = settings.pop("optimizer", psdist.optim.SGD())
         return await self.client.parameters("p", {"w": np.zeros(ELEMENTS, np.float32)}, optimizer, **settings)
 
@@ -412,7 +413,7 @@ async def test_the_same_name_gives_the_same_handle(setup: Setup) -> None:
     ],
 )
 async def test_bad_settings_reach_nobody(
-    setup: Setup, arguments: dict[str, object], error: type[Exception], words: str
+    setup: Setup, arguments: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     good = {"name": "p", "init": {"w": np.zeros(3, np.float32)}, "optimizer": psdist.optim.SGD()}
     with pytest.raises(error, match=words):

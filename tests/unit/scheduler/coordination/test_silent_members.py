@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import pytest
 
@@ -172,7 +173,7 @@ def test_a_busy_worker_is_awaited_and_a_stopped_one_is_lost_once_its_connection_
     assert [news.member_id for news in run.d.lost] == ["worker-0", "worker-1"]
 
 
-def until_admitted(run: Run, seconds: float, silent: Collection[str], role: str, **fields: object) -> float | None:
+def until_admitted(run: Run, seconds: float, silent: Collection[str], role: str, **fields: Any) -> float | None:
     """Register a process again and again. Returns the seconds until it is admitted, None if it never is."""
     for tries in range(round(seconds / 0.5)):
         try:
@@ -199,7 +200,7 @@ def test_a_successor_is_evidence_where_nobody_else_reaches_the_scheduler(replica
 
 
 @pytest.mark.parametrize("fields", [{"member_id": "worker-0"}, {"rank": 0}])
-def test_a_successor_of_a_worker_is_evidence_too(fields: dict[str, object]) -> None:
+def test_a_successor_of_a_worker_is_evidence_too(fields: dict[str, Any]) -> None:
     run = Run(replicas=1, servers=1)
     run.d.probed = "silent"
     lease = run.d.settings.lease_of("worker")

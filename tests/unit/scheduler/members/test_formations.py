@@ -51,7 +51,7 @@ class Run:
         )  # fmt: skip
         (answer,) = self.formations.form(event, worker, now)
         self.formations.validate()
-        standing = answer.value  # type: ignore[union-attr]
+        standing = answer.value
         assert isinstance(standing, GroupStanding)
         return standing
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from psdist import errors
@@ -31,7 +33,7 @@ class Run:
     def shards(self) -> tuple[Shard, ...]:
         return self.d.map.parameters[0].shards
 
-    def server(self, **fields: object) -> Member:
+    def server(self, **fields: Any) -> Member:
         member, session = self.d.join("server", **fields)
         self.sessions[member.member_id] = session
         return member

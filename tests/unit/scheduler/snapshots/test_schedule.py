@@ -147,7 +147,7 @@ def test_a_worker_that_dies_is_not_answered() -> None:
         ({"worker_id": "server-0", "incarnation": 1}, errors.InvalidArgumentError),
     ],
 )
-def test_bad_requests_change_nothing(fields: dict[str, object], error: type[Exception]) -> None:
+def test_bad_requests_change_nothing(fields: dict[str, Any], error: type[Exception]) -> None:
     d = ready()
     call = d.number()
     d.on(sn.Save(call, **({"run_id": ""} | fields)))

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 import pytest
 
@@ -36,7 +37,7 @@ TWO = (ParametersMember("worker-0", 1, 0), ParametersMember("worker-1", 1, 1))
 tokens = count(1)
 
 
-def push(worker: int, step: int, index: int = 0, incarnation: int = 1, **rest: object) -> SlicePushed:
+def push(worker: int, step: int, index: int = 0, incarnation: int = 1, **rest: Any) -> SlicePushed:
     return SlicePushed(next(tokens), index, f"worker-{worker}", incarnation, step, **rest)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,8 +29,8 @@ OPTIMIZERS = {
 }
 
 
-def made(optimizer: optim.Optimizer, dtype: str = "float32", **options: object) -> DenseParameters:
-    spec = ParametersSpec("p", optimizer, BSP(), slice_elements=SIZE, dtype=dtype, **options)  # type: ignore[arg-type]
+def made(optimizer: optim.Optimizer, dtype: str = "float32", **options: Any) -> DenseParameters:
+    spec = ParametersSpec("p", optimizer, BSP(), slice_elements=SIZE, dtype=dtype, **options)
     ranges = (GroupRange(2000, 3500, 1),) if optimizer.overrides else ()
     shards = (Shard(Replica("server-0", 1)),)
     entry = ParametersEntry(spec=spec, total=SIZE, shards=shards, ready=True, ranges=ranges)

@@ -83,7 +83,7 @@ class Setup:
         self.loss: Any = asyncio.get_running_loop().create_future()
         self.stream = TcpStream(Stream(), ROUTE, SLICING, self.loss)
         self.wire = Wire()
-        self.stream.connection._transport = self.wire  # type: ignore[assignment] - a part of one
+        self.stream.connection._transport = self.wire  # type: ignore[assignment]  # a part of one
         self.tracker = WaitTracker()
         self.flat = np.arange(100, dtype=np.float32)
         self.out = np.zeros(100, np.float32)
