@@ -247,7 +247,7 @@ async def test_grpc_server_refuses(tmp_path: Path, what: str) -> None:
 
 async def test_ca_is_replaced_while_calls_continue(tmp_path: Path) -> None:
     """Both sides trust old and new CA, then change certificates, then drop the old CA. A stream lasts through it."""
-    places: tuple[tuple[Path, Role], ...] = ((tmp_path / "s", "server"), (tmp_path / "c", "worker"))
+    places: tuple[tuple[Path, Role], ...] = ((tmp_path / "s", Role.SERVER), (tmp_path / "c", Role.WORKER))
     both = CA.cert + OTHER_CA.cert
     server, client = (write_tls(place, CA, role) for place, role in places)
     async with serving(server) as address, channels.open_channel(address, Credentials(tls=client)) as channel:
