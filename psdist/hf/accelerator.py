@@ -26,7 +26,7 @@ from psdist.errors import InvalidArgumentError
 from psdist.hf.data_order import ReplayedSampler, follow_epochs, replay
 from psdist.process_group import mark_iteration, open_collectives
 from psdist.torch import DistributedOptimizer, LeasedDataLoader
-from psdist.torch.divided_data import is_divided
+from psdist.torch.leased_loader import is_divided
 from psdist.torch.optimizer import parameters_of
 from psdist.torch.values import share_fixed
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
-from psdist.torch.divided_data import follows_generator
+from psdist.torch.leased_loader import follows_generator
 
 
 class ReplayedSampler(Sampler[Any]):

@@ -37,7 +37,7 @@ from psdist.lightning.shares import SharedSampler
 from psdist.process_group import broadcast_value, mark_iteration, open_collectives, refuse, save_run, start
 from psdist.settings.other_launchers import check_alone
 from psdist.torch import DistributedOptimizer
-from psdist.torch.divided_data import follows_generator, is_divided
+from psdist.torch.leased_loader import follows_generator, is_divided
 from psdist.torch.optimizer import parameters_of
 
 logger = logging.getLogger("psdist")

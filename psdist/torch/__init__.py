@@ -17,13 +17,13 @@ except ModuleNotFoundError as error:
 from psdist.torch.averaging.compression_hook import CompressionState, compression_hook
 from psdist.torch.conversion import convert_optimizer, convert_scheduler
 from psdist.torch.data_parallel import DistributedDataParallel
-from psdist.torch.elastic.ddp import ElasticDDP
-from psdist.torch.guards.saved_state import refuse_in_torch as _refuse_in_torch
-from psdist.torch.layers.sync_batch_norm import SyncBatchNorm
+from psdist.torch.elastic import ElasticDDP
 from psdist.torch.leased_loader import LeasedDataLoader
 from psdist.torch.offloading import OffloadedOptimizer, offload
 from psdist.torch.optimizer import DistributedOptimizer
 from psdist.torch.optimizer_state import load_optimizer_state
+from psdist.torch.optimizer_state import refuse_in_torch as _refuse_in_torch
+from psdist.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "CompressionState",

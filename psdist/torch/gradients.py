@@ -2,37 +2,46 @@
 
 Autograd makes each gradient in memory of its own. A hook copies it into the flat gradient vector, which servers on the
 same host read in place, and makes ``parameter.grad`` a view of it. With ``zero_grad(set_to_none=True)``, torch's
-default, nothing has to be cleared or added up. The vector is on the model's CUDA device if the codec encodes there, and
-in main memory otherwise.
+default, nothing has to be cleared or added up. The vector is on the model's CUDA device if the codec encodes there, so
+that only payloads are copied to main memory; this needs CuPy, and device memory for one vector. Otherwise it is in main
+memory.
 
-Invariants: Each tensor is pushed once in a step. A pushed gradient is not written to before the step is answered; a
+Invariants: Each tensor is pushed once in a step. A bucket is a contiguous range of the layout, so only neighbouring
+buckets share slices. Every tensor is in one bucket. A pushed gradient is not written to before the step is answered; a
 script that does so gets an error.
 
-Not here: use of the answer (``optimizer``, ``data_parallel``), the tensors of a bucket (``bucket_plan``), the vector's
-memory (``gradient_memory``).
+Not here: use of the answer (``optimizer``, ``data_parallel``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, Final
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
 
 from psdist.client.session.membership import unless_dropped
 from psdist.client.sync_client import Bucket, Parameters
-from psdist.errors import InvalidArgumentError, NonFiniteGradientError, PsdistError
+from psdist.errors import (
+    DeviceUnavailableError,
+    InvalidArgumentError,
+    LimitExceededError,
+    NonFiniteGradientError,
+    PsdistError,
+)
 from psdist.torch.averaging.link_gradients import LinkBucket, LinkGradients
-from psdist.torch.gradient_vector.bucket_plan import BucketPlan
-from psdist.torch.gradient_vector.gradient_memory import gradient_memory, separate_kept
-from psdist.torch.guards.fingerprint import Fingerprint
 from psdist.torch.values import as_real, weight_of
+from psdist.torch.writes import Fingerprint
 
 Write = Callable[[Mapping[str, NDArray[Any]]], None]
 
@@ -401,3 +410,131 @@ class GradientStream:
         self._step, self._pass = _Step(values=self._step.values), -1
         if self._hooks is not None:
             self.listen()
+
+
+class BucketPlan:
+    """Divides tensors into buckets and counts the tensors of a step that are ready.
+
+    sizes: bytes of each tensor, in the layout's order.
+    bucket_bytes: a bucket ends with the tensor that brings it to this size. Backward passes reach the last layers
+        first, so buckets are filled from the last tensor on.
+    """
+
+    def __init__(self, sizes: Sequence[int], bucket_bytes: int) -> None:
+        self.buckets: list[tuple[int, ...]] = []
+        self._bucket_of = [0] * len(sizes)
+        members: list[int] = []
+        held = 0
+        for number in reversed(range(len(sizes))):
+            members.append(number)
+            held += sizes[number]
+            if held >= bucket_bytes or number == 0:
+                for member in members:
+                    self._bucket_of[member] = len(self.buckets)
+                self.buckets.append(tuple(reversed(members)))
+                members, held = [], 0
+        self._missing = [len(bucket) for bucket in self.buckets]
+
+    def start_step(self) -> None:
+        """Start a step: no tensor is ready."""
+        self._missing = [len(bucket) for bucket in self.buckets]
+
+    def on_ready(self, number: int) -> tuple[int, ...]:
+        """Mark tensor ``number`` as ready. Returns the bucket that it completes, or an empty tuple."""
+        bucket = self._bucket_of[number]
+        self._missing[bucket] -= 1
+        return () if self._missing[bucket] else self.buckets[bucket]
+
+
+def named_buckets(tensors: Mapping[str, Tensor], bucket_bytes: int, last: Iterable[str]) -> list[list[str]]:
+    """Return the names of the tensors of each bucket, the last tensors first.
+
+    tensors, bucket_bytes: as for ``BucketPlan``; they are pushed as float32.
+    last: names in front of those of the last bucket.
+    """
+    names = list(tensors)
+    plan = BucketPlan([4 * one.numel() for one in tensors.values()], bucket_bytes)
+    buckets = [[names[number] for number in bucket] for bucket in plan.buckets]
+    buckets[-1] = [*last, *buckets[-1]]
+    return buckets
+
+
+def bucket_bytes_of(bucket_cap_mb: float) -> int:
+    """Convert MiB to bytes. Raises InvalidArgumentError."""
+    if (
+        isinstance(bucket_cap_mb, bool)
+        or not isinstance(bucket_cap_mb, int | float)
+        or not 0 < bucket_cap_mb <= 1 << 20
+    ):
+        raise InvalidArgumentError(f"bucket_cap_mb={bucket_cap_mb!r} is out of range: use MiB above 0")
+    return max(1, int(bucket_cap_mb * (1 << 20)))
+
+
+logger = logging.getLogger("psdist")
+
+#: References to a view that no script holds: the caller's list and variable, and the arguments of two functions.
+_REFERENCES: Final = 4
+#: Uses of a buffer's memory without a script: by the buffer, its view, and the query itself.
+_USES: Final = 3
+
+
+def gradient_memory(
+    handle: Parameters | LinkGradients, device: torch.device
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the gradient buffers of ``handle`` for a model on ``device``, and a tensor that shares the memory of each.
+
+    All have the dtype of the servers, and the shapes of the parameters ``as_real``. Raises DeviceLostError.
+    """
+    number, arrays = cuda_number(device), None
+    if isinstance(handle, Parameters) and number is not None and handle.statistics().compression.encodes_on_device:
+        arrays = _on_device(handle, number)
+    if arrays is None:
+        arrays = handle.gradient_buffers(is_checked=False)
+    return arrays, {name: as_tensor(array) for name, array in arrays.items()}
+
+
+def cuda_number(device: torch.device) -> int | None:
+    """Return the number of a CUDA device, or None for any other device."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _on_device(handle: Parameters, number: int) -> dict[str, Any] | None:
+    try:
+        return handle.gradient_buffers(device=f"cuda:{number}")
+    except (DeviceUnavailableError, LimitExceededError) as error:
+        logger.warning(
+            "gradients of %r are copied to main memory and encoded there, not on cuda:%d: %s",
+            handle.name, number, error.message,
+        )  # fmt: skip
+        return None
+
+
+def as_tensor(array: Any) -> Tensor:
+    """Return a tensor that shares the memory of an array of numpy or of a device."""
+    return torch.from_numpy(array) if isinstance(array, np.ndarray) else from_dlpack(array)
+
+
+def separate_kept(view: Tensor, buffer: Tensor, name: str) -> Tensor:
+    """Return the view of ``buffer`` that becomes the gradient of the next step.
+
+    view: gradient of the last step. If the script still holds it, it moves to memory of its own, and a new view is
+        returned. Views that the script made of it cannot be moved, so their values change; one warning says so.
+    name: parameter set, for the warning.
+    """
+    if sys.getrefcount(view) > _REFERENCES:
+        view.data = view.clone()
+        view = buffer.data
+    if torch._C._storage_Use_Count(view.untyped_storage()._cdata) > _USES:
+        _warn_of_view(name)
+    return view
+
+
+@lru_cache(maxsize=256)
+def _warn_of_view(name: str) -> None:
+    logger.warning(
+        "the script still holds a view of a gradient of %r from an earlier step, such as gradient.data or "
+        "gradient.view(-1). The next gradient overwrites it: clone() the values to keep",
+        name,
+    )  # fmt: skip

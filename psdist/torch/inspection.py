@@ -1,9 +1,10 @@
-"""Inspection of a model: trained tensors, tensors that are only equalized at the start, and later changes of the model.
+"""Inspection of a model: trained tensors, tensors that are only equalized at the start, and tensors that share memory.
 
 Invariants: Names are those of ``model.named_parameters()`` without the prefix of ``torch.compile``. A tied weight
-appears once, under its first name.
+appears once, under its first name. The servers hold each tensor once: two tensors over the same elements would both be
+written, and the last write would count alone. So equal ones are one tensor, and others that overlap are refused.
 
-Not here: values (``values``), gradients (``gradients``).
+Not here: values (``values``), gradients (``gradients``), changes of the model after it was wrapped (``writes``).
 """
 
 from __future__ import annotations
@@ -12,14 +13,12 @@ import logging
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from psdist.errors import DTypeMismatchError, InvalidArgumentError
-from psdist.torch.guards.fingerprint import Detection, Fingerprint
-from psdist.torch.guards.shared_memory import find_aliases, tie
 from psdist.types import MasterDType
 
 logger = logging.getLogger("psdist")
@@ -270,74 +269,127 @@ def _warn_of_own_statistics(model: nn.Module) -> None:
         )  # fmt: skip
 
 
-class ModelWatch:
-    """Detects changes of a wrapped model that would leave its weights stale or untrained without any error.
+@dataclass(frozen=True)
+class _Place:
+    """Tensor and its memory: bytes ``start`` to ``stop`` of ``memory``."""
 
-    wanted: as for ``inspect``.
-    detects: writes that autograd does not see, as for ``Fingerprint``.
+    name: str
+    tensor: Tensor
+    memory: str
+    start: int
+    stop: int
+
+
+def find_aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the tensors that are the same memory as an earlier one, by name, each with the name of that one.
+
+    Raises InvalidArgumentError for tensors that overlap otherwise: other elements, another order, or another dtype.
     """
+    order = {name: number for number, name in enumerate(tensors)}
+    aliases: dict[str, str] = {}
+    reached: list[_Place] = []
+    for place in sorted(_places(tensors), key=lambda one: (one.memory, one.start, order[one.name])):
+        reached = [one for one in reached if one.memory == place.memory and one.stop > place.start]
+        for other in reached:
+            first, second = sorted((other, place), key=lambda one: order[one.name])
+            if _is_same(first, second):
+                aliases[second.name] = first.name
+            elif _overlaps(first, second):
+                _refuse(first, second)
+        if place.name not in aliases:
+            reached.append(place)
+    return {name: aliases[name] for name in tensors if name in aliases}
 
-    def __init__(
-        self,
-        model: nn.Module,
-        trained: Mapping[str, nn.Parameter],
-        wanted: Iterable[nn.Parameter] | None = None,
-        detects: Detection = "sampled",
-    ) -> None:
-        self._trained = dict(trained)
-        self._parameters = ModelParameters(model, wanted, trained.keys())
-        self._known: dict[str, tuple[Any, ...]] = {}
-        self._versions: dict[str, int] = {}
-        self._values = Fingerprint(detects)
-        self.accept()
 
-    def accept(self) -> None:
-        """Record the current weights as correct, because psdist wrote them."""
-        self._known = {name: _state(parameter) for name, parameter in self._trained.items()}
-        self._versions = {name: parameter._version for name, parameter in self._trained.items()}
-        self._values.take(self._trained.items())
+def _places(tensors: Mapping[str, Tensor]) -> Iterable[_Place]:
+    for name, tensor in tensors.items():
+        if (
+            isinstance(tensor, nn.parameter.UninitializedParameter | nn.parameter.UninitializedBuffer)
+            or tensor.layout is not torch.strided
+        ):
+            continue
+        if not tensor.numel():
+            continue
+        start, memory = tensor.data_ptr(), str(tensor.device)
+        if tensor.device.type == "meta":  # No address: only tensors of one storage can overlap.
+            memory += f" {tensor.untyped_storage()._cdata}"
+            start = int(tensor.storage_offset()) * tensor.element_size()
+        steps = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        yield _Place(name, tensor, memory, start, start + (1 + sum(steps)) * tensor.element_size())
 
-    def written(self) -> list[str]:
-        """Return the names of the parameters that the script wrote to since ``accept``, in the model's order.
 
-        Writes in place are seen by autograd's version counter. Others, such as those through ``parameter.data``, are
-        found by comparing values: all of them in the first steps, and later in parts, unless the watch detects all
-        (``fingerprint``). A parameter
-        that was moved in memory or cast is not one of them: ``check`` refuses it.
-        """
-        found = {name for name, one in self._trained.items() if one._version != self._versions[name]}
-        found.update(self._values.changed())
-        return [name for name in self._trained if name in found]
+def _is_same(one: _Place, other: _Place) -> bool:
+    return one.start == other.start and _form(one.tensor) == _form(other.tensor)
 
-    def check(self) -> None:
-        """Raise InvalidArgumentError for parameters that changed since ``accept``.
 
-        Detected are parameters that were added, removed, replaced, moved or cast, and unfrozen ones that servers do not
-        hold; ``written`` finds writes.
-        """
-        self._parameters.check()
-        for name, parameter in self._trained.items():
-            if (state := _state(parameter)) != (known := self._known[name]):
-                raise InvalidArgumentError(
-                    f"parameter {name!r} was {_difference(known, state)} after the model was wrapped, but the servers "
-                    "hold its values: change the model first, then wrap it"
-                )
+def _form(tensor: Tensor) -> tuple[object, ...]:
+    strides = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+    return tensor.dtype, tensor.shape, strides
 
-    def check_unwritten(self) -> None:
-        """Raise InvalidArgumentError for parameters that the script wrote to since ``accept``, if the gradients of
-        their step are under way."""
-        if names := self.written():
-            more = f" ({len(names)} parameters were)" if len(names) > 1 else ""
+
+def _overlaps(one: _Place, other: _Place) -> bool:
+    """True if two tensors whose ranges of memory overlap have bytes in common."""
+    start = min(one.start, other.start)
+    marks = torch.zeros(max(one.stop, other.stop) - start, dtype=torch.bool)
+    _bytes_of(one, marks, start).fill_(True)
+    return bool(_bytes_of(other, marks, start).any())
+
+
+def _bytes_of(place: _Place, marks: Tensor, start: int) -> Tensor:
+    size = place.tensor.element_size()
+    strides = [stride * size for stride in place.tensor.stride()]
+    return marks.as_strided([*place.tensor.shape, size], [*strides, 1], place.start - start)
+
+
+def _refuse(one: _Place, other: _Place) -> NoReturn:
+    raise InvalidArgumentError(
+        f"{one.name!r} of shape {tuple(one.tensor.shape)} and {other.name!r} of shape {tuple(other.tensor.shape)} "
+        "overlap in memory without being the same tensor, but the servers hold each on its own: give one of them "
+        "memory of its own by clone(), or let the forward pass compute it from the other"
+    )
+
+
+def tie(
+    model: nn.Module,
+    trained: Mapping[str, nn.Parameter],
+    aliases: Mapping[str, str],
+    optimizer: torch.optim.Optimizer | None,
+) -> None:
+    """Make each trained parameter that is the same memory as another one that parameter itself, as for tied weights.
+
+    aliases: by ``find_aliases``. Frozen parameters and buffers follow the memory anyway, and stay.
+    optimizer: loses the parameter that is replaced.
+
+    Logs a warning, because an optimizer of torch would update the memory once for each of the two. Raises
+    InvalidArgumentError, before it changes anything, if they are in different groups.
+    """
+    pairs = {name: first for name, first in aliases.items() if name in trained}
+    groups = [] if optimizer is None else optimizer.param_groups
+    for name, first in pairs.items():
+        if _groups_with(trained[name], groups) != _groups_with(trained[first], groups):
             raise InvalidArgumentError(
-                f"parameter {names[0]!r} was written to after the backward pass{more}, whose gradients are under way, "
-                "and the step would overwrite it: write before the backward pass or after step(), or use overlap=False"
+                f"parameters {first!r} and {name!r} are the same memory, but not in the same parameter group: put both "
+                "into one, or tie them by assigning the parameter itself instead of its .data"
             )
+    for name, first in pairs.items():
+        _replace(model, trained[name], trained[first])
+        for group in groups:
+            group["params"] = [one for one in group["params"] if one is not trained[name]]
+    if pairs:
+        name, first = next(iter(pairs.items()))
+        logger.warning(
+            "parameter %r is the memory of %r (one of %d such pairs): they are trained as one tied parameter, with the "
+            "sum of their gradients. To tie them in the model, assign the parameter itself instead of its .data",
+            name, first, len(pairs),
+        )  # fmt: skip
 
 
-def _state(parameter: nn.Parameter) -> tuple[Any, ...]:
-    return parameter.device, parameter.dtype, parameter.data_ptr()
+def _groups_with(parameter: nn.Parameter, groups: list[dict[str, Any]]) -> list[int]:
+    return [number for number, group in enumerate(groups) if any(one is parameter for one in group["params"])]
 
 
-def _difference(known: tuple[Any, ...], state: tuple[Any, ...]) -> str:
-    verbs = ("moved to another device", "cast to another dtype", "moved in memory")
-    return next(verb for verb, mine, theirs in zip(verbs, known, state, strict=True) if mine != theirs)
+def _replace(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    for module in model.modules():
+        for key, parameter in list(module._parameters.items()):
+            if parameter is old:
+                setattr(module, key, new)

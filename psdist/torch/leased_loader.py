@@ -7,6 +7,9 @@ Invariants: A range is reported as used when the loop requests the batch after i
 ends before that. Batches come in the order in which their indices were requested, without those of ranges that are not
 held any more, because the run rolled back or the worker was expelled.
 
+Loaders whose data the script has divided by itself, or whose order follows from a random generator, are told apart
+here, too.
+
 Not here: the samples of a range (``psdist.data``), the assignment of ranges (the scheduler).
 """
 
@@ -16,8 +19,9 @@ from collections import deque
 from collections.abc import Iterator, Sized
 from typing import Any, Final
 
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
 
+from psdist import data
 from psdist.client.datasets import Range
 from psdist.client.sync_client import Dataset as Leases
 from psdist.errors import InvalidArgumentError, check_integer
@@ -145,3 +149,20 @@ def _check_ahead(leases: Leases, batch_size: int, options: dict[str, Any]) -> No
             f"num_workers and prefetch_factor read {ahead} batches ahead, which are {ranges} ranges of "
             f"{leases.spec.range_size} samples, more than {LEASES_MAX}: use fewer, or a larger range_size"
         )
+
+
+def is_divided(loader: Any) -> bool:
+    """True for a loader of leased ranges, with a sampler that divides, or of a stream that Hugging Face's
+    ``split_dataset_by_node`` has split."""
+    batches = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+    samplers = (loader.sampler, getattr(batches, "sampler", None))
+    return (
+        isinstance(loader, LeasedDataLoader)
+        or any(isinstance(sampler, DistributedSampler | data.DistributedSampler) for sampler in samplers)
+        or getattr(loader.dataset, "_distributed", None) is not None
+    )
+
+
+def follows_generator(sampler: Any) -> bool:
+    """True if the sampler draws its order from a random generator, so that it follows from all passes before."""
+    return sampler is not None and hasattr(sampler, "generator") and not hasattr(sampler, "set_epoch")

@@ -31,18 +31,16 @@ from psdist.compression import Cast, Codec, resolve
 from psdist.consistency import BSP, Consistency
 from psdist.errors import DTypeMismatchError, InvalidArgumentError
 from psdist.optim import Optimizer, group_of
-from psdist.torch.guards.inner_optimizer import InnerOptimizer
-from psdist.torch.guards.saved_state import KEY
-from psdist.torch.guards.wrapped_name import WrappedName
+from psdist.torch.guards import InnerOptimizer, WrappedName
 from psdist.torch.inspection import ModelParameters, ModelTensors, fixed_tensors, inspect, merge_shared
 from psdist.torch.kept_buffers import KeptBuffers
 from psdist.torch.offloaded import memory
-from psdist.torch.offloaded.division import divide
+from psdist.torch.offloaded.division import Init, Materializer, divide
 from psdist.torch.offloaded.layer import OffloadedLayer
-from psdist.torch.offloaded.materializer import Init, Materializer
+from psdist.torch.offloaded.memory import take_turns
 from psdist.torch.offloaded.passes import Passes
-from psdist.torch.offloaded.turns import take_turns
 from psdist.torch.optimizer import groups_and_defaults, parameters_of, specification_of
+from psdist.torch.optimizer_state import KEY
 from psdist.torch.rates import LearningRates, check_scheduler
 from psdist.torch.values import initial_values, share_fixed, weight_of
 from psdist.types import NonFinite

@@ -27,23 +27,19 @@ from psdist.consistency import BSP, Consistency, Reduction, with_reduction
 from psdist.errors import InvalidArgumentError
 from psdist.optim import MEANS_SUFFIX, Constant, Optimizer, group_of
 from psdist.torch.broadcast import TensorBroadcast
-from psdist.torch.clipping import MeanClipping
+from psdist.torch.clipping import MeanClipping, MeanGradients
 from psdist.torch.conversion import convert_settings, end_factors, schedule_or_none
-from psdist.torch.gradient_vector.bucket_plan import bucket_bytes_of
-from psdist.torch.gradients import GradientStream, check_free
-from psdist.torch.guards.fingerprint import Detection, Fingerprint, check_detection
-from psdist.torch.guards.inner_optimizer import InnerOptimizer
-from psdist.torch.guards.overlap import Overlap, OverlapChoice, OverlapProbe, check_overlap
-from psdist.torch.guards.saved_state import KEY, has_settings_alone
-from psdist.torch.guards.wrapped_name import WrappedName
-from psdist.torch.inspection import ModelTensors, ModelWatch, inspect, merge_shared
+from psdist.torch.gradients import GradientStream, bucket_bytes_of, check_free
+from psdist.torch.guards import InnerOptimizer, WrappedName
+from psdist.torch.inspection import ModelTensors, inspect, merge_shared
 from psdist.torch.kept_buffers import KeptBuffers
 from psdist.torch.loss_scale import LossScale
-from psdist.torch.mean_gradients import MeanGradients
+from psdist.torch.optimizer_state import KEY, has_settings_alone
+from psdist.torch.overlap import Overlap, OverlapChoice, OverlapProbe, check_overlap
 from psdist.torch.rates import LearningRates, check_scheduler, shown_settings
 from psdist.torch.uneven_inputs import UnevenBatches, UnevenInputs
 from psdist.torch.values import TensorWriter, initial_values, share_fixed
-from psdist.torch.writes import WeightWrites
+from psdist.torch.writes import Detection, Fingerprint, ModelWatch, WeightWrites, check_detection
 from psdist.types import DType, NonFinite
 
 logger = logging.getLogger("psdist")

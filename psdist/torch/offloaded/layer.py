@@ -26,9 +26,16 @@ from psdist.client.process.loop import StartedCall
 from psdist.client.session.membership import unless_dropped
 from psdist.client.sync_client import Bucket, Parameters
 from psdist.errors import InvalidArgumentError
-from psdist.torch.offloaded.freed_parameters import drop_gradient, mark_freed, mark_present
-from psdist.torch.offloaded.memory import LayerMemory, MovedPages, PagePool, ResizedStorage
-from psdist.torch.offloaded.turns import GradientPlace
+from psdist.torch.offloaded.memory import (
+    GradientPlace,
+    LayerMemory,
+    MovedPages,
+    PagePool,
+    ResizedStorage,
+    drop_gradient,
+    mark_freed,
+    mark_present,
+)
 
 #: Alignment in bytes of tensors in a storage of several dtypes, or on a device.
 _ALIGNMENT: Final = 64

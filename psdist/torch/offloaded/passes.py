@@ -5,6 +5,12 @@ them. The order of layers is learned from the previous pass, and the next layer'
 computes. A gradient is taken as soon as autograd has computed it, and a layer is pushed when its gradients are
 complete.
 
+The hook on a layer's results loads its weights before the backward pass goes through them. A backward pass may reach
+the layer in another way, for example by a loss that the layer keeps in an attribute. It would then read unmapped
+memory, which ends the process. Autograd therefore asks this module for every tensor that it saved in a layer's forward
+pass (``SavedTensors``). A saved weight is read when its layer is loaded, with the values of the forward pass. Other
+tensors are returned as they were saved, or refused if they were changed since, as without these hooks.
+
 Invariants: Of the layers that no pass uses now, only the next one may have weights in memory. At most two layers have
 gradients in memory, unless several layers get theirs at the same time. A layer is freed in a backward pass when it has
 all gradients, because autograd sums those of all uses first.
@@ -27,9 +33,8 @@ from torch.utils.hooks import RemovableHandle
 
 from psdist.errors import InvalidArgumentError, NonFiniteGradientError
 from psdist.torch.offloaded.division import Use
-from psdist.torch.offloaded.freed_parameters import drop_gradient
 from psdist.torch.offloaded.layer import OffloadedLayer, Residence, second_backward
-from psdist.torch.offloaded.saved_tensors import SavedTensors
+from psdist.torch.offloaded.memory import drop_gradient
 
 #: Pushes that may be under way while the next layer's gradients arrive, unless these use the same memory.
 _PUSHES: Final = 1
@@ -347,3 +352,54 @@ class Passes:
 
 def _in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+#: Saved tensor: the tensor, its version at that time, and the layer whose weight it is.
+_Kept = tuple[Tensor, int, OffloadedLayer | None]
+
+
+class SavedTensors:
+    """Hooks for the forward passes of ``layers``.
+
+    load: called before a weight of a layer is read in a backward pass. Its errors end the pass.
+    """
+
+    def __init__(self, layers: Sequence[OffloadedLayer], load: Callable[[OffloadedLayer], None]) -> None:
+        self._layers = {layer.storage_id: layer for layer in layers}
+        self._load = load
+        #: For each forward pass under way, True if it registered the hooks.
+        self._listens: list[bool] = []
+
+    def enter(self) -> None:
+        """Start a forward pass of a layer.
+
+        Existing hooks stay: those of an enclosing pass, or of a checkpoint, which saves no weights.
+        """
+        is_first = torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        self._listens.append(is_first)
+        if is_first:
+            torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+
+    def leave(self) -> None:
+        """End the forward pass that started last, even if it failed."""
+        if self._listens.pop():
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def owner(self, tensor: Tensor) -> OffloadedLayer | None:
+        """Return the layer that owns a tensor's memory, or None."""
+        return self._layers.get(tensor.untyped_storage()._cdata)
+
+    def _pack(self, tensor: Tensor) -> _Kept:
+        return tensor, tensor._version, self.owner(tensor)
+
+    def _unpack(self, kept: _Kept) -> Tensor:
+        tensor, version, layer = kept
+        if layer is not None:
+            self._load(layer)
+        if tensor._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation, or "
+                f"is a weight of another step: a tensor of shape {tuple(tensor.shape)} is at version "
+                f"{tensor._version}; expected version {version} instead"
+            )
+        return tensor

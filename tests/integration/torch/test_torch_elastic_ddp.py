@@ -20,8 +20,7 @@ from psdist.client.context import Context
 from psdist.errors import InvalidArgumentError, ShapeMismatchError
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.torch import ElasticDDP
-from psdist.torch.elastic.ddp import _Vectors
-from psdist.torch.elastic.state import TrainingState
+from psdist.torch.elastic import TrainingState, _Vectors
 
 #: The loop ends some steps after the killed worker is back.
 _SCRIPT = """

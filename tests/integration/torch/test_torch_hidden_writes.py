@@ -12,9 +12,8 @@ from torch import nn
 from psdist import optim
 from psdist.client.context import Context
 from psdist.errors import InvalidArgumentError
-from psdist.torch import DistributedDataParallel, DistributedOptimizer
-from psdist.torch.guards import fingerprint
-from psdist.torch.guards.fingerprint import FIRST, Detection
+from psdist.torch import DistributedDataParallel, DistributedOptimizer, writes
+from psdist.torch.writes import FIRST, Detection
 from tests.support.torch_models import MODELS, loss_of, mlp
 
 BATCHES = MODELS["mlp"][1]
@@ -159,7 +158,7 @@ def test_several_passes_of_a_step_and_failed_ones_are_no_changes(alone: Context,
 @pytest.fixture
 def small_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make samples so small that they miss single elements."""
-    monkeypatch.setattr(fingerprint, "LATER_ELEMENTS", 16)
+    monkeypatch.setattr(writes, "LATER_ELEMENTS", 16)
 
 
 def write_row(table: nn.Embedding) -> None:

@@ -21,7 +21,7 @@ from psdist.compression import ChunkedTopK, Codec, Int8, RandomK, TopK
 from psdist.device.device import open_device
 from psdist.errors import DeviceUnavailableError, LimitExceededError, NonFiniteGradientError, PsdistError
 from psdist.torch import DistributedDataParallel, DistributedOptimizer
-from psdist.torch.gradient_vector import gradient_memory
+from psdist.torch import gradients as torch_gradients
 from tests.support.host_arrays import HostArray, HostArrays
 from tests.support.host_device import needs_compiler
 from tests.support.torch_models import MODELS, loss_of
@@ -46,8 +46,8 @@ def arrays(monkeypatch: pytest.MonkeyPatch) -> HostArrays:
         return torch.from_numpy(array.values if isinstance(array, HostArray) else array)
 
     monkeypatch.setattr(device_arrays, "open_arrays", {0: made}.__getitem__)
-    monkeypatch.setattr(gradient_memory, "cuda_number", lambda _: 0)
-    monkeypatch.setattr(gradient_memory, "as_tensor", as_tensor)
+    monkeypatch.setattr(torch_gradients, "cuda_number", lambda _: 0)
+    monkeypatch.setattr(torch_gradients, "as_tensor", as_tensor)
     return made
 
 
@@ -96,7 +96,7 @@ def test_training_is_that_of_gradients_on_the_host(
     train(*wrap(model, f"{name}-device", codec, alone))
     size = sum(parameter.numel() for parameter in model.parameters())
     assert 0 < sum(arrays.device.copied) < 4 * size * STEPS / 2, "more than payloads came to the host"
-    monkeypatch.setattr(gradient_memory, "cuda_number", lambda _: None)
+    monkeypatch.setattr(torch_gradients, "cuda_number", lambda _: None)
     train(*wrap(other, f"{name}-host", codec, alone))
     assert same_bytes(model, other)
     assert not same_bytes(model, begin)
@@ -139,7 +139,7 @@ def test_gradients_of_nan_on_a_device_are_nan_for_all_workers(alone: Context, na
 def test_what_a_device_does_not_encode_is_copied_to_the_host(
     alone: Context, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gradient_memory, "cuda_number", lambda _: 0)
+    monkeypatch.setattr(torch_gradients, "cuda_number", lambda _: 0)
     train(*optimizer(mlp(), name, RandomK(0.1), alone))  # CuPy is not requested: nothing is logged.
 
 
@@ -154,7 +154,7 @@ def test_without_cupy_or_room_a_warning_says_what_is_missing(
         raise error
 
     monkeypatch.setattr(device_arrays, "open_arrays", open_arrays)
-    monkeypatch.setattr(gradient_memory, "cuda_number", lambda _: 1)
+    monkeypatch.setattr(torch_gradients, "cuda_number", lambda _: 1)
     with caplog.at_level(logging.WARNING, "psdist"):
         train(*optimizer(mlp(), name, Int8(), alone))
     assert f"gradients of {name!r} are copied to main memory and encoded there, not on cuda:1: CuPy" in caplog.text
@@ -176,6 +176,6 @@ def test_training_on_a_device_is_that_of_gradients_on_the_host(
     other = copy.deepcopy(model)
     train(*wrap(model, f"{name}-device", codec, alone), "cuda")
     assert all(parameter.is_cuda for parameter in model.parameters())
-    monkeypatch.setattr(gradient_memory, "cuda_number", lambda _: None)
+    monkeypatch.setattr(torch_gradients, "cuda_number", lambda _: None)
     train(*wrap(other, f"{name}-host", codec, alone), "cuda")
     assert same_bytes(model, other)

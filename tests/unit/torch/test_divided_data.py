@@ -9,7 +9,7 @@ import pytest
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 import psdist.data
-from psdist.torch.divided_data import is_divided
+from psdist.torch.leased_loader import is_divided
 
 accelerate: Any = pytest.importorskip("accelerate")
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from psdist.torch.guards import fingerprint
-from psdist.torch.guards.fingerprint import FIRST, Fingerprint
+from psdist.torch import writes
+from psdist.torch.writes import FIRST, Fingerprint
 
 
 def tensors(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -89,8 +89,8 @@ def test_factors_of_changed_tensors() -> None:
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make parts so small that a round takes several steps."""
-    monkeypatch.setattr(fingerprint, "LATER_ELEMENTS", 60)
-    monkeypatch.setattr(fingerprint, "_AT_LEAST", 2)
+    monkeypatch.setattr(writes, "LATER_ELEMENTS", 60)
+    monkeypatch.setattr(writes, "_AT_LEAST", 2)
 
 
 @pytest.mark.usefixtures("small_parts")

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from psdist import optim
 from psdist.errors import DTypeMismatchError, InvalidArgumentError, PsdistError
 from psdist.torch import DistributedOptimizer
-from psdist.torch.gradient_vector.bucket_plan import BucketPlan
-from psdist.torch.inspection import ModelParameters, ModelWatch, inspect
+from psdist.torch.gradients import BucketPlan
+from psdist.torch.inspection import ModelParameters, inspect
+from psdist.torch.writes import ModelWatch
 
 
 def frozen() -> nn.Module:

@@ -12,8 +12,8 @@ from torch import nn
 from psdist.errors import InvalidArgumentError, WaitTimeoutError
 from psdist.torch.offloaded.division import divide
 from psdist.torch.offloaded.layer import OffloadedLayer
+from psdist.torch.offloaded.memory import GradientPlace
 from psdist.torch.offloaded.passes import LayerOrder
-from psdist.torch.offloaded.turns import GradientPlace
 
 
 class Model(nn.Module):

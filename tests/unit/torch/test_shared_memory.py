@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from psdist.errors import InvalidArgumentError
-from psdist.torch.guards.shared_memory import find_aliases
-from psdist.torch.inspection import inspect, merge_shared
+from psdist.torch.inspection import find_aliases, inspect, merge_shared
 
 SIZE = 24
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from psdist.errors import ConfigurationError, InvalidArgumentError
-from psdist.torch import SyncBatchNorm
-from psdist.torch.layers import sync_batch_norm
+from psdist.torch import SyncBatchNorm, sync_batch_norm
 
 Worker = Callable[[int], Any]
 

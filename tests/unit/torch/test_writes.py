@@ -10,8 +10,7 @@ import pytest
 from torch import nn
 
 from psdist.consistency import BSP
-from psdist.torch.inspection import ModelWatch
-from psdist.torch.writes import WeightWrites
+from psdist.torch.writes import ModelWatch, WeightWrites
 
 
 class Handle:

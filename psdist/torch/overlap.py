@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from psdist.errors import InvalidArgumentError
-from psdist.torch.guards.fingerprint import Fingerprint
+from psdist.torch.writes import Fingerprint
 
 logger = logging.getLogger("psdist")
 

@@ -1,1 +1,0 @@
-"""``ElasticDDP``: data-parallel training between workers that may die and join, without servers."""

@@ -1,1 +1,0 @@
-"""The flat vector of a model's gradients: its memory, and its division into buckets."""

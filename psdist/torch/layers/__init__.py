@@ -1,1 +1,0 @@
-"""Layers whose forward and backward passes need the other workers."""
