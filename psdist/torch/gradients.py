@@ -127,6 +127,8 @@ class GradientStream:
                 f"the parameter set {handle.name!r} already has the gradients of a model: give this one another name="
             )
         self._handle = handle
+        #: Name of the parameter set.
+        self.name = handle.name
         self._names = [*trained, *others]
         self._parameters = list(trained.values())
         self._arrays, self.buffers = gradient_memory(handle, self._parameters[0].device)
@@ -271,11 +273,6 @@ class GradientStream:
         return [self._names[number] for number in numbers if not has_flags and number in self._step.absent]
 
     # --- at its end ---
-
-    @property
-    def name(self) -> str:
-        """Name of the parameter set."""
-        return self._handle.name
 
     @property
     def weight(self) -> float:

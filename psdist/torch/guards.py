@@ -45,7 +45,7 @@ class InnerOptimizer:
         self._inner = inner
         self._outer = outer
         self._title = title
-        self._known = _parameters(outer)
+        self._known = [list(map(id, group["params"])) for group in outer.param_groups]
         self._states = self._present_states()
         self._hooks = [
             outer.register_step_pre_hook(self._before_step),
@@ -71,7 +71,7 @@ class InnerOptimizer:
                 "one: a run resumes its state from its own snapshots. To set it in the script use "
                 "psdist.torch.DistributedDataParallel, which keeps the optimizer"
             )
-        if (now := _parameters(self._outer)) != self._known:
+        if (now := [list(map(id, group["params"])) for group in self._outer.param_groups]) != self._known:
             counts = [sum(map(len, groups)) for groups in (self._known, now)]
             raise InvalidArgumentError(
                 f"the optimizer has {len(now)} parameter groups of {counts[1]} parameters, but had {len(self._known)} "
@@ -120,10 +120,6 @@ class InnerOptimizer:
     def _of_script(self, table: str) -> list[Callable[..., Any]]:
         hooks: Mapping[int, Callable[..., Any]] = getattr(self._inner, table, {})
         return [hook for hook in hooks.values() if hook != self._refuse]
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[list[int]]:
-    return [list(map(id, group["params"])) for group in optimizer.param_groups]
 
 
 @dataclass

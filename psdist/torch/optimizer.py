@@ -179,9 +179,10 @@ class DistributedOptimizer(UnevenBatches, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        self._inner.check()
+        if self._overlap.is_active:  # Otherwise ``_check`` does it before anything is pushed.
+            self._inner.check()
         self._overlap.on_step(is_scaled=hasattr(self, "found_inf"))
-        if not self._unscale():
+        if hasattr(self, "found_inf") and not self._unscale():
             return result
         self._rates.check_unchanged(self.param_groups)
         if not self._overlap.is_active:
@@ -217,8 +218,6 @@ class DistributedOptimizer(UnevenBatches, torch.optim.Optimizer):
 
     def _unscale(self) -> bool:
         """Remove a GradScaler's scale from the gradients. Returns False if all workers skip the step."""
-        if not hasattr(self, "found_inf"):
-            return True
         if self._join is not None:
             self._join.begin_step(is_scaled=True)
         if self._loss_scale.unscale(self, self._trained.values()):

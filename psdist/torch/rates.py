@@ -54,6 +54,8 @@ class LearningRates:
         self._wrapped = wrapped
         self._scheduler = scheduler
         self._handle = handle
+        #: Numbers that pushes carry: all except those that only begin the state.
+        self._names = [name for name in spec.values() if name == "lr" or name not in spec.initial]
         #: True if the servers have no schedule, so that pushes carry the rates.
         self._sends = spec.schedule == Constant()
         #: Settings of the step under way, once its first push has started.
@@ -186,9 +188,8 @@ class LearningRates:
                     )
 
     def _values(self, group: Mapping[str, Any]) -> Values:
-        """Return the numbers of a group by their names on the servers, except those that only begin the state."""
-        names = [name for name in self._spec.values() if name == "lr" or name not in self._spec.initial]
-        values = {name: float(group[name]) for name in names if name in group}
+        """Return the numbers of a group by their names on the servers."""
+        values = {name: float(group[name]) for name in self._names if name in group}
         for name, pair in PAIRS.items():
             if name in group:
                 values |= zip(pair, map(float, group[name]), strict=True)
@@ -273,12 +274,16 @@ class ServerGroups:
         pairs = {(group_of(name, spec.overrides), numbers[id(one)]) for name, one in trained.items()}
         #: Group on the servers, and number of the parameter group.
         self._pairs = sorted(pairs)
+        #: Latest settings that were checked, as given and as pushes carry them.
+        self._latest: tuple[Sequence[Values], dict[int, Values]] = (), {}
 
     def settings(self, values: Sequence[Values]) -> dict[int, Values]:
         """Return the settings of a push. values: those of each parameter group.
 
         Raises InvalidArgumentError for a setting that the servers cannot change.
         """
+        if values == self._latest[0]:
+            return self._latest[1]
         found: dict[int, Values] = {}
         first: dict[int, int] = {}
         for group, number in self._pairs:
@@ -297,7 +302,8 @@ class ServerGroups:
                     "parameters by patterns such as '*.bias'"
                 )
             first.setdefault(group, number)
-        return {group: changes for group, changes in found.items() if changes}
+        self._latest = values, {group: changes for group, changes in found.items() if changes}
+        return self._latest[1]
 
 
 def _restore(groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
