@@ -49,7 +49,7 @@ from psdist.client.reporting.run_info import RunInfo
 from psdist.errors import PsdistError
 from psdist.metrics.interval import Measurements
 from psdist.metrics.phases import Phase
-from psdist.metrics.trackers.tracker import Tracker
+from psdist.metrics.trackers import Tracker
 '''
 
 

@@ -22,7 +22,7 @@ LIMITS_ELSEWHERE = {
     "psdist.consistency": {"_COUNT_MAX"},
     "psdist.data.assignment": {"_SEED_MAX"},
     "psdist.hyperparameters": {"_OVERRIDES_MAX"},
-    "psdist.snapshots.checks": {"_NUMBER_MAX"},
+    "psdist.snapshots.records": {"_NUMBER_MAX"},
     "psdist.snapshots.policy": {"STEPS_MAX", "SECONDS_MAX", "KEEP_MAX"},
     # Bounds on a process's own output, such as the text that it shows.
     "psdist.changes": {"_VALUE_CHARACTERS_MAX"},

@@ -19,7 +19,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FUNCTION_LINES_MAX = 70
-FILE_LINES_MAX = 600
 
 #: Folders of modules that may use no loop, wire, file, clock or chance. ``now`` and ``rng`` are their arguments.
 PURE_FOLDERS = (
@@ -36,7 +35,7 @@ PURE_MODULES = (
     *("psdist.compression.segments.format", "psdist.compression.device.tables"),
     *("psdist.wire.limits", "psdist.wire.backoff", "psdist.launcher.supervisor", "psdist_scheduler.cluster"),
     *("psdist.launcher.events", "psdist.launcher.shutdown", "psdist.settings", "psdist.settings.exit_codes"),
-    *("psdist.snapshots.checks", "psdist.snapshots.format", "psdist.snapshots.policy", "psdist.snapshots.settings"),
+    *("psdist.snapshots.format", "psdist.snapshots.policy", "psdist.snapshots.records"),
     *("psdist.metrics", "psdist.metrics.interval", "psdist.metrics.interval_lines", "psdist.metrics.phases"),
     *("psdist.tracing", "psdist.tracing.spans", "psdist.tracing.summary", "psdist.tracing.trace_events"),
     *("psdist.metrics.progress_line", "psdist.metrics.report", "psdist.data.batch_machine", "psdist.data.padding"),
@@ -231,10 +230,7 @@ def _is_written_here(name: ast.expr) -> bool:
 
 
 def sizes(module: str, tree: ast.Module) -> Iterator[str]:
-    """Check that functions and files stay small enough to be read."""
-    last = max((node.end_lineno or 0 for node in tree.body), default=0)
-    if last > FILE_LINES_MAX:
-        yield f"the file has {last} lines, over {FILE_LINES_MAX}: split it"
+    """Check that functions stay small enough to be read."""
     for node in nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
@@ -306,10 +302,7 @@ BAD: dict[Rule, tuple[tuple[str, str], ...]] = {
         ("psdist_server.app", "import importlib\ndef f(n, t): importlib.import_module(t[n])"),
         ("psdist_server.files", "import numpy as np\nnp.load('x', allow_pickle=True)"),
     ),
-    sizes: (
-        ("psdist.x", "def f():\n" + "    pass\n" * FUNCTION_LINES_MAX),
-        ("psdist.x", "x = 1\n" * (FILE_LINES_MAX + 1)),
-    ),
+    sizes: (("psdist.x", "def f():\n" + "    pass\n" * FUNCTION_LINES_MAX),),
     docstrings: (("psdist.x", "import math"),),
     words: (
         ("psdist.x", "class Coordinator: ..."),

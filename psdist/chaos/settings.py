@@ -8,8 +8,7 @@ from typing import get_args
 
 from psdist.chaos.workload import Mode
 from psdist.settings.config import TransportName
-from psdist.settings.declarations import setting
-from psdist.settings.flags import integer, one_of, seconds
+from psdist.settings.flags import integer, one_of, seconds, setting
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,9 +20,8 @@ from psdist.cli.step_bench import BenchSettings, StepBench
 from psdist.interpreter import python
 from psdist.launcher.output import stamped
 from psdist.settings.config import INSECURE_VARIABLE, TransportName, find_scheduler, given_credentials
-from psdist.settings.declarations import flags_of, read
 from psdist.settings.exit_codes import OK
-from psdist.settings.flags import CommandLine, Flag, integer, one_of, seconds
+from psdist.settings.flags import CommandLine, Flag, flags_of, integer, one_of, read, seconds
 from psdist.settings.other_launchers import check_alone
 from psdist.settings.preflight import require_working_directory
 from psdist.settings.programs import CREDENTIAL_FLAGS, FORMAT_FLAG, SCHEDULER_FLAG, run_id_flag

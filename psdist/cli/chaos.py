@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 from psdist.cli.commands import show
 from psdist.errors import ConfigurationError
-from psdist.settings.declarations import flags_of, read
 from psdist.settings.exit_codes import FAILURE, OK, SIGNAL_BASE
-from psdist.settings.flags import CommandLine, Flag, one_of
+from psdist.settings.flags import CommandLine, Flag, flags_of, one_of, read
 from psdist.settings.programs import FORMAT_FLAG
 
 if TYPE_CHECKING:

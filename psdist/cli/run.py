@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from psdist.launcher.local import LocalSettings, run_local
-from psdist.settings.declarations import flags_of, read
-from psdist.settings.flags import CONFIG_FLAG, CommandLine
+from psdist.settings.flags import CONFIG_FLAG, CommandLine, flags_of, read
 
 SCRIPT_USAGE = "script.py [script arguments]"
 

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from psdist import optim
 from psdist.consistency import ASP, BSP, SSP, Consistency
 from psdist.errors import InvalidArgumentError
-from psdist.settings.declarations import setting
-from psdist.settings.flags import integer, one_of
+from psdist.settings.flags import integer, one_of, setting
 from psdist.types import WIRE_DTYPES, DType
 
 if TYPE_CHECKING:

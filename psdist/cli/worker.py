@@ -13,8 +13,18 @@ from psdist.errors import ConfigurationError
 from psdist.launcher.agent import NODE_TITLE, AgentSettings, run_agent
 from psdist.launcher.local import LocalSettings, run_local
 from psdist.settings.config import check_run_id, find_scheduler, scheduler_text
-from psdist.settings.declarations import flags_of, read
-from psdist.settings.flags import CONFIG_FLAG, CommandLine, Flag, grouped, integer, one_of, text, torchrun
+from psdist.settings.flags import (
+    CONFIG_FLAG,
+    CommandLine,
+    Flag,
+    flags_of,
+    grouped,
+    integer,
+    one_of,
+    read,
+    text,
+    torchrun,
+)
 from psdist.settings.other_launchers import LauncherTask, find_task
 from psdist.wire.limits import WORLD_MAX
 

@@ -31,7 +31,7 @@ from psdist.client.transport.requests import RequestIdentity
 from psdist.consistency import BSP, SSP
 from psdist.data.batch_position import BATCHES
 from psdist.errors import FencedError
-from psdist.snapshots.model_description import BUFFERS
+from psdist.snapshots.model_tensors import BUFFERS
 from psdist.types import ClusterMap, ParametersEntry
 from psdist.v1 import scheduler_pb2
 

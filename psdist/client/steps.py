@@ -40,7 +40,7 @@ from psdist.device.device import device_number
 from psdist.errors import FencedError, InvalidArgumentError, NotMemberError, WrittenWeightsError
 from psdist.metrics.phases import Phase
 from psdist.off_loop import in_thread, off_loop
-from psdist.settings import script_errors
+from psdist.settings import launcher_reports
 from psdist.tracing.spans import SpanKind
 from psdist.types import WORDS, Layout, ParametersSpec
 
@@ -396,7 +396,7 @@ class Steps:
         self._participation.end_push(progress, seen=seen)
         self._servers.shared_memory.on_push_completed()
         self.drops.not_dropped()
-        script_errors.note_step()
+        launcher_reports.note_step()
         counters = self.counters
         counters.pushes += 1
         counters.pulls += seen

@@ -35,7 +35,7 @@ from psdist.consistency import Consistency
 from psdist.errors import PsdistError
 from psdist.metrics.interval import Measurements
 from psdist.metrics.phases import Phase
-from psdist.metrics.trackers.tracker import Tracker
+from psdist.metrics.trackers import Tracker
 from psdist.optim import Optimizer
 from psdist.security.tls import TlsFiles
 from psdist.settings.config import TransportName

@@ -39,8 +39,7 @@ from psdist.launcher.shutdown import RunPolicy
 from psdist.security.tls import Credentials
 from psdist.settings import exit_codes, preflight, signals
 from psdist.settings.config import await_address, find_token, make_tls, parse_address
-from psdist.settings.declarations import torchrun_setting
-from psdist.settings.flags import integer, text
+from psdist.settings.flags import integer, text, torchrun_setting
 from psdist.settings.other_launchers import LauncherTask, first_node
 from psdist.settings.programs import (
     TlsSettings,

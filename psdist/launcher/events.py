@@ -91,7 +91,7 @@ class Exited:
 
     returncode: -n for signal n.
     connected: True if a worker had ever registered.
-    error: a worker's report of an error before its first step, as in ``script_errors``.
+    error: a worker's report of an error before its first step, as in ``launcher_reports``.
     group_age: seconds since a worker made its newest process group of all workers; None if it made none.
     """
 

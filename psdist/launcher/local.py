@@ -8,6 +8,7 @@ record. Snapshots are stored elsewhere, and stay: a later run of the same id res
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import secrets
 import shlex
@@ -17,10 +18,10 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from psdist import addresses, loop_monitor
 from psdist.errors import ConfigurationError
@@ -47,12 +48,10 @@ from psdist.monitoring.dashboard_link import dashboard_link, listen, require_das
 from psdist.security.tokens import require_root
 from psdist.settings import exit_codes, preflight, signals
 from psdist.settings.config import find_token, parse_address, read_address
-from psdist.settings.declarations import setting
-from psdist.settings.flags import integer
+from psdist.settings.flags import integer, setting
+from psdist.settings.launcher_reports import RunReport
 from psdist.settings.other_launchers import check_one_run
 from psdist.settings.programs import MONITORING_TITLE, OUTPUT_TITLE, DashboardSettings, storage_path_setting
-from psdist.settings.run_report import RunReport
-from psdist.snapshots import resumable
 
 #: Default location of snapshots, below the working directory; it contains a directory for each run.
 STORAGE_DIRECTORY: Final = "psdist-runs"
@@ -268,9 +267,9 @@ async def _supervise(
         if settings.report_file is not None:
             _report(finish, run_id, output).write(settings.report_file)
         metrics.close()
-        if resumable.has_commits(storage):
+        if _has_commits(storage):
             if status > exit_codes.SIGNAL_BASE:
-                output.say(resumable.how_to_resume(storage, run_id))
+                output.say(_how_to_resume(storage, run_id))
             elif not told:
                 output.say(f"snapshots are in {storage}")
         return status
@@ -331,14 +330,14 @@ def _how_to_join(run_id: str, script: ScriptSettings, registry: RunRegistry) -> 
 def _report_storage(output: Output, settings: ServicesSettings, storage: str, asked: bool) -> bool:
     """Print the location of snapshots if the user ``asked`` for them, or if a directory has some. Returns True if
     printed."""
-    has_commits = resumable.has_commits(storage)
-    if asked or has_commits:
+    has_any = _has_commits(storage)
+    if asked or has_any:
         resumes = ""
-        if has_commits and not settings.fresh:
-            from_newest = resumable.holds_weights(storage)
+        if has_any and not settings.fresh:
+            from_newest = _holds_weights(storage)
             resumes = "; this run resumes from the newest" if from_newest else "; the newest has no weights"
         output.say(f"snapshots {settings.policy.text}, in {storage}{resumes}")
-    return asked or has_commits
+    return asked or has_any
 
 
 class _ScaleRequests:
@@ -472,3 +471,46 @@ def announce(output: Output, workers: WorkersPlan, environ: Mapping[str, str]) -
 def plural(count: int, noun: str) -> str:
     """Return a count with its noun: ``2 workers``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+# --- snapshots to resume from, read as plain JSON: the launcher imports neither numpy nor an object-store client ---
+
+
+def _has_commits(storage: str) -> bool:
+    """Return True if the storage is a directory with snapshots. Buckets count as empty: the launcher cannot list
+    them."""
+    with suppress(OSError):
+        return storage != "" and "://" not in storage and any(Path(storage, "commits").iterdir())
+    return False
+
+
+def _holds_weights(storage: str) -> bool:
+    """Return False if the newest snapshot has only averages and shared values, but no weights that servers trained.
+
+    A run counts as resumable if its snapshots cannot be read: then the scheduler reports the problem. Scripts that keep
+    their own weights have such snapshots: those with ``psdist.torch.DistributedDataParallel`` or
+    ``psdist.jax.average``.
+    """
+    try:
+        newest = max(Path(storage, "commits").iterdir())
+        directory = json.loads(newest.read_bytes())["directory"]
+        manifest = json.loads(Path(storage, "snapshots", directory, "manifest.json").read_bytes())
+        return any(map(_is_trained, manifest["parameters"]))
+    except (OSError, ValueError, LookupError, TypeError):
+        return True
+
+
+def _is_trained(parameters: Any) -> bool:
+    optimizer = parameters["spec"]["optimizer"]
+    rates = [optimizer["values"]["lr"], *(item["values"].get("lr", 0.0) for item in optimizer["overrides"])]
+    return optimizer["kind"] != "mean" and any(rates)
+
+
+def _how_to_resume(storage: str, run_id: str) -> str:
+    """Return the last line about an interrupted run: how to resume it."""
+    if _holds_weights(storage):
+        return f"snapshots are in {storage}; to resume: psdist run --run-id {run_id}, with the same arguments"
+    return (
+        f"the snapshots in {storage} have no weights, because this script keeps its own (DistributedDataParallel, "
+        "psdist.jax.average): to resume, start it again from its own checkpoint"
+    )

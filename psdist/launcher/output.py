@@ -19,7 +19,7 @@ from typing import IO, Final, TextIO
 
 from psdist.errors import ConfigurationError
 from psdist.launcher.events import ProcessKey
-from psdist.settings.declarations import torchrun_setting
+from psdist.settings.flags import torchrun_setting
 from psdist.settings.programs import OUTPUT_TITLE
 
 _TAIL_LINES: Final = 200

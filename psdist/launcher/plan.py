@@ -27,7 +27,7 @@ from psdist.launcher.output import Routing
 from psdist.launcher.process import ProcessSpec
 from psdist.launcher.shutdown import STOP_TIMEOUT_SECONDS
 from psdist.security.tls import TlsFiles
-from psdist.settings import group_marks, script_errors
+from psdist.settings import launcher_reports
 from psdist.settings.config import (
     INSECURE_VARIABLE,
     LOCAL_ADDRESS_VARIABLE,
@@ -35,8 +35,7 @@ from psdist.settings.config import (
     TLS_VARIABLES,
     devices_text,
 )
-from psdist.settings.declarations import arguments, setting, torchrun_setting
-from psdist.settings.flags import integer, one_of, seconds, text
+from psdist.settings.flags import arguments, integer, one_of, seconds, setting, text, torchrun_setting
 from psdist.settings.programs import (
     OUTPUT_TITLE,
     SERVERS_TITLE,
@@ -270,12 +269,12 @@ class WorkersPlan:
         return self.connected_directory / f"{rank}.{attempt}"
 
     def script_error(self, rank: int, attempt: int) -> str:
-        """Return the report of a worker that failed: see ``script_errors``."""
-        return script_errors.read_report(self.connected_file(rank, attempt))
+        """Return the report of a worker that failed: see ``launcher_reports``."""
+        return launcher_reports.read_error(self.connected_file(rank, attempt))
 
     def group_age(self, rank: int, attempt: int) -> float | None:
-        """Return the seconds since a worker made its newest group of all workers: see ``group_marks``."""
-        return group_marks.age(self.connected_file(rank, attempt))
+        """Return the seconds since a worker made its newest group of all workers: see ``launcher_reports``."""
+        return launcher_reports.group_age(self.connected_file(rank, attempt))
 
     def spec(self, rank: int, attempt: int, base: Mapping[str, str]) -> ProcessSpec:
         """Return the process of worker ``rank`` at its start number ``attempt``, from 0. Ranks beyond ``ranks`` were

@@ -34,7 +34,7 @@ from psdist.process_group.monitored import monitored_error
 from psdist.process_group.numbering import ranks_in_run
 from psdist.process_group.sparse import all_reduce_sparse
 from psdist.process_group.work import CollectiveWork, SeveralWorks, TensorMemory, apart, each, rows, set_rows, span
-from psdist.settings import group_marks
+from psdist.settings.launcher_reports import mark_group
 from psdist.torch_backend import NAME
 from psdist.wire.limits import EAGER_BYTES
 
@@ -576,5 +576,5 @@ def make_group(options: Any, _: Any, context: Callable[[], Context] = init) -> L
         )
     made = LinkGroup(place.new_group(ranks, ordered=True).wrapped, options.timeout)
     if 1 < len(ranks) == place.world_size:
-        group_marks.mark()
+        mark_group()
     return made

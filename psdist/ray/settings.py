@@ -11,7 +11,7 @@ from psdist.errors import ConfigurationError
 from psdist.launcher.plan import SchedulerAddress, program
 from psdist.security.tls import TlsFiles
 from psdist.settings.config import check_run_id
-from psdist.settings.declarations import arguments
+from psdist.settings.flags import arguments
 from psdist.settings.programs import SchedulerSettings, ServerSettings
 from psdist.snapshots.policy import parse_interval
 from psdist.wire.limits import REPLICAS_MAX, WORLD_MAX

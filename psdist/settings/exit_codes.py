@@ -40,7 +40,7 @@ CONFIGURATION: Final = 78
 SIGNAL_BASE: Final = 128
 
 
-#: In a script's report about its error (``script_errors``): every attempt raises it.
+#: In a script's report about its error (``launcher_reports``): every attempt raises it.
 CERTAIN: Final = "certain"
 
 

@@ -4,6 +4,12 @@ A flag takes the first of these values that is set: the command line, ``PSDIST_<
 (``PET_<FLAG>`` if torchrun has the flag), the file of ``--config`` if the program has that flag, the default. One
 function converts all of them, and an error names the source of the value. Wrong input ends the program with status 2
 before anything is done.
+
+Settings are declared once, as fields of a dataclass (``setting``). The class gives a field's type, and the flag its
+help, its converter and its variables. Flag name and ``PSDIST_`` variable follow from the field's name. The programs
+that take a setting are those whose class inherits it. Everything else is derived: ``flags_of`` the command line and the
+reference of flags, ``read`` the settings from parsed flags, and ``arguments`` the command line that passes them on to
+another process.
 """
 
 from __future__ import annotations
@@ -12,10 +18,11 @@ import argparse
 import difflib
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeVar
 
 from psdist.errors import ConfigurationError, InvalidArgumentError
 from psdist.settings import exit_codes
@@ -393,3 +400,77 @@ def _resolve(flag: Flag, given: str | None, environ: Mapping[str, str], filed: S
             except ValueError as error:
                 raise ConfigurationError(f"{source}: {error}") from None
     return _Resolved(flag.default if flag.convert is not None else bool(flag.default), None)
+
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
+
+_FLAG: Final = "flag"
+_SECONDS: Final = "_seconds"
+
+
+def setting(
+    help_text: str, convert: Callable[[str], Any] | None = None, default: Any = None, metavar: str = "", **others: Any
+) -> Any:
+    """Declare a field of a dataclass and its flag; without ``convert`` it is a switch.
+
+    The field ``drain_timeout_seconds`` has the flag ``--drain-timeout SECONDS``, unless ``name`` says otherwise.
+
+    others: further fields of ``Flag``.
+    """
+    others["default"] = False if convert is None else default
+    flag = Flag(others.pop("name", ""), help_text, convert, metavar=metavar, **others)
+    if flag.default.__hash__ is None:  # Dataclasses demand a factory for mutable defaults.
+        return field(default_factory=lambda: flag.default, metadata={_FLAG: flag})
+    return field(default=flag.default, metadata={_FLAG: flag})
+
+
+def torchrun_setting(name: str, help_text: str, *args: Any, **others: Any) -> Any:
+    """Declare a setting with torchrun's flag ``name`` and variable; the other arguments are those of ``setting``."""
+    return setting(help_text, *args, name=name, variables=torchrun(name), **others)
+
+
+def flags_of(cls: type[DataclassInstance]) -> tuple[Flag, ...]:
+    """Return the flags of a class, in the order of its fields."""
+    return tuple(flag for _, flag in _declared(cls))
+
+
+def read(cls: type[T], given: Namespace, **others: Any) -> T:
+    """Return the settings in parsed flags. A flag that the program lacks has its default.
+
+    others: further fields, and those that take precedence.
+    """
+    parsed = {name: getattr(given, flag.dest) for name, flag in _declared(cls) if hasattr(given, flag.dest)}
+    return cls(**parsed | others)
+
+
+def arguments(cls: type[DataclassInstance], settings: object, **others: Any) -> tuple[str, ...]:
+    """Return the command line of a program with the settings ``cls``.
+
+    settings: source of the fields that have the same name there; the rest keep the program's defaults.
+    others: fields that take precedence. None omits the flag.
+    """
+    found: list[str] = []
+    for name, flag in _declared(cls):
+        value = others.pop(name, getattr(settings, name, None))
+        if flag.convert is not None and value is not None:
+            found += (flag.name, flag.write(value))
+        elif value:
+            found.append(flag.name)
+    if others:
+        raise TypeError(f"{cls.__name__} has no flags for {', '.join(others)}")
+    return tuple(found)
+
+
+def _declared(cls: type[DataclassInstance]) -> Iterator[tuple[str, Flag]]:
+    """Yield each field that a flag sets, with this flag."""
+    for each in fields(cls):
+        if (flag := each.metadata.get(_FLAG)) is not None:
+            name = flag.name or "--" + each.name.removesuffix(_SECONDS).replace("_", "-")
+            yield each.name, replace(flag, name=name, metavar=flag.metavar or _metavar(each.name))
+
+
+def _metavar(name: str) -> str:
+    return "SECONDS" if name.endswith(_SECONDS) else "VALUE"

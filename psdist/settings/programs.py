@@ -1,6 +1,6 @@
 """Settings of ``psdist-scheduler`` and ``psdist-server``, and those that other programs share with them.
 
-Each setting is declared once, as a field with its flag (``declarations``). A program takes the settings of its class
+Each setting is declared once, as a field with its flag (``flags.setting``). A program takes the settings of its class
 and of the class's bases. ``scheduler_settings`` and ``server_settings`` read a command line and the environment. Wrong
 input ends the program with status 2. Nothing is connected or bound here.
 """
@@ -39,8 +39,19 @@ from psdist.settings.config import (
     storage_text,
     store_location,
 )
-from psdist.settings.declarations import flags_of, read, setting
-from psdist.settings.flags import CONFIG_FLAG, CommandLine, Flag, fail, integer, one_of, seconds, text
+from psdist.settings.flags import (
+    CONFIG_FLAG,
+    CommandLine,
+    Flag,
+    fail,
+    flags_of,
+    integer,
+    one_of,
+    read,
+    seconds,
+    setting,
+    text,
+)
 from psdist.snapshots.policy import DEFAULT_POLICY, KEEP_MAX, STEPS_MAX, SavePolicy, parse_interval
 from psdist.wire.limits import REPLICAS_MAX
 

@@ -22,8 +22,16 @@ import xxhash
 
 from psdist.consistency import BSP, sums
 from psdist.errors import PsdistError, SnapshotCorruptError, StorageError
-from psdist.snapshots.checks import check_digest, check_number, check_text, check_time, check_unique, require
-from psdist.snapshots.settings import spec_from_json, spec_to_json
+from psdist.snapshots.records import (
+    check_digest,
+    check_number,
+    check_text,
+    check_time,
+    check_unique,
+    require,
+    spec_from_json,
+    spec_to_json,
+)
 from psdist.types import (
     DataPosition,
     DatasetSpec,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from psdist.client.session.worker_state import DeferredArray
 from psdist.client.sync_client import Client, Parameters
-from psdist.snapshots.model_description import BUFFERS, DESCRIPTION, ModelDescription
+from psdist.snapshots.model_tensors import BUFFERS, DESCRIPTION, ModelDescription
 from psdist.torch.inspection import COMPILED
 from psdist.torch.values import from_bytes, is_plain, raw_bytes
 

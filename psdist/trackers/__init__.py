@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from psdist.metrics.trackers.json_lines import JsonLinesTracker
-from psdist.metrics.trackers.tensorboard import TensorBoardTracker
-from psdist.metrics.trackers.tracker import Tracker
+from psdist.metrics.trackers import JsonLinesTracker, TensorBoardTracker, Tracker
 
 __all__ = ["JsonLinesTracker", "TensorBoardTracker", "Tracker"]

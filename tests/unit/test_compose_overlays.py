@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from psdist.settings.declarations import flags_of
+from psdist.settings.flags import flags_of
 from psdist.settings.programs import SchedulerSettings, ServerSettings
 from tests.support.generated import parse
 

@@ -18,9 +18,8 @@ from psdist.cli.run import SCRIPT_USAGE
 from psdist.errors import ConfigurationError
 from psdist.security.roles import CERTIFICATE_ROLES, DOMAIN, SERVICE_ROLES, Role, service_name
 from psdist.settings.config import check_run_id
-from psdist.settings.declarations import flags_of, read, setting
 from psdist.settings.exit_codes import LATE, OK, statuses
-from psdist.settings.flags import CommandLine, integer
+from psdist.settings.flags import CommandLine, flags_of, integer, read, setting
 
 _FOLDER: Final = "k8s"
 #: A label of DNS, short enough for the suffixes of objects and pods.

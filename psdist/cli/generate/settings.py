@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from psdist.errors import ConfigurationError
 from psdist.settings.config import check_run_id
-from psdist.settings.declarations import setting, torchrun_setting
-from psdist.settings.flags import integer
+from psdist.settings.flags import integer, setting, torchrun_setting
 from psdist.settings.programs import SERVERS_TITLE
 from psdist.snapshots.policy import parse_interval
 from psdist.wire.limits import REPLICAS_MAX, WORLD_MAX

@@ -16,9 +16,8 @@ from psdist.cli.generate.template import fill
 from psdist.cli.run import SCRIPT_USAGE
 from psdist.errors import ConfigurationError
 from psdist.settings.config import check_run_id
-from psdist.settings.declarations import flags_of, read, setting
 from psdist.settings.exit_codes import OK, Reaction, Role, statuses
-from psdist.settings.flags import CommandLine, integer
+from psdist.settings.flags import CommandLine, flags_of, integer, read, setting
 from psdist.wire.limits import WORLD_MAX
 
 _WORD: Final = re.compile(r"[A-Za-z0-9_.,:@=+/-]{1,100}")

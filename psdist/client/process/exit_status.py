@@ -17,7 +17,8 @@ from contextlib import suppress
 from types import TracebackType
 
 from psdist.client.process.tracebacks import chain
-from psdist.settings import exit_codes, script_errors
+from psdist.settings import exit_codes
+from psdist.settings.launcher_reports import report_error
 
 
 def install() -> None:
@@ -42,7 +43,7 @@ class _Ending:
             error = _uncaught(getattr(sys, "last_value", None), getattr(sys, "last_traceback", None))
             self._status = 0 if error is None else status_of(error)
             if error is not None and not self._status:
-                script_errors.report(error)
+                report_error(error)
 
     def __del__(self) -> None:
         if self._status:

@@ -17,7 +17,7 @@ from psdist.errors import ClosedError, check_integer
 from psdist.metrics.interval import IntervalAccumulator, Measurements, WorkerInterval, last_step, summarize
 from psdist.metrics.interval_lines import to_line
 from psdist.metrics.report import check_report
-from psdist.metrics.trackers.tracker import Tracker, Trackers
+from psdist.metrics.trackers import Tracker, Trackers
 
 _MOST_STEPS = (1 << 62) - 1
 

@@ -39,7 +39,7 @@ from psdist.errors import (
     SnapshotFailedError,
 )
 from psdist.off_loop import in_thread
-from psdist.snapshots.model_description import BUFFERS
+from psdist.snapshots.model_tensors import BUFFERS
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import limits
 

@@ -20,9 +20,8 @@ from psdist.launcher.from_python.run_process import RunProcess
 from psdist.launcher.local import LocalSettings
 from psdist.launcher.plan import program
 from psdist.settings import preflight
-from psdist.settings.declarations import flags_of, read
-from psdist.settings.flags import CommandLine
-from psdist.settings.run_report import RunReport
+from psdist.settings.flags import CommandLine, flags_of, read
+from psdist.settings.launcher_reports import RunReport
 
 _DIRECTORY_PREFIX: Final = "psdist-launch-"
 _REPORT: Final = "report.json"

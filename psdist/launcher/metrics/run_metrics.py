@@ -16,13 +16,16 @@ from typing import Final, Protocol, get_args
 from psdist.errors import MalformedPayloadError
 from psdist.launcher.metrics.receiver import MetricsReceiver
 from psdist.metrics.interval import WorkerInterval, last_step, summarize
-from psdist.metrics.trackers.json_lines import JsonLinesTracker
-from psdist.metrics.trackers.progress import PLAIN_SECONDS, ProgressTracker
-from psdist.metrics.trackers.tensorboard import TensorBoardTracker
-from psdist.metrics.trackers.tracker import Tracker, Trackers
+from psdist.metrics.trackers import (
+    PLAIN_SECONDS,
+    JsonLinesTracker,
+    ProgressTracker,
+    TensorBoardTracker,
+    Tracker,
+    Trackers,
+)
 from psdist.settings.config import METRICS_INTERVAL_SECONDS, ProgressName
-from psdist.settings.declarations import setting
-from psdist.settings.flags import one_of, seconds
+from psdist.settings.flags import one_of, seconds, setting
 from psdist.settings.programs import OUTPUT_TITLE
 
 #: Shortest time between two updates of the line on a terminal.

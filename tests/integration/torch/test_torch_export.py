@@ -19,7 +19,7 @@ from psdist.cli.snapshot import SNAPSHOT
 from psdist.client.context import Context
 from psdist.errors import DTypeMismatchError
 from psdist.launcher.embedded import EmbeddedCluster
-from psdist.snapshots.model_description import DESCRIPTION
+from psdist.snapshots.model_tensors import DESCRIPTION
 from psdist.torch import DistributedOptimizer, offload
 from psdist.torch.kept_buffers import KeptBuffers
 

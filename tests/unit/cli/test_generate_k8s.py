@@ -17,8 +17,8 @@ from psdist.cli import health
 from psdist.cli.generate import k8s
 from psdist.cli.generate.template import places, template_names
 from psdist.errors import ConfigurationError
-from psdist.settings.declarations import read
 from psdist.settings.exit_codes import LATE, REACTIONS, SIGNAL_BASE, Reaction
+from psdist.settings.flags import read
 from psdist.settings.programs import scheduler_settings, server_settings
 from psdist.wire.standard_services import LIVE, READY
 from tests.support.certificates import make_ca, write_tls

@@ -12,8 +12,8 @@ import pytest
 
 from psdist.cli.generate.slurm import SlurmSettings, command_line, script
 from psdist.errors import ConfigurationError
-from psdist.settings.declarations import read
 from psdist.settings.exit_codes import REACTIONS
+from psdist.settings.flags import read
 from tests.support.generated import parse
 
 #: Writes its name and its arguments.

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from psdist.data import Batch, DistributedSampler, DynamicBatcher
-from psdist.data.leased_batches import RANGES_HELD
+from psdist.data.batcher import RANGES_HELD
 from psdist.errors import (
     ClosedError,
     DTypeMismatchError,

@@ -19,7 +19,7 @@ import psdist
 from psdist.errors import ConfigurationError, InternalError, InvalidArgumentError, LimitExceededError
 from psdist.launcher.from_python import functions, values
 from psdist.launcher.from_python.call import read_values, run_call, write_call
-from psdist.settings.run_report import RunReport
+from psdist.settings.launcher_reports import RunReport
 
 _PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 _ARRAYS = st.sampled_from(["f4", "f8", "i1", "u8", "?", "c8", "U3", ">i2"]).flatmap(

@@ -11,11 +11,11 @@ import pytest
 
 from psdist.cli import config, worker
 from psdist.cli.commands import Group
+from psdist.cli.config import template
 from psdist.cli.run import command_line
 from psdist.launcher.local import LocalSettings
 from psdist.launcher.plan import SchedulerAddress
-from psdist.settings.config_template import template
-from psdist.settings.declarations import read
+from psdist.settings.flags import read
 from psdist.settings.programs import scheduler_settings, server_settings
 
 LINE = command_line()

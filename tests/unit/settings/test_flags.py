@@ -18,7 +18,7 @@ from psdist.launcher.process import ProcessSpec
 from psdist.launcher.run_record import RunRegistry, records_directory
 from psdist.settings import config
 from psdist.settings.config import EtcdLocation, client_settings
-from psdist.settings.declarations import arguments, read
+from psdist.settings.flags import arguments, read
 from psdist.settings.programs import ServerSettings, scheduler_settings, server_settings
 from psdist.snapshots.policy import DEFAULT_POLICY, SavePolicy, parse_interval
 

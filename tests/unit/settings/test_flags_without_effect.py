@@ -10,7 +10,7 @@ from psdist.cli import run, worker
 from psdist.errors import ConfigurationError
 from psdist.launcher.local import LocalSettings
 from psdist.launcher.plan import SchedulerAddress, ServicesPlan
-from psdist.settings.declarations import read
+from psdist.settings.flags import read
 from psdist.settings.programs import scheduler_settings
 from psdist.snapshots.policy import SavePolicy
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from psdist.errors import SchedulerUnreachableError
-from psdist.settings import script_errors
+from psdist.settings import launcher_reports
 from psdist.settings.exit_codes import CERTAIN
-from psdist.settings.script_errors import read_report, report, signature
+from psdist.settings.launcher_reports import error_signature, read_error, report_error
 
 
 def raised(error: BaseException) -> BaseException:
@@ -21,32 +21,32 @@ def raised(error: BaseException) -> BaseException:
 
 @pytest.mark.parametrize("error", [SyntaxError("x"), ImportError("x"), ModuleNotFoundError("x"), NameError("x")])
 def test_errors_of_the_program_text_are_certain(error: Exception) -> None:
-    assert signature(raised(error)) == CERTAIN
+    assert error_signature(raised(error)) == CERTAIN
 
 
 @pytest.mark.parametrize(
     "error", [ConnectionResetError(), TimeoutError(), SchedulerUnreachableError("x"), KeyboardInterrupt()]
 )
 def test_errors_that_may_pass_are_not_reported(error: BaseException) -> None:
-    assert signature(raised(error)) == ""
+    assert error_signature(raised(error)) == ""
 
 
 def test_the_place_and_the_kind_of_an_error_decide_and_its_text_does_not() -> None:
     errors = [raised(FileNotFoundError(text)) for text in ("a", "b")]
-    assert len({signature(error) for error in errors}) == 1
-    assert signature(raised(ValueError("a"))) != signature(errors[0])
+    assert len({error_signature(error) for error in errors}) == 1
+    assert error_signature(raised(ValueError("a"))) != error_signature(errors[0])
 
 
 def test_only_a_launched_script_without_a_step_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(script_errors, "_has_trained", False)
+    monkeypatch.setattr(launcher_reports, "_has_trained", False)
     connected = tmp_path / "0.0"
-    report(ImportError())
+    report_error(ImportError())
     monkeypatch.setenv("PSDIST_CONNECTED_FILE", str(connected))
-    assert read_report(connected) == ""
-    report(ImportError())
-    assert read_report(connected) == CERTAIN
-    script_errors.note_step()
+    assert read_error(connected) == ""
+    report_error(ImportError())
+    assert read_error(connected) == CERTAIN
+    launcher_reports.note_step()
     other = tmp_path / "0.1"
     monkeypatch.setenv("PSDIST_CONNECTED_FILE", str(other))
-    report(ImportError())
-    assert read_report(other) == ""
+    report_error(ImportError())
+    assert read_error(other) == ""

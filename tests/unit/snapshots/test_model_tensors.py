@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from psdist.errors import SnapshotCorruptError, StorageError
 from psdist.snapshots import reader
-from psdist.snapshots.model_description import BUFFERS, DESCRIPTION, ModelDescription
-from psdist.snapshots.model_tensors import Contents, contents
+from psdist.snapshots.model_tensors import BUFFERS, DESCRIPTION, Contents, ModelDescription, contents
 from psdist.snapshots.opening import open_storage
 from tests.support.snapshot_files import write
 

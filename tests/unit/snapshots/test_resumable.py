@@ -9,8 +9,8 @@ import pytest
 
 from psdist import BSP, optim
 from psdist.optim import Optimizer
-from psdist.snapshots.resumable import has_commits, holds_weights, how_to_resume
-from psdist.snapshots.settings import spec_to_json
+from psdist.snapshots.policy import has_commits, holds_weights, how_to_resume
+from psdist.snapshots.records import spec_to_json
 from psdist.types import ParametersSpec
 
 

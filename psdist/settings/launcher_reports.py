@@ -1,0 +1,123 @@
+"""Files by which a worker tells its launcher something, and a launcher the program that started it.
+
+- The error that ended a script before its first step, if a restart would repeat it. The file holds ``CERTAIN`` for an
+  error that every attempt raises, or a digest of the traceback's lines: if the next attempt ends with the same one, a
+  third would, too.
+- The worker has joined a process group of all workers, which it cannot rejoin. The file's time is that of the newest
+  group.
+- ``RunReport``: how a run ended, in the file named by ``--report-file``.
+
+A worker's files are beside ``PSDIST_CONNECTED_FILE``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+from psdist.errors import InternalError
+from psdist.settings.exit_codes import CERTAIN
+from psdist.wire.limits import RUN_REPORT_BYTES_MAX
+
+_ERROR: Final = ".error"
+_GROUP: Final = ".group"
+_DIGEST_CHARACTERS: Final = 32
+#: Errors of the program text or of the installation.
+_CERTAIN_KINDS: Final = (SyntaxError, ImportError, NameError)
+
+_has_trained = False
+
+
+def note_step() -> None:
+    """Record that this process made a step: from then on its errors may depend on the state of training."""
+    global _has_trained
+    _has_trained = True
+
+
+def report_error(error: BaseException) -> None:
+    """Report the error that ends this process."""
+    connected_file = os.environ.get("PSDIST_CONNECTED_FILE", "")
+    if connected_file and not _has_trained and (text := error_signature(error)):
+        with suppress(OSError):  # The launcher restarts the script then.
+            Path(connected_file + _ERROR).write_text(text, encoding="ascii")
+
+
+def error_signature(error: BaseException) -> str:
+    """Return ``CERTAIN``, a digest of the traceback, or an empty string for an error that may pass."""
+    import hashlib
+    import traceback
+
+    from psdist.errors import PsdistError
+
+    if isinstance(error, _CERTAIN_KINDS):
+        return CERTAIN
+    # The network, and psdist's own waits, may be better at the third attempt.
+    if not isinstance(error, Exception) or isinstance(error, ConnectionError | TimeoutError | PsdistError):
+        return ""
+    frames = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
+    text = "\n".join([type(error).__qualname__, *frames])
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:_DIGEST_CHARACTERS]
+
+
+def read_error(connected_file: Path) -> str:
+    """Return the error of the process that was given this file; empty if there is none."""
+    with suppress(OSError), open(str(connected_file) + _ERROR, encoding="ascii", errors="replace") as file:
+        return file.read(_DIGEST_CHARACTERS)
+    return ""
+
+
+def mark_group() -> None:
+    """Record that this process has made a group of all workers."""
+    if connected_file := os.environ.get("PSDIST_CONNECTED_FILE", ""):
+        with suppress(OSError):  # The launcher then restarts a worker that waits for others in vain.
+            Path(connected_file + _GROUP).touch()
+
+
+def group_age(connected_file: Path) -> float | None:
+    """Return the seconds since the process that was given this file made its newest group; None if it made none."""
+    with suppress(OSError):
+        return max(0.0, time.time() - Path(str(connected_file) + _GROUP).stat().st_mtime)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """End of a run.
+
+    status: exit status of the launcher.
+    message: cause of a failure; empty if there is none.
+    culprit: the process that caused it, such as ``worker 1``; empty if there is none.
+    rank: the culprit's rank; None unless it is a worker.
+    lines: the culprit's traceback if it printed one, else its last lines.
+    """
+
+    run_id: str
+    status: int
+    message: str = ""
+    culprit: str = ""
+    rank: int | None = None
+    lines: tuple[str, ...] = ()
+
+    def write(self, path: Path) -> None:
+        """Write the report to a file. An unwritable file is ignored: it must not change how the run ends."""
+        with suppress(OSError):
+            path.write_text(json.dumps(asdict(self)), encoding="ascii")
+
+    @classmethod
+    def read(cls, path: Path) -> RunReport | None:
+        """Return the report in a file; None if the launcher wrote none. Raises InternalError."""
+        try:
+            with path.open("rb") as file:
+                data = file.read(RUN_REPORT_BYTES_MAX + 1)
+        except FileNotFoundError:
+            return None
+        try:
+            values = json.loads(data)
+            return cls(**values | {"lines": tuple(values["lines"])})
+        except (ValueError, TypeError, KeyError) as error:
+            raise InternalError(f"the report on a run in {path} cannot be read: {error}") from None
