@@ -267,9 +267,9 @@ async def _supervise(
         if settings.report_file is not None:
             _report(finish, run_id, output).write(settings.report_file)
         metrics.close()
-        if _has_commits(storage):
+        if has_commits(storage):
             if status > exit_codes.SIGNAL_BASE:
-                output.say(_how_to_resume(storage, run_id))
+                output.say(how_to_resume(storage, run_id))
             elif not told:
                 output.say(f"snapshots are in {storage}")
         return status
@@ -330,11 +330,11 @@ def _how_to_join(run_id: str, script: ScriptSettings, registry: RunRegistry) -> 
 def _report_storage(output: Output, settings: ServicesSettings, storage: str, asked: bool) -> bool:
     """Print the location of snapshots if the user ``asked`` for them, or if a directory has some. Returns True if
     printed."""
-    has_any = _has_commits(storage)
+    has_any = has_commits(storage)
     if asked or has_any:
         resumes = ""
         if has_any and not settings.fresh:
-            from_newest = _holds_weights(storage)
+            from_newest = holds_weights(storage)
             resumes = "; this run resumes from the newest" if from_newest else "; the newest has no weights"
         output.say(f"snapshots {settings.policy.text}, in {storage}{resumes}")
     return asked or has_any
@@ -476,7 +476,7 @@ def plural(count: int, noun: str) -> str:
 # --- snapshots to resume from, read as plain JSON: the launcher imports neither numpy nor an object-store client ---
 
 
-def _has_commits(storage: str) -> bool:
+def has_commits(storage: str) -> bool:
     """Return True if the storage is a directory with snapshots. Buckets count as empty: the launcher cannot list
     them."""
     with suppress(OSError):
@@ -484,7 +484,7 @@ def _has_commits(storage: str) -> bool:
     return False
 
 
-def _holds_weights(storage: str) -> bool:
+def holds_weights(storage: str) -> bool:
     """Return False if the newest snapshot has only averages and shared values, but no weights that servers trained.
 
     A run counts as resumable if its snapshots cannot be read: then the scheduler reports the problem. Scripts that keep
@@ -506,9 +506,9 @@ def _is_trained(parameters: Any) -> bool:
     return optimizer["kind"] != "mean" and any(rates)
 
 
-def _how_to_resume(storage: str, run_id: str) -> str:
+def how_to_resume(storage: str, run_id: str) -> str:
     """Return the last line about an interrupted run: how to resume it."""
-    if _holds_weights(storage):
+    if holds_weights(storage):
         return f"snapshots are in {storage}; to resume: psdist run --run-id {run_id}, with the same arguments"
     return (
         f"the snapshots in {storage} have no weights, because this script keeps its own (DistributedDataParallel, "
