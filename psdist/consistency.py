@@ -1,6 +1,6 @@
 """Consistency modes: rules for when a slice is updated, and when it may be read.
 
-These are specifications; ``psdist_server.core.gates`` enforces them on the servers.
+These are specifications; ``psdist_server.core`` enforces them on the servers.
 
 * ``BSP``: step t is applied once every member has contributed (bulk-synchronous parallel, Valiant 1990). Exact: the
   result depends neither on arrival order nor on the number of servers.

@@ -37,7 +37,7 @@ LIMITS_ELSEWHERE = {
     "psdist.wire.shm": {"_STITCHES_MAX"},
     "psdist_scheduler.placement.join_proposals": {"DISTANCE_MAX"},
     "psdist_scheduler.snapshots.schedule": {"REFUSALS_MAX", "RETRIES_MAX", "HELD_MAX", "_DISTANCE_MAX"},
-    "psdist_server.core.gates": {"_NAMED_MAX"},
+    "psdist_server.core.shard": {"_NAMED_MAX"},
     "psdist_server.kernels.pool": {"BATCH_MAX"},
     "psdist_server.snapshot_writer": {"COPY_BYTES_MAX"},
     "psdist.client.transport.shm.stream": {"_WAITS_MAX"},

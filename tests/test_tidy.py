@@ -286,7 +286,7 @@ BAD: dict[Rule, tuple[tuple[str, str], ...]] = {
     ),
     purity: (
         ("psdist_server.core.shard", "import time"),
-        ("psdist_server.core.gates", "from grpc import aio"),
+        ("psdist_server.core.lags", "from grpc import aio"),
         ("psdist_scheduler.members.membership", "import random"),
         ("psdist_scheduler.placement.placement", "from psdist.v1 import common_pb2"),
         ("psdist_scheduler.placement.placement", "from psdist_scheduler.stores.store import Store"),
@@ -321,7 +321,7 @@ BAD: dict[Rule, tuple[tuple[str, str], ...]] = {
 GOOD: tuple[tuple[str, str], ...] = (
     ("psdist.launcher.local", '"""Doc."""\nimport sys\ncommand = [sys.executable, "-m", "psdist_server"]'),
     ("psdist_server.core.shard", '"""Doc."""\nimport numpy as np\nfrom psdist.types import Slicing\nx = np.zeros(3)'),
-    ("psdist_server.core.gates", '"""Doc."""\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import asyncio'),
+    ("psdist_server.core.lags", '"""Doc."""\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import asyncio'),
     ("tests.unit.test_x", '"""Doc."""\nimport asyncio\nasync def f(): await asyncio.sleep(0)'),
     ("psdist.wire", ""),
 )

@@ -32,7 +32,7 @@ from psdist.wire import convert, limits, status
 from psdist.wire.backoff import Backoff
 from psdist.wire.followed_map import FollowedMap
 from psdist.wire.member_connection import MemberConnection, SessionRequests, is_cancelled
-from psdist_server.core.contribution_comparison import EqualReport
+from psdist_server.core.contributions import EqualReport
 from psdist_server.server import ParameterServer, ServerRegistration
 from psdist_server.snapshot_loader import LoadReport, ShardLoaded
 from psdist_server.store.replicator import ReplicaReport

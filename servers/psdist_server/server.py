@@ -28,8 +28,7 @@ from psdist.tracing.member import MemberTrace
 from psdist.types import ClusterMap, ParametersEntry, ParametersMember, Replica
 from psdist.v1 import scheduler_pb2, server_pb2
 from psdist_server.admission import Admission
-from psdist_server.core.contribution_comparison import EqualReport
-from psdist_server.core.slice_spans import SliceSpans
+from psdist_server.core.contributions import EqualReport
 from psdist_server.device.parameters import DeviceParameters
 from psdist_server.device.staging import Lanes
 from psdist_server.idle_cores import IdleCores
@@ -43,6 +42,7 @@ from psdist_server.snapshot_writer import SnapshotWriter
 from psdist_server.store.parameter_store import ParameterStore
 from psdist_server.store.replicator import ReplicaReport
 from psdist_server.store.rpc_call import Call
+from psdist_server.store.statistics import SliceSpans
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,7 @@ from psdist.consistency import BSP
 from psdist.errors import InvalidArgumentError
 from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard
 from psdist.wire import rpc_handlers
-from psdist_server.core.replication import BackupReplication
-from psdist_server.core.slice_records import ReplicaUpdate
+from psdist_server.core.replication import BackupReplication, ReplicaUpdate
 from psdist_server.store import replicator
 
 A, B, C = (Replica(f"server-{name}", 1) for name in "abc")

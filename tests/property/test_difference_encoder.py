@@ -15,7 +15,7 @@ from psdist.compression import ChunkedTopK, Codec, Int2, Int8, OneBit, PerTensor
 from psdist.compression.segments import check
 from psdist.errors import StaleEstimateError
 from psdist.types import Identity, Layout, Slicing, TensorSpec
-from psdist_server.core.gradient_estimates import GradientEstimates
+from psdist_server.core.contributions import GradientEstimates
 
 LAYOUT = Layout((TensorSpec("w", (23, 31)), TensorSpec("b", (31,)), TensorSpec("v", (1500,))))
 SLICING = Slicing(LAYOUT.total, 300)

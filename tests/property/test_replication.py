@@ -15,8 +15,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from psdist.types import Replica, Shard
-from psdist_server.core.replication import BackupReplication, PrimaryReplication, Replicated, SendBegin, SendUpdate
-from psdist_server.core.slice_records import ReplicaUpdate, SliceRecord
+from psdist_server.core.events import SliceRecord
+from psdist_server.core.replication import (
+    BackupReplication,
+    PrimaryReplication,
+    Replicated,
+    ReplicaUpdate,
+    SendBegin,
+    SendUpdate,
+)
 
 SLICES = 3
 LIFE = ("worker-0", 1)

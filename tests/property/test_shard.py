@@ -29,9 +29,9 @@ from psdist_server.core.events import (
     Reply,
     SliceApplied,
     SlicePushed,
+    SliceRecord,
 )
 from psdist_server.core.role_changes import make_shard
-from psdist_server.core.slice_records import SliceRecord
 
 SLICES = 3
 WORKERS = 3

@@ -32,12 +32,13 @@ from psdist_scheduler.events.cluster_events import Persist
 from psdist_scheduler.members.sessions import Sessions
 from psdist_scheduler.placement import replicas
 from psdist_server import admission
-from psdist_server.core import async_shard, bsp_shard, gates, lags, replication, shard
-from psdist_server.core.slice_records import SliceRecord
+from psdist_server.core import async_shard, bsp_shard, lags, replication, shard
+from psdist_server.core.events import SliceRecord
 from psdist_server.store import (
     applier,
     backup_shards,
     parameter_store,
+    pending_gradients,
     replicator,
     rpc_call,
     shard_router,
@@ -216,7 +217,7 @@ def _any_order(put: Put) -> None:
 
 @_ablation("an update skips only what no worker has a gradient for", consistency=BSP(), workers=3, lives=7)
 def _skipped_for_one(put: Put) -> None:
-    put(applier, "common", lambda parts: next((ranges for ranges in parts if ranges), ()))
+    put(pending_gradients, "common", lambda parts: next((ranges for ranges in parts if ranges), ()))
 
 
 @_ablation("skipped elements count the updates that they skip", consistency=BSP(), workers=2, lives=6)
@@ -239,12 +240,12 @@ def _copies_without_lags(put: Put) -> None:
 
 @_ablation("a step waits for every member", consistency=BSP(), workers=3, lives=7)
 def _no_apply_gate(put: Put) -> None:
-    put(gates, "bsp_complete", lambda _step, _members, contributed, *_: bool(contributed))
+    put(bsp_shard.BspShard, "_is_complete", lambda _, state: bool(state.open))
 
 
 @_ablation("the bound of SSP", consistency=SSP(0), optimizer=SGD(lr=1.0), workers=3, lives=7, bare_pushes=0.0)
 def _no_read_gate(put: Put) -> None:
-    put(gates, "ssp_read", lambda *_: "")
+    put(async_shard.AsyncShard, "_clock_gate", lambda *_: "")
 
 
 @_ablation("a first step is agreed on", consistency=BSP(), faults=("join worker",), fault_count=3, workers=2, lives=6)

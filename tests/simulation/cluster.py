@@ -26,8 +26,8 @@ from psdist_scheduler.events.cluster_events import Broadcast, Effect, MemberLost
 from psdist_scheduler.events.cluster_state import ClusterSettings
 from psdist_scheduler.scheduler import Scheduler
 from psdist_scheduler.service import Service
+from psdist_server.core.events import SliceRecord
 from psdist_server.core.replication import BackupReplication
-from psdist_server.core.slice_records import SliceRecord
 from psdist_server.scheduler_session import ServerSession
 from psdist_server.server import ParameterServer
 from psdist_server.service import ServerService

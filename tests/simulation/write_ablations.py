@@ -42,7 +42,7 @@ def _twice(put: Put) -> None:
     assigned = Applier._assigned
 
     def again(self: Any, effect: Any) -> Any:
-        writes = self._gradients.writes(effect.writer)
+        writes = self._gradients.by_token[effect.writer].writes if effect.writer else None
         known = vars(self).setdefault("known", {}) if hasattr(self, "__dict__") else _KNOWN.setdefault(id(self), {})
         last = known.pop(effect.index, None)
         if writes is None and last is not None:

@@ -11,21 +11,22 @@ from dataclasses import dataclass, field
 
 from psdist.errors import InvalidArgumentError, PsdistError, SequenceGapError
 from psdist.types import ParametersMember
-from psdist_server.core import gates
 from psdist_server.core.events import (
     Apply,
     CutArmed,
     CutEnded,
     Effect,
     Forget,
+    Producer,
     PullRequested,
+    Records,
     Reply,
     SliceCut,
     SlicePushed,
+    SliceRecord,
     StepsEnded,
 )
-from psdist_server.core.shard import ShardMachine, SliceBase
-from psdist_server.core.slice_records import Producer, Records, SliceRecord
+from psdist_server.core.shard import ShardMachine, SliceBase, name_members
 
 
 @dataclass(slots=True)
@@ -133,7 +134,6 @@ class AsyncShard(ShardMachine[_AsyncSlice]):
         return {worker_id: self._clock(worker_id) for worker_id in self.members}
 
     def _clock(self, worker_id: str) -> int:
-        """Return a member's clock."""
         member = self.members[worker_id]
         return member.first_step + self.producers[member.producer].sequence - member.first_push
 
@@ -206,8 +206,7 @@ class AsyncShard(ShardMachine[_AsyncSlice]):
         first = state.queue.pop(0)
         staleness = max(0, state.version - first.event.base_version)
         state.version, state.busy = state.version + 1, False
-        clocks = self.clocks
-        clock = self._advance(first)
+        clock, is_whole = self._advance(first)
         repeats = [again for again in state.repeats.values() if again.is_again(first)]
         for push in (first, *repeats):
             state.repeats.pop(push.token, None)
@@ -217,23 +216,23 @@ class AsyncShard(ShardMachine[_AsyncSlice]):
                 state.reads[push.token] = read
             self._cancelled.discard(push.token)
         # Other slices wait for a clock, not for this slice. Checking all of them each time would be quadratic.
-        served = self._serve_all() if self.clocks != clocks else [*self._serve_reads(state), *self._serve(state)]
+        served = self._serve_all() if is_whole else [*self._serve_reads(state), *self._serve(state)]
         return [*served, *self._try_apply(state)]
 
-    def _advance(self, push: _Push) -> int:
-        """Count a slice of ``push`` as applied. Returns the clock that its worker has once the whole push is
-        applied."""
+    def _advance(self, push: _Push) -> tuple[int, bool]:
+        """Count a slice of ``push`` as applied. Returns the clock that its worker has once the whole push is applied,
+        and True if it is."""
         table = self.producers.get(push.producer)
         if table is None:
-            return 0  # It left meanwhile; its push still counts.
+            return 0, False  # It left meanwhile; its push still counts.
         table.applied += 1
         is_whole = table.applied == len(self.slices)
         if is_whole:
             table.sequence, table.taken, table.applied = table.sequence + 1, set(), 0
         member = self.members.get(push.producer[0])
         if member is None or member.producer != push.producer:
-            return 0  # Departed: its clock does not count.
-        return self._clock(member.worker_id) + (not is_whole)
+            return 0, is_whole  # Departed: its clock does not count.
+        return self._clock(member.worker_id) + (not is_whole), is_whole
 
     def _serve_all(self) -> list[Effect]:
         """Answer all reads that the clocks now allow."""
@@ -255,7 +254,18 @@ class AsyncShard(ShardMachine[_AsyncSlice]):
         ]
 
     def _clock_gate(self, worker_id: str, clock: int) -> str:
-        return gates.ssp_read(clock, worker_id, self.members, self.clocks, self._staleness)
+        """Return why a worker that has completed ``clock`` pushes may not read yet: another member is more than the
+        staleness bound behind."""
+        if self._staleness is None:
+            return ""
+        least = clock - self._staleness
+        behind = [self.members[other] for other in self.members if other != worker_id and self._clock(other) < least]
+        return (
+            f"for {name_members(behind)} to reach clock {least} (staleness bound {self._staleness})" if behind else ""
+        )
+
+    def _is_readable(self, state: _AsyncSlice, pull: PullRequested) -> bool:
+        return not self._read_gate(state, pull)
 
     def _read_gate(self, state: _AsyncSlice, pull: PullRequested) -> str:
         if state.version < pull.min_version:

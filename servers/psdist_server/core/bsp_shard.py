@@ -19,7 +19,6 @@ from typing import Final
 from psdist.consistency import BSP
 from psdist.errors import FutureStepError, NotMemberError, PsdistError, WrittenWeightsError
 from psdist.types import ParametersMember
-from psdist_server.core import gates
 from psdist_server.core.events import (
     Aggregate,
     Apply,
@@ -28,16 +27,18 @@ from psdist_server.core.events import (
     Effect,
     Forget,
     NormKnown,
+    Producer,
     PullRequested,
+    Records,
     RefuseSlice,
     Reply,
     SliceAggregated,
     SliceCut,
     SlicePushed,
+    SliceRecord,
     StepsEnded,
 )
-from psdist_server.core.shard import ShardMachine, SliceBase
-from psdist_server.core.slice_records import Producer, Records, SliceRecord
+from psdist_server.core.shard import ShardMachine, SliceBase, name_members
 
 #: Ranks that an error names in each of its lists.
 _RANKS_SHOWN: Final = 8
@@ -104,11 +105,14 @@ class BspShard(ShardMachine[_BspSlice]):
         self._rule = rule
         self._clipping = clipping
         self._reference_workers = reference_workers
-        self._everyone = tuple(self.members.values())
+        self._everyone: tuple[ParametersMember, ...] = ()
+        #: Producer and first step of each of them.
+        self._awaited: list[tuple[Producer, int]] = []
         #: See StepsEnded; 0 if there is no such snapshot.
         self._final_step = 0
         for index, record in (records or {}).items():
             self.slices[index].version, self.slices[index].closed = record.version, record.contributors
+        self._await_everyone()
 
     def record(self, index: int) -> SliceRecord:
         """See ShardMachine."""
@@ -117,14 +121,13 @@ class BspShard(ShardMachine[_BspSlice]):
     def _refusal(self, event: SlicePushed) -> PsdistError | None:
         if error := super()._refusal(event):
             return error
-        state, first_step = self.slices[event.index], self.members[event.worker_id].first_step
-        if event.step > state.step:
+        step, first_step = self.slices[event.index].step, self.members[event.worker_id].first_step
+        if event.step > step:
             return FutureStepError(
-                f"slice {event.index} is at step {state.step}; step {event.step} has not begun: pull, then push step "
-                f"{state.step}",
+                f"slice {event.index} is at step {step}; step {event.step} has not begun: pull, then push step {step}",
                 step=event.step,
             )
-        if state.step <= event.step < first_step:
+        if step <= event.step < first_step:
             return NotMemberError(
                 f"{event.worker_id} joins at step {first_step}, not {event.step}: pull first", step=event.step
             )
@@ -177,22 +180,44 @@ class BspShard(ShardMachine[_BspSlice]):
         return [Forget(known.token), *answer]
 
     def _try_apply(self, state: _BspSlice) -> list[Effect]:
-        backup, final = self._rule.backup_workers, self._final_step
-        if state.busy or not gates.bsp_complete(state.step, self._everyone, state.open, backup, final):
+        if state.busy or not self._is_complete(state):
             return []
-        ordered = sorted(state.open.items(), key=lambda item: (item[1].rank, item[0]))
-        contributions = [part for _, part in ordered]
-        compared = _compared(contributions)
-        if len({part.written for part in compared}) > 1:
-            return self._refuse_writes(state, contributions, compared)
-        writer = next((part.token for part in contributions if part.written), 0)
-        parts = tuple(part.token for _, part in ordered if not part.abstain)
-        forgotten = [Forget(part.token) for _, part in ordered if part.abstain]
-        state.applying, state.open, state.busy = tuple(producer for producer, _ in ordered), {}, True
+        ordered = sorted([(part.rank, producer) for producer, part in state.open.items()])
+        contributions = [state.open[producer] for _, producer in ordered]
+        parts: list[int] = []
+        abstained: list[Effect] = []
+        writer = 0
+        for part in contributions:
+            if part.abstain:
+                abstained.append(Forget(part.token))
+            else:
+                parts.append(part.token)
+            if part.written and not writer:
+                writer = part.token
+        if writer:
+            compared = _compared(contributions)
+            if len({part.written for part in compared}) > 1:
+                return self._refuse_writes(state, contributions, compared)
+        state.applying, state.open, state.busy = tuple([producer for _, producer in ordered]), {}, True
         state.attempts, state.refusals = {}, {}
         if self._clipping:
-            return [Aggregate(state.index, state.version, parts, writer), *forgotten]
-        return [self._apply(state, parts, writer), *forgotten]
+            return [Aggregate(state.index, state.version, tuple(parts), writer), *abstained]
+        return [self._apply(state, tuple(parts), writer), *abstained]
+
+    def _is_complete(self, state: _BspSlice) -> bool:
+        """True if the open step of a slice that is not busy waits for no more contributions.
+
+        A contribution counts even if its worker has left. Members whose first step is later are not waited for. A step
+        without contributions is complete if no worker can contribute to it, and a later step is awaited.
+        """
+        allowed = self._rule.backup_workers if state.open else 0
+        missing = 0
+        for producer, first_step in self._awaited:
+            if first_step <= state.version and producer not in state.open:
+                missing += 1
+                if missing > allowed:
+                    return False
+        return bool(state.open or self._awaited) or state.version < self._final_step
 
     def _refuse_writes(
         self, state: _BspSlice, contributions: list[_Contribution], compared: list[_Contribution]
@@ -238,16 +263,21 @@ class BspShard(ShardMachine[_BspSlice]):
         return [*effects, *self._serve(state), *self._try_apply(state)]
 
     def _apply_gate(self, state: _BspSlice) -> str:
-        return gates.bsp_apply(state.step, self._everyone, state.open, self._rule.backup_workers, self._final_step)
-
-    def _read_gate(self, state: _BspSlice, pull: PullRequested) -> str:
-        if state.version >= pull.min_version:
+        if self._is_complete(state):
             return ""
-        return self._apply_gate(state) or f"for step {state.step} to be applied"
+        missing = [one for one in self._everyone if one.first_step <= state.step and one.producer not in state.open]
+        return f"for {name_members(missing) or 'a worker'} to push step {state.step}"
+
+    def _is_readable(self, state: _BspSlice, pull: PullRequested) -> bool:
+        return state.version >= pull.min_version
 
     def _members_changed(self) -> list[Effect]:
-        self._everyone = (*self.members.values(), *self.proposals.values())
+        self._await_everyone()
         return [effect for state in self.slices.values() for effect in self._try_apply(state)]
+
+    def _await_everyone(self) -> None:
+        self._everyone = (*self.members.values(), *self.proposals.values())
+        self._awaited = [(member.producer, member.first_step) for member in self._everyone]
 
     def _on_cut(self, event: CutArmed | SliceCut | StepsEnded | CutEnded) -> list[Effect]:
         # A slice is cut between two steps, which never mix, so nothing needs to be held.

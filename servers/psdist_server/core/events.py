@@ -1,4 +1,7 @@
-"""Events into, and effects out of, the shard machines: frozen dataclasses.
+"""Records of slices, events into the shard machines, and their effects.
+
+A record is all that a machine needs to continue with a slice. The primary's machine maintains it while it serves the
+shard; backups maintain it from the updates that they receive.
 
 A ``token`` stands for one slice of one call. The service that created the event stores the payload and the caller under
 that token, and every effect names the tokens that it concerns. Each token is answered exactly once, by ``Reply`` or
@@ -7,11 +10,48 @@ that token, and every effect names the tokens that it concerns. Each token is an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 from psdist.errors import PsdistError
 from psdist.types import ParametersMember
-from psdist_server.core.slice_records import Producer
+
+# --- records ----------------------------------------------------------------------------------------------------------
+
+
+#: A worker's sequence of pushes: the worker's id and the incarnation in which the sequence began. A worker that died
+#: and rejoined may have two of them in one step.
+Producer = tuple[str, int]
+
+
+@dataclass(slots=True)
+class SliceRecord:
+    """Version and duplicate table of a slice.
+
+    contributors: BSP: producers that contributed to the step before ``version``.
+    producers: SSP and ASP: the next push number of each producer; all its earlier pushes are in the slice. A producer
+        without pushes in the slice has no entry, so that equal tables compare equal.
+    """
+
+    version: int = 0
+    contributors: tuple[Producer, ...] = ()
+    producers: dict[Producer, int] = field(default_factory=dict)
+
+    def advance(self, contributors: tuple[Producer, ...], sequence: int | None) -> None:
+        """Count one more update: by ``contributors`` (BSP), or push ``sequence`` of its only contributor."""
+        self.version += 1
+        if sequence is None:
+            self.contributors = contributors
+        else:
+            for producer in contributors:
+                self.producers[producer] = sequence + 1
+
+    def retain(self, producers: Collection[Producer]) -> None:
+        """Drop all producers but these."""
+        self.producers = {known: following for known, following in self.producers.items() if known in producers}
+
+
+Records = Mapping[int, SliceRecord]
 
 # --- events -----------------------------------------------------------------------------------------------------------
 

@@ -160,10 +160,8 @@ class RangeEdges:
         self._name = name
         self._elements = elements
         self._words = words
-        self._edges: set[int] = set()
-
-    def __bool__(self) -> bool:
-        return bool(self._edges)
+        #: Empty while no push has named elements without a gradient.
+        self.edges: set[int] = set()
 
     def add(self, absent: Ranges, tensors_max: int) -> None:
         """Add the ends of a push's ranges, at least one. Raises InvalidArgumentError if these cannot be
@@ -174,13 +172,13 @@ class RangeEdges:
                 f"elements {absent[0][0]} to {absent[-1][1] - 1} of {self._name!r} have no gradient: name whole values "
                 f"of its {self._elements} elements"
             )
-        edges |= self._edges
+        edges |= self.edges
         if len(edges) > 2 * tensors_max:
             raise InvalidArgumentError(
                 f"the ranges without a gradient in {self._name!r} so far have {len(edges)} ends: name whole tensors, "
                 f"at most {tensors_max}"
             )
-        self._edges = edges
+        self.edges = edges
 
 
 def _edges(*parts: Sequence[Sequence[int]]) -> list[int]:

@@ -24,10 +24,42 @@ from enum import Enum
 from typing import Generic, Literal, TypeVar
 
 from psdist.errors import InvalidArgumentError, StaleCopyError, StaleTermError
+from psdist.hyperparameters import Settings
 from psdist.types import Replica, Shard
-from psdist_server.core.slice_records import G, Producer, ReplicaUpdate, SliceRecord
+from psdist_server.core.events import Producer, SliceRecord
+from psdist_server.core.lags import Ranges
 
+G = TypeVar("G")
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaUpdate(Generic[G]):
+    """An update of one slice, as sent to replicas.
+
+    lsn: number of the shard's update under one term, from 1.
+    version: of the slice before the update.
+    contributors, sequence: entries for the duplicate table; ``sequence`` is None in BSP.
+    gradient: the gradient to apply; None if nobody contributed.
+    settings: hyperparameters that differ from the specification's.
+    square: the slice's sum of squares (clipping).
+    assigned: weights that the slice is set to before the update; None if it keeps its own.
+    size: bytes of the gradient and of these weights.
+    absent: elements that the update skips.
+    """
+
+    lsn: int
+    index: int
+    version: int
+    contributors: tuple[Producer, ...] = ()
+    sequence: int | None = None
+    gradient: G | None = None
+    lr_scale: float = 1.0
+    square: float = 0.0
+    assigned: G | None = None
+    size: int = 0
+    settings: Settings = ()
+    absent: Ranges = ()
 
 
 @dataclass(frozen=True, slots=True)

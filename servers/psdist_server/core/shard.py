@@ -7,6 +7,9 @@ as events. Invariants, checked by ``validate``:
 * At most one ``Aggregate`` or ``Apply`` per slice is in progress.
 * Each token is answered at most once.
 
+A *gate* is the reason why a slice may not be updated or read yet; the empty reason means that it may. Any other reason
+completes a sentence that begins with "waiting", such as "for worker-1 (rank 1) to push step 12".
+
 The machines are ``BspShard`` and ``AsyncShard``. Their modules state further invariants.
 
 A producer is a worker's sequence of pushes, identified by the worker's id and the incarnation in which the sequence
@@ -18,9 +21,9 @@ names it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from psdist.errors import FencedError, NotMemberError, PsdistError
 from psdist.types import ParametersMember
@@ -34,6 +37,7 @@ from psdist_server.core.events import (
     JoinWithdrawn,
     MembersChanged,
     NormKnown,
+    Producer,
     PullRequested,
     RefuseSlice,
     Reply,
@@ -42,9 +46,11 @@ from psdist_server.core.events import (
     SliceCut,
     SliceLoaded,
     SlicePushed,
+    SliceRecord,
     StepsEnded,
 )
-from psdist_server.core.slice_records import Producer, SliceRecord
+
+_NAMED_MAX: Final = 4
 
 
 @dataclass(slots=True)
@@ -148,7 +154,7 @@ class ShardMachine(ABC, Generic[S]):
     def _applied(self, state: S) -> list[Effect]: ...
 
     @abstractmethod
-    def _read_gate(self, state: S, pull: PullRequested) -> str: ...
+    def _is_readable(self, state: S, pull: PullRequested) -> bool: ...
 
     @abstractmethod
     def _members_changed(self) -> list[Effect]: ...
@@ -182,7 +188,16 @@ class ShardMachine(ABC, Generic[S]):
         return None
 
     def _serve(self, state: S) -> list[Effect]:
-        ready = [pull for pull in state.pulls.values() if not self._read_gate(state, pull)]
+        if not state.pulls:
+            return []
+        ready = [pull for pull in state.pulls.values() if self._is_readable(state, pull)]
         for pull in ready:
             del state.pulls[pull.token]
         return [Reply(pull.token, state.index, state.version) for pull in ready]
+
+
+def name_members(members: Collection[ParametersMember]) -> str:
+    """Format members as ``worker-1 (rank 1), worker-3 (rank 3)``, in rank order. At most four are named."""
+    ordered = sorted(members, key=lambda member: member.rank)
+    named = ", ".join(f"{member.worker_id} (rank {member.rank})" for member in ordered[:_NAMED_MAX])
+    return named + (f" and {len(ordered) - _NAMED_MAX} more" if len(ordered) > _NAMED_MAX else "")

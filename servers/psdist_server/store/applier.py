@@ -22,9 +22,7 @@ from typing import NamedTuple
 from psdist.tracing.spans import SpanKind
 from psdist.types import ParametersEntry
 from psdist_server.core.events import Aggregate, Apply
-from psdist_server.core.lags import Ranges, common, within
-from psdist_server.core.slice_records import ReplicaUpdate
-from psdist_server.core.slice_spans import SliceSpans
+from psdist_server.core.replication import ReplicaUpdate
 from psdist_server.kernels.arrays import Applied, Array, Bad, DenseParameters, Gradient, Update
 from psdist_server.kernels.optimizers import clip_factor
 from psdist_server.kernels.pool import KernelLauncher
@@ -32,6 +30,7 @@ from psdist_server.store.copy_on_write import CopyTarget, UpdateGate
 from psdist_server.store.pending_gradients import PendingGradients
 from psdist_server.store.replicator import Replicator
 from psdist_server.store.slice_contents import SliceContents
+from psdist_server.store.statistics import SliceSpans
 
 
 class Outcome(NamedTuple):
@@ -116,22 +115,7 @@ class Applier:
     def start(self, effect: Apply | Aggregate) -> None:
         """Start carrying out ``effect``."""
         index = effect.index
-        values, weights = self._gradients.values(effect.parts), self._gradients.weights(effect.parts)
-        decision = self._gradients.decision(effect.parts)
-        is_encoded = self._gradients.are_encoded(values)
-        if not is_encoded:
-            self._gradients.compare(effect.step, effect.parts, values)
-        update = Update(
-            index,
-            effect.step,
-            values,
-            decision.lr_factor,
-            settings=decision.settings,
-            is_encoded=is_encoded,
-            weights=weights,
-            assigned=self._assigned(effect),
-            absent=self._absent(effect),
-        )
+        update = self._gradients.update(index, effect.step, effect.parts, self._assigned(effect))
         submitted = self._end_queue(effect)
         if isinstance(effect, Aggregate):
             job = _Job(effect, update, submitted=submitted)
@@ -142,8 +126,9 @@ class Applier:
             update = replace(update, parts=kept, factor=factor).scaled(effect.lr_scale)
             self._deliver(_Job(effect, update, False, square, submitted=submitted))
         else:
-            if self._max_grad_norm and values:  # One push, scaled down by its own norm (SSP and ASP).
-                factor = clip_factor(self._gradients.pushed(effect.parts)[0].norm, self._max_grad_norm)
+            if self._max_grad_norm and effect.parts:  # One push, scaled down by its own norm (SSP and ASP).
+                norm = self._gradients.by_token[effect.parts[0]].call.gradient.norm
+                factor = clip_factor(norm, self._max_grad_norm)
                 update = replace(update, factor=factor)
             self._deliver(_Job(effect, update.scaled(effect.lr_scale), submitted=submitted))
 
@@ -157,15 +142,8 @@ class Applier:
 
     def _assigned(self, effect: Apply | Aggregate) -> Array | None:
         """Return the weights that the slice is set to before its update, or None. No kernel is writing the slice."""
-        writes = self._gradients.writes(effect.writer)
+        writes = self._gradients.by_token[effect.writer].writes if effect.writer else None
         return None if writes is None else writes.onto(self._dense.export_weights(effect.index))
-
-    def _absent(self, effect: Apply | Aggregate) -> Ranges:
-        """Return the elements of a slice that no contribution has a gradient for."""
-        if not self._gradients.absent_edges:
-            return ()
-        start, stop = self._dense.slicing.bounds(effect.index)
-        return common(within(one.absent, start, stop) for one in self._gradients.pushed(effect.parts))
 
     def norm_known(self, step: int, norm: float) -> None:
         """BSP: set the global norm of ``step``, by which the aggregated slices are clipped."""

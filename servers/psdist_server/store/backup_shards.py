@@ -28,10 +28,10 @@ from psdist.types import ITEM_BYTES, ParametersEntry, ParametersSpec, Replica, S
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import convert, status
 from psdist.wire.frames import Frame
+from psdist_server.core.contributions import SettingsCheck
+from psdist_server.core.events import Producer, SliceRecord
 from psdist_server.core.lags import Lags, checked, ranges_of
-from psdist_server.core.replication import BackupReplication, stale_term
-from psdist_server.core.slice_records import Producer, ReplicaUpdate, SliceRecord
-from psdist_server.core.stated_settings import SettingsCheck
+from psdist_server.core.replication import BackupReplication, ReplicaUpdate, stale_term
 from psdist_server.kernels.arrays import Applied, Array, DenseParameters, Gradient, Update, gradient_of
 from psdist_server.kernels.pool import KernelLauncher
 from psdist_server.store.global_norm import NormBoard

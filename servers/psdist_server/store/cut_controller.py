@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from psdist_server.core.cut_state import CutState
-from psdist_server.core.events import CutArmed, CutEnded, Effect, SliceCut, StepsEnded
+from psdist_server.core.events import CutArmed, CutEnded, Effect, Producer, SliceCut, StepsEnded
 from psdist_server.core.role_changes import RoleChanges
-from psdist_server.core.slice_records import Producer
 from psdist_server.kernels.arrays import DenseParameters
 from psdist_server.kernels.memory import MemoryPool
 from psdist_server.kernels.pool import KernelLauncher

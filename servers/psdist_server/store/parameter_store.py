@@ -43,7 +43,6 @@ from psdist_server.core.events import (
 from psdist_server.core.lags import Lags
 from psdist_server.core.replication import BackupReplication
 from psdist_server.core.role_changes import RoleChanges, make_shard
-from psdist_server.core.slice_spans import SliceSpans
 from psdist_server.kernels.arrays import Array, DenseParameters, gradient_of
 from psdist_server.kernels.double import all_finite
 from psdist_server.kernels.pool import KernelLauncher, KernelPool
@@ -57,7 +56,7 @@ from psdist_server.store.rpc_call import Call, CallTable
 from psdist_server.store.shard_router import EffectRunner, ShardRouter
 from psdist_server.store.slice_contents import SliceContents
 from psdist_server.store.slice_reads import InPlaceReaders, SliceReads
-from psdist_server.store.statistics import Counters, replica_statistics
+from psdist_server.store.statistics import Counters, SliceSpans, replica_statistics
 from psdist_server.store.stream_to_replica import ReplicaNetwork, not_primary, now
 
 #: Memory for more elements than this is allocated in a thread, because the kernel clears it.

@@ -8,7 +8,7 @@ encoded.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
@@ -17,20 +17,25 @@ import numpy as np
 from psdist.compression import segments
 from psdist.consistency import BSP, check_weight
 from psdist.errors import InvalidArgumentError, MalformedPayloadError, NonFiniteGradientError, PsdistError
+from psdist.hyperparameters import Settings
 from psdist.types import ITEM_BYTES, WORDS, ParametersMember, ParametersSpec, Slicing
 from psdist.v1 import server_pb2
 from psdist.wire.limits import TENSORS_MAX
-from psdist_server.core.contribution_comparison import ContributionComparison
-from psdist_server.core.gradient_estimates import GradientEstimates
-from psdist_server.core.lags import RangeEdges
-from psdist_server.core.late_refusals import LateRefusals
-from psdist_server.core.stated_settings import Decision, SettingsCheck, Stated
+from psdist_server.core.contributions import (
+    ContributionComparison,
+    Decision,
+    GradientEstimates,
+    LateRefusals,
+    SettingsCheck,
+    Stated,
+)
+from psdist_server.core.lags import RangeEdges, Ranges, common, within
 from psdist_server.kernels import kernels
-from psdist_server.kernels.arrays import Bad, Gradient, gradient_of
+from psdist_server.kernels.arrays import Array, Bad, Gradient, Update, gradient_of
 from psdist_server.kernels.double import all_finite
 from psdist_server.kernels.encoded import is_encoded
 from psdist_server.kernels.written_slice import WrittenSlice
-from psdist_server.store.rpc_call import Call, PushedGradient
+from psdist_server.store.rpc_call import Call
 from psdist_server.store.statistics import Counters
 
 
@@ -72,8 +77,7 @@ class PendingGradients:
         #: A push stated a learning rate or hyperparameters.
         self._has_settings = False
         self._settings_check = SettingsCheck(spec.optimizer)
-        #: False while no push has named elements without a gradient.
-        self.absent_edges = RangeEdges(spec.name, slicing.total, WORDS[spec.dtype])
+        self._absent_edges = RangeEdges(spec.name, slicing.total, WORDS[spec.dtype])
         self._spec = spec
         self._slicing = slicing
         self._counters = counters
@@ -82,7 +86,7 @@ class PendingGradients:
         self.by_token: dict[int, PendingGradient] = {}
         self.estimates = GradientEstimates(slicing)
         self.comparison = ContributionComparison(spec)
-        self.late_refusals = LateRefusals()
+        self._late_refusals = LateRefusals()
         #: Values that scripts wrote, by slice and digest. Equal ones of several workers are stored once.
         self._writes: WeakValueDictionary[tuple[int, bytes], WrittenSlice] = WeakValueDictionary()
 
@@ -102,9 +106,14 @@ class PendingGradients:
             raise InvalidArgumentError("weight=0 counts for nothing: abstain instead, or send a weight above 0")
         if call.gradient.written:
             self._spec.check_assignable()
-        self._check_settings(call)
+        factor, settings = call.gradient.lr_factor, call.gradient.settings
+        if factor is not None or settings is not None:
+            self._has_settings = True
+            checked = self._settings_check.check(settings or (), factor)
+            if settings is not None and settings is not checked:
+                call.gradient = replace(call.gradient, settings=checked)
         if call.gradient.absent:
-            self.absent_edges.add(call.gradient.absent, TENSORS_MAX)
+            self._absent_edges.add(call.gradient.absent, TENSORS_MAX)
         if self._spec.dtype != "float32" and (call.is_encoded or call.dtype != "float32"):
             raise InvalidArgumentError(
                 f"{self._spec.name!r} is in {self._spec.dtype}: send gradients as DTYPE_FLOAT32, without segments"
@@ -112,17 +121,6 @@ class PendingGradients:
         if (call.is_encoded or call.gradient.weight != 1.0) and not self._has_sums:
             self._has_sums = True
             self._prepare_sums()
-
-    def _check_settings(self, call: Call) -> None:
-        """Check the learning rate and hyperparameters of a push."""
-        factor, settings = call.gradient.lr_factor, call.gradient.settings
-        self._has_settings |= factor is not None or settings is not None
-        if factor is not None:
-            self._spec.optimizer.check_lr_factor(factor)
-        if settings is not None:
-            checked = self._settings_check.check(settings)
-            self._spec.optimizer.check_rates(1.0 if factor is None else factor, checked)
-            call.gradient = replace(call.gradient, settings=checked)
 
     def receive(self, call: Call, index: int, payload: memoryview) -> tuple[Gradient, bool]:
         """Return a payload's contribution, and True if it counts. It does not count if the push abstains, or if it is
@@ -154,10 +152,6 @@ class PendingGradients:
         if writes is None:
             writes = self._writes[key] = WrittenSlice.read(message, index, self._slicing, self._spec.dtype)
         return writes
-
-    def writes(self, token: int) -> WrittenSlice | None:
-        """Return the values that the worker of contribution ``token`` wrote to its slice."""
-        return self.by_token[token].writes if token else None
 
     def _decode(self, call: Call, index: int, payload: memoryview) -> Gradient:
         """Return a payload's elements, or its bytes if it is encoded, in place. Raises InvalidArgumentError if the size
@@ -215,55 +209,45 @@ class PendingGradients:
             self._counters.bytes_held += gradient.values.nbytes
         self.by_token[token] = gradient
 
-    def values(self, tokens: Iterable[int]) -> list[Gradient]:
-        """Return the elements of contributions, or their encoded bytes."""
-        return [self.by_token[token].values for token in tokens]
-
-    def are_encoded(self, values: Iterable[Gradient]) -> bool:
-        """Return True if some of these contributions are encoded."""
-        return self._has_sums and any(map(is_encoded, values))
-
-    def compare(self, step: int, tokens: Sequence[int], values: Sequence[Gradient]) -> None:
-        """BSP: look for workers that contribute the same to a slice in ``step``. values: of the tokens, not encoded."""
-        if len(tokens) > 1 and self.comparison.needs(step):
-            workers = [self.by_token[token].call.identity.worker_id for token in tokens]
-            self.comparison.compare(step, dict(zip(workers, values, strict=True)))
-
-    def pushed(self, tokens: Iterable[int]) -> list[PushedGradient]:
-        """Return the properties of the whole gradients that contributions belong to."""
-        return [self.by_token[token].call.gradient for token in tokens]
-
-    def weights(self, tokens: Iterable[int]) -> tuple[float, ...]:
-        """Return the weight of each contribution; empty if all have the default weight."""
-        if not self._has_sums:
-            return ()
-        found = tuple(self.by_token[token].call.gradient.weight for token in tokens)
-        return found if any(weight != 1.0 for weight in found) else ()
-
-    def decision(self, tokens: Iterable[int]) -> Decision:
-        """Return the settings of an update by these contributions, which are in rank order."""
-        return Decision(self._spec.optimizer, map(self._stated, tokens if self._has_settings else ()))
-
-    def _stated(self, token: int) -> Stated:
-        gradient = self.by_token[token]
-        stated, worker_id = gradient.call.gradient, gradient.call.identity.worker_id
-        first_step = gradient.member.first_step if gradient.member is not None else 0
-        return Stated(worker_id, first_step, stated.lr_factor, stated.settings)
+    def update(self, index: int, step: int, tokens: Sequence[int], assigned: Array | None) -> Update:
+        """Return the update of a slice by these contributions, which are in rank order. assigned: weights that the
+        slice is set to first; None if it keeps its own."""
+        pending = [self.by_token[token] for token in tokens]
+        values = [one.values for one in pending]
+        some_encoded = False
+        weights: tuple[float, ...] = ()
+        if self._has_sums:
+            some_encoded = any(map(is_encoded, values))
+            weights = tuple([one.call.gradient.weight for one in pending])
+            if all(weight == 1.0 for weight in weights):
+                weights = ()
+        if len(pending) > 1 and not some_encoded and self.comparison.needs(step):
+            self.comparison.compare(step, {one.call.identity.worker_id: one.values for one in pending})
+        lr_factor = 1.0
+        settings: Settings = ()
+        if self._has_settings:
+            decision = Decision(self._spec.optimizer, map(_stated, pending))
+            lr_factor, settings = decision.lr_factor, decision.settings
+        absent: Ranges = ()
+        if self._absent_edges.edges:
+            start, stop = self._slicing.bounds(index)
+            absent = common(within(one.call.gradient.absent, start, stop) for one in pending)
+        return Update(
+            index, step, values, lr_factor, is_encoded=some_encoded, weights=weights, assigned=assigned,
+            settings=settings, absent=absent,
+        )  # fmt: skip
 
     def error_of_repeat(self, gradient: PendingGradient) -> PsdistError | None:
         """Return the error of a contribution that repeats one of a push that was refused; None if it does not."""
-        call, index, member = gradient.call, gradient.index, gradient.member
-        if member is None or call.abstain:
+        call, index, member, refusals = gradient.call, gradient.index, gradient.member, self._late_refusals
+        if not refusals.by_producer or member is None or call.abstain:
             return None
-        pushed, producer, refusals = call.gradient, member.producer, self.late_refusals
-        if error := refusals.settings_error(producer, call.step, index, (pushed.lr_factor, pushed.settings)):
+        if error := refusals.settings_error(member.producer, call.step, index, _stated(gradient)):
             return error
-        was_refused = refusals.was_not_finite(producer, call.step, index)
-        return (
-            _non_finite(self._spec, self._slicing, index)
-            if was_refused and not all_finite(gradient.values, self._spec.dtype)
-            else None
-        )
+        was_refused = refusals.was_not_finite(member.producer, call.step, index)
+        if was_refused and not all_finite(gradient.values, self._spec.dtype):
+            return _non_finite(self._spec, self._slicing, index)
+        return None
 
     def used(self, index: int, tokens: tuple[int, ...], left_out: Bad) -> None:
         """Discard contributions that an update of slice ``index`` has read.
@@ -271,7 +255,8 @@ class PendingGradients:
         Those at positions ``left_out`` held NaN or Inf and were skipped; their calls fail if the policy is to reject.
         Calls whose learning rate or hyperparameters differ from the update's fail, too.
         """
-        self._compare_settings(index, tokens)
+        if self._has_settings:
+            self._compare_settings(index, tokens)
         for position in left_out:
             gradient = self.by_token[tokens[position]]
             call = gradient.call
@@ -279,19 +264,17 @@ class PendingGradients:
             if self._spec.non_finite == "reject":
                 call.fail(_non_finite(self._spec, self._slicing, index))
                 if gradient.member is not None:
-                    self.late_refusals.add_not_finite(gradient.member.producer, call.step, index)
+                    self._late_refusals.add_not_finite(gradient.member.producer, call.step, index)
         for token in tokens:
             self.discard(token)
 
     def _compare_settings(self, index: int, tokens: tuple[int, ...]) -> None:
         """Fail the calls whose settings differ from those of the update."""
-        if not self._has_settings:
-            return
-        decision = self.decision(tokens)
-        for token in tokens:
-            gradient = self.by_token[token]
-            call = gradient.call
-            mine, used, decider = decision.difference(self._stated(token))
+        pending = [self.by_token[token] for token in tokens]
+        decision = Decision(self._spec.optimizer, map(_stated, pending))
+        for gradient in pending:
+            call, stated = gradient.call, _stated(gradient)
+            mine, used, decider = decision.difference(stated)
             if not mine:
                 continue
             error = InvalidArgumentError(
@@ -301,8 +284,7 @@ class PendingGradients:
             )
             call.fail(error)
             if gradient.member is not None:
-                stated = (call.gradient.lr_factor, call.gradient.settings)
-                self.late_refusals.add_settings(gradient.member.producer, call.step, index, stated, error)
+                self._late_refusals.add_settings(gradient.member.producer, call.step, index, stated, error)
 
     def refused(self, token: int) -> None:
         """Discard a contribution that was refused, so that no later one can be a difference to it."""
@@ -323,6 +305,11 @@ class PendingGradients:
         self.estimates.discard_slices(indices)
         for token in [token for token, gradient in self.by_token.items() if gradient.index in indices]:
             self.discard(token)
+
+
+def _stated(gradient: PendingGradient) -> Stated:
+    pushed, first_step = gradient.call.gradient, gradient.member.first_step if gradient.member is not None else 0
+    return Stated(gradient.call.identity.worker_id, first_step, pushed.lr_factor, pushed.settings)
 
 
 def _non_finite(spec: ParametersSpec, slicing: Slicing, index: int) -> NonFiniteGradientError:

@@ -29,10 +29,10 @@ from psdist_server.core.replication import (
     ReplicaState,
     Replicated,
     ReplicationEffect,
+    ReplicaUpdate,
     SendBegin,
     SendUpdate,
 )
-from psdist_server.core.slice_records import ReplicaUpdate
 from psdist_server.kernels.arrays import DenseParameters, Gradient
 from psdist_server.store.global_norm import NormBoard
 from psdist_server.store.replica_memory import UpdateMemory

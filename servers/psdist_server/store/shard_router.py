@@ -30,13 +30,12 @@ from psdist_server.core.events import (
     Reply,
     SlicePushed,
 )
-from psdist_server.core.slice_spans import SliceSpans
 from psdist_server.kernels.arrays import Gradient
 from psdist_server.store.applier import Applier
 from psdist_server.store.pending_gradients import PendingGradient, PendingGradients
 from psdist_server.store.replicator import Replicator
 from psdist_server.store.rpc_call import Call, CallTable, SliceAnswer
-from psdist_server.store.statistics import Counters
+from psdist_server.store.statistics import Counters, SliceSpans
 from psdist_server.store.stream_to_replica import not_primary
 
 

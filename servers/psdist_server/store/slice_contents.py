@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from psdist_server.core.events import Apply
-from psdist_server.core.slice_records import SliceRecord
+from psdist_server.core.events import Apply, SliceRecord
 from psdist_server.kernels.arrays import DenseParameters
 
 

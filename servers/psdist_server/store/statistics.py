@@ -1,11 +1,15 @@
-"""Counters of one parameter set on a server: plain numbers, written on the event loop and readable from anywhere."""
+"""Measurements of a server: counters of a parameter set, and spans of its updates while a trace is recorded.
+
+Counters are plain numbers, written on the event loop and readable from anywhere.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from psdist.tracing.spans import Span, SpanKind, SpanRecorder
 from psdist.types import Replica
 from psdist.v1 import server_pb2
 from psdist_server.core.replication import PrimaryReplication
@@ -85,3 +89,58 @@ def replica_statistics(
                 )
             )
     return found
+
+
+class SliceSpans:
+    """Spans of all slices of one server: the waits of each update, and its duration. Called on the event loop.
+
+    clock: seconds, the one that kernels are timed by.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        #: None unless a trace is recorded.
+        self.recorder: SpanRecorder | None = None
+
+    def start(self, recorder: SpanRecorder) -> None:
+        """Record spans from now on."""
+        self.recorder = recorder
+
+    def stop(self, recorder: SpanRecorder) -> None:
+        """Record no more spans."""
+        self.recorder = None
+
+    def now(self) -> float:
+        """Return the time if it may be needed for a span; otherwise 0, for which no span is recorded."""
+        return self.clock() if self.recorder is not None else 0.0
+
+    def end_queue(self, parameters: str, index: int, step: int, arrived: Iterable[tuple[str, float]]) -> float:
+        """Record that contributions do not wait for others any more, because an update starts. Returns the time.
+
+        arrived: the worker of each, and the time of its arrival.
+        """
+        now = self.now()
+        if now:
+            for worker_id, since in arrived:
+                self._add(SpanKind.QUEUE, since, now, parameters, index, step, worker_id)
+        return now
+
+    def end_kernel(
+        self, kind: SpanKind, parameters: str, index: int, step: int, submitted: float, seconds: float, ended: float
+    ) -> None:
+        """Record that a kernel took this many seconds and ended at ``ended``, after a wait since ``submitted``."""
+        if self.recorder is not None and submitted:
+            started = max(submitted, ended - seconds)
+            self._add(SpanKind.THREAD, submitted, started, parameters, index, step)
+            self._add(kind, started, ended, parameters, index, step)
+
+    def end_replication(self, parameters: str, index: int, step: int, sent: float) -> None:
+        """Record that the replicas have acknowledged an update."""
+        if self.recorder is not None:
+            self._add(SpanKind.REPLICATE, sent, self.clock(), parameters, index, step)
+
+    def _add(
+        self, kind: SpanKind, start: float, end: float, parameters: str, index: int, step: int, peer: str = ""
+    ) -> None:
+        if self.recorder is not None and 0 < start < end:
+            self.recorder.add(Span(kind, start, end, parameters, step, index, peer))

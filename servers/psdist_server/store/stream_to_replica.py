@@ -29,9 +29,9 @@ from psdist.types import Replica
 from psdist.v1 import common_pb2
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import convert, status
+from psdist_server.core.events import Producer, SliceRecord
 from psdist_server.core.lags import LagRows
-from psdist_server.core.replication import PrimaryReplication, ReplicaState
-from psdist_server.core.slice_records import Producer, ReplicaUpdate, SliceRecord
+from psdist_server.core.replication import PrimaryReplication, ReplicaState, ReplicaUpdate
 from psdist_server.kernels.arrays import Gradient
 from psdist_server.store.replica_carriers import Carrier, Offer, negotiate
 from psdist_server.store.replica_memory import UpdateMemory

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from psdist.consistency import BSP
 from psdist.optim import SGD, Mean, Optimizer
 from psdist.types import ParametersSpec
-from psdist_server.core.contribution_comparison import STEPS, ContributionComparison
+from psdist_server.core.contributions import STEPS, ContributionComparison
 
 Floats = NDArray[np.float32]
 SIZE = 300_000

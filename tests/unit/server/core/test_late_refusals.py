@@ -6,10 +6,11 @@ import pytest
 
 from psdist.errors import InvalidArgumentError
 from psdist.wire.limits import MEMBERS_MAX
-from psdist_server.core.late_refusals import LateRefusals
+from psdist_server.core.contributions import LateRefusals, Stated
 
 WORKER = ("worker-0", 1)
-STATED = (0.5, None)
+STATED = Stated("worker-0", 0, 0.5, None)
+OTHER = Stated("worker-0", 0, 0.25, None)
 ERROR = InvalidArgumentError("lr_factor=0.5 in step 3", step=3)
 
 
@@ -35,11 +36,11 @@ def test_the_same_push_has_its_error_again(refusals: LateRefusals) -> None:
         (("worker-1", 1), 3, 7, STATED),
         (WORKER, 4, 7, STATED),
         (WORKER, 3, 8, STATED),
-        (WORKER, 3, 7, (0.25, None)),
+        (WORKER, 3, 7, OTHER),
     ],
 )
 def test_no_other_push_has_it(
-    refusals: LateRefusals, producer: tuple[str, int], step: int, index: int, stated: tuple[float, None]
+    refusals: LateRefusals, producer: tuple[str, int], step: int, index: int, stated: Stated
 ) -> None:
     assert refusals.settings_error(producer, step, index, stated) is None
     assert stated != STATED or not refusals.was_not_finite(producer, step, index)

@@ -6,15 +6,16 @@ import pytest
 
 from psdist.errors import InvalidArgumentError
 from psdist.types import Replica, Shard
+from psdist_server.core.events import SliceRecord
 from psdist_server.core.replication import (
     BackupReplication,
     PrimaryReplication,
     ReplicaState,
     Replicated,
+    ReplicaUpdate,
     SendBegin,
     SendUpdate,
 )
-from psdist_server.core.slice_records import ReplicaUpdate, SliceRecord
 
 P, B, C = Replica("server-0", 1), Replica("server-1", 1), Replica("server-2", 1)
 LIFE = ("worker-0", 1)

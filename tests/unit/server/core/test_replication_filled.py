@@ -6,8 +6,15 @@ import pytest
 
 from psdist.errors import InvalidArgumentError
 from psdist.types import Replica, Shard
-from psdist_server.core.replication import BackupReplication, PrimaryReplication, ReplicaState, Replicated, SendBegin
-from psdist_server.core.slice_records import ReplicaUpdate, SliceRecord
+from psdist_server.core.events import SliceRecord
+from psdist_server.core.replication import (
+    BackupReplication,
+    PrimaryReplication,
+    ReplicaState,
+    Replicated,
+    ReplicaUpdate,
+    SendBegin,
+)
 
 OLD, NEW = Replica("server-0", 1), Replica("server-1", 1)
 

@@ -6,8 +6,8 @@ import pytest
 
 from psdist.errors import StaleCopyError
 from psdist.types import Replica, Shard
-from psdist_server.core.replication import BackupReplication, PrimaryReplication, ReplicaState, SendBegin
-from psdist_server.core.slice_records import ReplicaUpdate, SliceRecord
+from psdist_server.core.events import SliceRecord
+from psdist_server.core.replication import BackupReplication, PrimaryReplication, ReplicaState, ReplicaUpdate, SendBegin
 
 A, B = Replica("server-1", 1), Replica("server-2", 1)
 

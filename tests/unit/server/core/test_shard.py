@@ -28,10 +28,10 @@ from psdist_server.core.events import (
     SliceAggregated,
     SliceApplied,
     SlicePushed,
+    SliceRecord,
     StepsEnded,
 )
 from psdist_server.core.role_changes import make_shard
-from psdist_server.core.slice_records import SliceRecord
 
 TWO = (ParametersMember("worker-0", 1, 0), ParametersMember("worker-1", 1, 1))
 tokens = count(1)

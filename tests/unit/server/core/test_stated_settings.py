@@ -7,7 +7,7 @@ import pytest
 from psdist import optim
 from psdist.errors import InvalidArgumentError
 from psdist.hyperparameters import Setting, Settings
-from psdist_server.core.stated_settings import Decision, SettingsCheck, Stated
+from psdist_server.core.contributions import Decision, SettingsCheck, Stated
 
 SPEC = optim.SGD(lr=0.1, momentum=0.9, overrides=(optim.override("b", weight_decay=0.5),))
 LOW = (Setting(0, "momentum", 0.8),)

@@ -21,11 +21,10 @@ from psdist.errors import (
 from psdist.types import Identity, ParametersEntry, ParametersMember, ParametersSpec, Replica, Shard
 from psdist_server.core.events import Apply, Effect, SliceApplied, SliceLoaded
 from psdist_server.core.role_changes import make_shard
-from psdist_server.core.slice_spans import SliceSpans
 from psdist_server.store.pending_gradients import PendingGradients
 from psdist_server.store.rpc_call import Call, CallTable, PushedGradient
 from psdist_server.store.shard_router import ShardRouter
-from psdist_server.store.statistics import Counters
+from psdist_server.store.statistics import Counters, SliceSpans
 from tests.support.segments import raw
 
 SLICE = 16
@@ -68,7 +67,7 @@ def test_a_push_becomes_an_event_of_its_slices_machine(routed: Routed) -> None:
     (effect,) = routed.effects
     assert isinstance(effect, Apply) and (effect.index, effect.step) == (2, 0)
     assert list(call.outstanding.values()) == [2] and routed.counters.bytes_held == 4 * SLICE
-    assert [values.tolist() for values in routed.gradients.values(effect.parts)] == [[1.0] * SLICE]
+    assert [part.tolist() for part in routed.gradients.update(2, 0, effect.parts, None).parts] == [[1.0] * SLICE]
     routed.gradients.used(2, effect.parts, ())
     assert routed.counters.bytes_held == 0
 
@@ -92,8 +91,8 @@ def test_an_encoded_push_is_held_as_it_came(routed: Routed) -> None:
     routed.router.push(call, 2, 0, memoryview(payload))
     (effect,) = routed.effects
     assert isinstance(effect, Apply)
-    (values,) = routed.gradients.values(effect.parts)
-    assert values.tobytes() == payload and routed.gradients.are_encoded([values])
+    update = routed.gradients.update(2, 0, effect.parts, None)
+    assert [part.tobytes() for part in update.parts] == [payload] and update.is_encoded
     assert routed.counters.bytes_held == len(payload)
     counted = routed.counters.of("worker-0")
     assert (counted.push_bytes, counted.saved_bytes) == (len(payload), 4 * SLICE - len(payload))

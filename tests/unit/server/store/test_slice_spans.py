@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from psdist.tracing.spans import SpanKind, SpanRecorder
-from psdist_server.core.slice_spans import SliceSpans
+from psdist_server.store.statistics import SliceSpans
 
 
 def test_an_update_is_divided_into_its_waits_and_its_kernel() -> None:
