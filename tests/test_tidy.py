@@ -21,11 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FUNCTION_LINES_MAX = 70
 
 #: Folders of modules that may use no loop, wire, file, clock or chance. ``now`` and ``rng`` are their arguments.
-PURE_FOLDERS = (
-    *("psdist.client.core", "psdist_server.core", "psdist_scheduler.events", "psdist_scheduler.members"),
-    *("psdist_scheduler.placement", "psdist_scheduler.datasets", "psdist_scheduler.snapshots"),
-    *("psdist_scheduler.coordination", "psdist.collectives.core"),
-)
+PURE_FOLDERS = (*("psdist.client.core", "psdist_server.core", "psdist_scheduler.decide", "psdist.collectives.core"),)
 #: Pure modules elsewhere.
 PURE_MODULES = (
     *("psdist.errors", "psdist.types", "psdist.optim", "psdist.consistency", "psdist.changes"),
@@ -33,7 +29,7 @@ PURE_MODULES = (
     *("psdist.compression", "psdist.compression.dtypes", "psdist.compression.specifications"),
     *("psdist.compression.regions", "psdist.compression.pulls", "psdist.compression.automatic"),
     *("psdist.compression.segments.format", "psdist.compression.device.tables"),
-    *("psdist.wire.limits", "psdist.wire.backoff", "psdist.launcher.supervisor", "psdist_scheduler.cluster"),
+    *("psdist.wire.limits", "psdist.wire.backoff", "psdist.launcher.supervisor"),
     *("psdist.launcher.events", "psdist.launcher.shutdown", "psdist.settings", "psdist.settings.exit_codes"),
     *("psdist.snapshots.format", "psdist.snapshots.policy", "psdist.snapshots.records"),
     *("psdist.metrics", "psdist.metrics.interval", "psdist.metrics.interval_lines", "psdist.metrics.phases"),
@@ -281,15 +277,15 @@ BAD: dict[Rule, tuple[tuple[str, str], ...]] = {
     arrows: (
         ("psdist.client.core", "import psdist_server.core.shard"),
         ("psdist.launcher.local", "def f():\n    from psdist_scheduler import app"),
-        ("psdist_server.app", "from psdist_scheduler.stores.store import Store"),
-        ("psdist_scheduler.app", "import psdist_server"),
+        ("psdist_server.app", "from psdist_scheduler.run.run_store import Store"),
+        ("psdist_scheduler.run.app", "import psdist_server"),
     ),
     purity: (
         ("psdist_server.core.shard", "import time"),
         ("psdist_server.core.lags", "from grpc import aio"),
-        ("psdist_scheduler.members.membership", "import random"),
-        ("psdist_scheduler.placement.placement", "from psdist.v1 import common_pb2"),
-        ("psdist_scheduler.placement.placement", "from psdist_scheduler.stores.store import Store"),
+        ("psdist_scheduler.decide.members", "import random"),
+        ("psdist_scheduler.decide.shard_placement", "from psdist.v1 import common_pb2"),
+        ("psdist_scheduler.decide.shard_placement", "from psdist_scheduler.run.run_store import Store"),
         ("psdist.client.core.flat_vector", "import numpy as np\nx = np.random.default_rng()"),
         ("psdist.client.core.push_sequence", "def f():\n    return open('x')"),
     ),

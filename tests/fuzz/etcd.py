@@ -24,12 +24,11 @@ from google.protobuf.message import DecodeError
 from psdist.errors import PsdistError
 from psdist.settings.config import EtcdLocation
 from psdist.v1 import etcd_pb2 as pb
-from psdist_scheduler.events.cluster_events import Persist
-from psdist_scheduler.events.cluster_state import EventRecord
-from psdist_scheduler.stores import etcd_client, etcd_store, leadership
-from psdist_scheduler.stores.etcd_client import EtcdClient
-from psdist_scheduler.stores.etcd_store import EtcdStore
-from psdist_scheduler.stores.leadership import Leader, Leadership
+from psdist_scheduler.decide.cluster_state import EventRecord
+from psdist_scheduler.decide.effects import Persist
+from psdist_scheduler.run import etcd_client, etcd_store
+from psdist_scheduler.run.etcd_client import EtcdClient, Leader, Leadership
+from psdist_scheduler.run.etcd_store import EtcdStore
 from tests.fuzz.messages import Known, MessageGenerator, mutate_bytes, mutate_message
 from tests.unit.scheduler.test_sqlite_store import MEMBER, NODE, RECORD
 
@@ -222,10 +221,10 @@ def without_waiting() -> Iterator[None]:
         for module, names in (
             (etcd_client, ("_PAUSE_SECONDS",)),
             (etcd_store, ("_PAUSE_SECONDS", "WRITE_SECONDS", "START_SECONDS")),
-            (leadership, ("START_SECONDS", "_END_SECONDS")),
+            (etcd_client, ("START_SECONDS", "_END_SECONDS")),
         ):
             stack.enter_context(mock.patch.multiple(module, **dict.fromkeys(names, _SECONDS)))
-        stack.enter_context(mock.patch.object(leadership, "_RENEW_SECONDS", 1e6))
+        stack.enter_context(mock.patch.object(etcd_client, "_RENEW_SECONDS", 1e6))
         yield
 
 

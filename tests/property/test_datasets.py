@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from psdist.data import DistributedSampler, RangeOrder
 from psdist.errors import PsdistError
 from psdist.types import DataPosition, DatasetSpec
-from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events import worker_events as we
-from psdist_scheduler.events.cluster_state import Member
+from psdist_scheduler.decide import cluster_events as ev
+from psdist_scheduler.decide import effects as ef
+from psdist_scheduler.decide.cluster_state import Member
 from tests.support.scheduler_driver import Driver, caller
 
 NAME = "train"
@@ -42,7 +42,7 @@ class Leasing:
         self.kept: list[tuple[DataPosition, set[int]]] = []
         self._begin(set(), 0, 0)
         self.worker()
-        assert isinstance(self._ask(we.OpenDataset, self.workers[0], self.spec), we.DatasetStanding)
+        assert isinstance(self._ask(ev.OpenDataset, self.workers[0], self.spec), ef.DatasetStanding)
 
     def step(self) -> None:
         """Do one thing."""
@@ -107,10 +107,10 @@ class Leasing:
         mine = [lease_id for lease_id, (holder, _, _) in self.out.items() if holder == member]
         lost = mine[-1:] if forgets and not done else []
         known = tuple(lease_id for lease_id in mine if lease_id not in lost)
-        given = self._ask(we.LeaseRange, member, NAME, known if done else (), () if done else known)
+        given = self._ask(ev.LeaseRange, member, NAME, known if done else (), () if done else known)
         if done:
             self._finish(known)
-        assert isinstance(given, we.RangeGiven)
+        assert isinstance(given, ef.RangeGiven)
         if given.lease is None:
             assert not lost
             assert len(self.over) + len(self.out) == self.spec.places, "the end, with ranges left"
@@ -120,7 +120,7 @@ class Leasing:
             self._given(member, given)
         assert (given.repeated, given.failed) == (self.repeated, self.failed)
 
-    def _given(self, member: Member, given: we.RangeGiven) -> None:
+    def _given(self, member: Member, given: ef.RangeGiven) -> None:
         lease = given.lease
         assert lease is not None
         taken = self.over | {place for _, place, _ in self.out.values()}
@@ -145,8 +145,8 @@ class Leasing:
         member, _, attempt = self.out[lease_id]
         done, returned = ((lease_id,), ()) if used else ((), (lease_id,))
         for _ in range(2):  # A report may arrive twice.
-            end = self._ask(we.EndRanges, member, NAME, done, returned, (), (), returned * in_part)
-            assert isinstance(end, ev.Done)
+            end = self._ask(ev.EndRanges, member, NAME, done, returned, (), (), returned * in_part)
+            assert isinstance(end, ef.Done)
         if used:
             self._finish(done)
         else:
@@ -162,16 +162,16 @@ class Leasing:
         lease_id = self.rng.choice([*self.out, *self.ended, max([*self.out, *self.ended]) + 1])
         if lease_id in self.out and self.out[lease_id][0] == member:
             return
-        answer = self._ask(we.EndRanges, member, NAME, (lease_id,))
-        assert isinstance(answer, ev.Done if lease_id in self.ended else PsdistError)
+        answer = self._ask(ev.EndRanges, member, NAME, (lease_id,))
+        assert isinstance(answer, ef.Done if lease_id in self.ended else PsdistError)
 
     def speak_for_an_earlier_life(self) -> None:
         if not self.out:
             return
         member, _, _ = self.out[self.rng.choice(sorted(self.out))]
-        stale = we.Caller("run", member.member_id, member.incarnation - 1)
+        stale = ev.Caller("run", member.member_id, member.incarnation - 1)
         call = self.driver.number()
-        self.driver.on(we.EndRanges(call, stale, NAME, tuple(self.out)))
+        self.driver.on(ev.EndRanges(call, stale, NAME, tuple(self.out)))
         assert isinstance(self.driver.state(call), PsdistError)
 
     # --- scheduler and positions --------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ class Leasing:
         if not self.kept:
             return
         position, over = self.rng.choice(self.kept)
-        assert isinstance(self._ask(we.SetPosition, self.workers[0], NAME, position), ev.Done)
+        assert isinstance(self._ask(ev.SetPosition, self.workers[0], NAME, position), ef.Done)
         self.ended += self.out
         self.out.clear()
         self._begin(set(over), position.repeated_ranges, position.failed_ranges)
@@ -204,7 +204,7 @@ class Leasing:
                     self._lose(lease_id, place, attempt)
             self.driver.on(ev.SessionClosed(self.sessions[member.member_id], "its session broke"))
         held = tuple(self.out)
-        while (given := self._ask(we.LeaseRange, self.workers[0], NAME, held)).lease is not None:
+        while (given := self._ask(ev.LeaseRange, self.workers[0], NAME, held)).lease is not None:
             self._finish(held)
             self._given(self.workers[0], given)
             held = (given.lease.lease_id,)
@@ -221,11 +221,11 @@ class Leasing:
         self.driver.on(kind(call, caller(member), *values))
         return self.driver.state(call)
 
-    def _standing(self) -> we.DatasetStanding:
+    def _standing(self) -> ef.DatasetStanding:
         call = self.driver.number()
-        self.driver.on(we.GetPosition(call, "", NAME))
+        self.driver.on(ev.GetPosition(call, "", NAME))
         standing = self.driver.state(call)
-        assert isinstance(standing, we.DatasetStanding)
+        assert isinstance(standing, ef.DatasetStanding)
         self._check(standing.position)
         return standing
 

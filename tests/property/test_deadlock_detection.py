@@ -29,10 +29,11 @@ from psdist.collectives.core.plan import Plan
 from psdist.errors import MutualWaitError, PsdistError
 from psdist.types import WorkerEntry
 from psdist.v1 import scheduler_pb2 as pb
-from psdist_scheduler import messages
-from psdist_scheduler.coordination.deadlocks import Deadlocks, WaitFor
-from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events.worker_events import CheckCall, DeadlockFound
+from psdist_scheduler.decide import cluster_events as ev
+from psdist_scheduler.decide import effects as ef
+from psdist_scheduler.decide.deadlocks import Deadlocks, WaitFor
+from psdist_scheduler.decide.effects import CheckCall, DeadlockFound
+from psdist_scheduler.run import conversions
 from tests.support.scheduler_driver import Driver, caller
 
 SEEDS = 120
@@ -244,17 +245,17 @@ class World:
     def schedule(self, event: ev.Event) -> None:
         """Let the scheduler process an event."""
         for effect in self.driver.cluster.on(event, self.driver.now):
-            if isinstance(effect, ev.Refuse):
+            if isinstance(effect, ef.Refuse):
                 assert isinstance(effect.error, MutualWaitError), effect
                 self.note(self.arrivals[effect.call].rank)
-            elif isinstance(effect, ev.Answer) and isinstance(effect.value, ev.Done):
+            elif isinstance(effect, ef.Answer) and isinstance(effect.value, ef.Done):
                 self.post(("answer", effect.call), self.arrivals[effect.call].released)
-            elif isinstance(effect, ev.Answer) and isinstance(effect.value, DeadlockFound):
+            elif isinstance(effect, ef.Answer) and isinstance(effect.value, DeadlockFound):
                 self.note(self.sessions.index(effect.call))
-            elif isinstance(effect, ev.Answer) and isinstance(effect.value, CheckCall):
+            elif isinstance(effect, ef.Answer) and isinstance(effect.value, CheckCall):
                 self.counts["questions"] += 1
                 rank = self.sessions.index(effect.call)
-                check = messages.command(effect.value).check_call
+                check = conversions.command(effect.value).check_call
                 self.post(("down", rank), lambda rank=rank, check=check: self.asked(rank, check))  # type: ignore[misc]
 
     def note(self, rank: int) -> None:
@@ -266,7 +267,7 @@ class World:
             self.report(rank, pb.SessionRequest(call_checked=check))
 
     def report(self, rank: int, request: pb.SessionRequest) -> None:
-        self.post(("up", rank), lambda: self.schedule(messages.session_event(self.sessions[rank], request)))
+        self.post(("up", rank), lambda: self.schedule(conversions.session_event(self.sessions[rank], request)))
 
     def beat(self, rank: int) -> None:
         _ = self.workers[rank].is_blocked
@@ -276,7 +277,7 @@ class World:
     def arrive(self, worker: Worker, name: str, activity: pb.Activity) -> None:
         call = self.driver.number()
         self.arrivals[call] = worker
-        who, waits = caller(self.identities[worker.rank]), messages._activity(activity)
+        who, waits = caller(self.identities[worker.rank]), conversions._activity(activity)
         event = ev.EnterBarrier(call, who, name, 1, 0, activity=waits)
         self.post(("call", call), lambda: self.schedule(event))
 

@@ -18,10 +18,12 @@ from psdist.client.core import program_order
 from psdist.client.core.program_order import ProgramOrder
 from psdist.client.core.push_sequence import PushSequence
 from psdist.consistency import BSP
-from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events.cluster_state import Member
-from psdist_scheduler.events.worker_events import AlignCommand, AlignReported
-from psdist_scheduler.placement import alignment
+from psdist_scheduler.decide import alignment
+from psdist_scheduler.decide import cluster_events as ev
+from psdist_scheduler.decide import effects as ef
+from psdist_scheduler.decide.cluster_events import AlignReported
+from psdist_scheduler.decide.cluster_state import Member
+from psdist_scheduler.decide.effects import AlignCommand
 from tests.support.scheduler_driver import Driver, caller
 
 SEEDS = int(os.environ.get("SEEDS", "60"))
@@ -184,7 +186,7 @@ class Run(Driver):
         if self.joining is not None:
             member = self.joining
             session = self.cluster.members.sessions.call_of("server-0")
-            for proposal in [v for v in self.told[session] if isinstance(v, ev.JoinProposal)][-len(self.names) :]:
+            for proposal in [v for v in self.told[session] if isinstance(v, ef.JoinProposal)][-len(self.names) :]:
                 self.on(ev.JoinAnswered(session, proposal.proposal_id, True, 0))
             firsts = {
                 entry.spec.name: m.first_step

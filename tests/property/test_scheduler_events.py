@@ -18,10 +18,10 @@ from psdist.consistency import ASP, BSP
 from psdist.optim import SGD
 from psdist.types import ClusterMap, Layout, ParametersEntry, ParametersSpec, Replica, Shard, TensorSpec
 from psdist.wire.limits import PROTOCOL_VERSION
-from psdist_scheduler.cluster import Cluster
-from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events import worker_events as we
-from psdist_scheduler.events.cluster_state import ClusterSettings, Member, StoredState
+from psdist_scheduler.decide import cluster_events as ev
+from psdist_scheduler.decide import effects as ef
+from psdist_scheduler.decide.cluster import Cluster
+from psdist_scheduler.decide.cluster_state import ClusterSettings, Member, StoredState
 
 LAYOUTS = (Layout((TensorSpec("w", (50, 999)),)), Layout((TensorSpec("w", (50, 998)),)), Layout(()))
 NAMES = ("bsp", "asp")
@@ -45,9 +45,9 @@ class Scheduling(RuleBasedStateMachine):
         self.waiting: dict[int, ev.Event] = {}
         self.ended: set[int] = set()
         self.sessions: list[int] = []
-        self.proposals: list[tuple[int, ev.JoinProposal]] = []
-        self.checks: list[tuple[int, ev.CheckValues]] = []
-        self.probes: list[ev.Probe] = []
+        self.proposals: list[tuple[int, ef.JoinProposal]] = []
+        self.checks: list[tuple[int, ef.CheckValues]] = []
+        self.probes: list[ef.Probe] = []
         self.map = ClusterMap("run", 0)
         self.granted_steps: dict[tuple[str, str, int], int] = {}
         self.restart()
@@ -316,51 +316,51 @@ class Scheduling(RuleBasedStateMachine):
         assert self.cluster.epoch <= before[0] + 1, "what came together made several epochs"
         waiting = ev.Create | ev.Describe | ev.EnterBarrier | ev.EnterRendezvous | ev.Drain | ev.WatchScale
         self.waiting |= {event.call: event for event in events if isinstance(event, waiting)}
-        refused = [effect for effect in effects if isinstance(effect, ev.Refuse)]
+        refused = [effect for effect in effects if isinstance(effect, ef.Refuse)]
         if len(effects) == len(refused) > 0:
             assert (self.cluster.epoch, self.cluster.map) == before, "a refused request changed something"
-        assert (self.cluster.epoch == before[0]) == (not any(isinstance(e, ev.Persist) for e in effects))
+        assert (self.cluster.epoch == before[0]) == (not any(isinstance(e, ef.Persist) for e in effects))
         if self.cluster.epoch == before[0]:
             assert self.cluster.map == before[1], "the map changed without a new epoch"
         self._carry_out(effects)
         assert self.map == self.cluster.map, "the published map is not the machine's"
 
-    def _carry_out(self, effects: list[ev.Effect]) -> None:
+    def _carry_out(self, effects: list[ef.Effect]) -> None:
         for position, effect in enumerate(effects):
             match effect:
-                case ev.Persist():
+                case ef.Persist():
                     assert position == 0 and effect.epoch > self.map.epoch
                     self.durable["members"] |= {m.member_id: m for m in effect.members}
                     self.durable["parameters"] |= {r.entry.spec.name: r for r in effect.parameters}
                     self.durable["nodes"] |= {n.agent_id: n for n in effect.nodes}
                     if effect.servers_wanted is not None:
                         self.servers_wanted = effect.servers_wanted
-                case ev.Publish(cluster):
+                case ef.Publish(cluster):
                     self._check_map(cluster)
                     self.map = cluster
-                case ev.Answer(call, value):
+                case ef.Answer(call, value):
                     self._answered(call, value)
-                case ev.Refuse(call, _):
+                case ef.Refuse(call, _):
                     self._end(call)
-                case ev.Close(call):
+                case ef.Close(call):
                     self._end(call)
-                case ev.Probe():
+                case ef.Probe():
                     self.probes.append(effect)
 
     def _answered(self, call: int, value: Any) -> None:
         assert call not in self.ended, "an answer to a call that was over"
-        if isinstance(value, we.CheckServer):
+        if isinstance(value, ef.CheckServer):
             return
-        if isinstance(value, ev.JoinProposal):
+        if isinstance(value, ef.JoinProposal):
             self.proposals.append((call, value))
-        elif isinstance(value, ev.CheckValues):
+        elif isinstance(value, ef.CheckValues):
             self.checks.append((call, value))
-        elif isinstance(value, ev.Registered):
+        elif isinstance(value, ef.Registered):
             member = value.member
             assert member.incarnation == self.incarnations.get(member.member_id, 0) + 1
             self.incarnations[member.member_id] = member.incarnation
             assert self.durable["members"][member.member_id] == member, "registered, and not durable"
-        elif not isinstance(value, ev.Waiting | ev.Upload | ev.WithdrawJoin | ev.Draining | ev.ScaleNews):
+        elif not isinstance(value, ef.Waiting | ef.Upload | ef.WithdrawJoin | ef.Draining | ef.ScaleNews):
             self._end(call)
 
     def _end(self, call: int) -> None:
@@ -411,8 +411,8 @@ class Scheduling(RuleBasedStateMachine):
                 assert old.primary not in live and not {*old.backups} & live, f"lost while a backup lived: {old}"
 
 
-def _caller(member: Member) -> we.Caller:
-    return we.Caller("run", member.member_id, member.incarnation)
+def _caller(member: Member) -> ev.Caller:
+    return ev.Caller("run", member.member_id, member.incarnation)
 
 
 class Replicating(Scheduling):

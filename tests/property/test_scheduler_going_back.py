@@ -16,11 +16,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from psdist.errors import PsdistError
 from psdist.types import DatasetSpec
-from psdist_scheduler.coordination.deferred_losses import PATIENCE_SECONDS
-from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events import snapshot_events as sn
-from psdist_scheduler.events import worker_events as we
-from psdist_scheduler.events.cluster_state import Member
+from psdist_scheduler.decide import cluster_events as ev
+from psdist_scheduler.decide import snapshot_events as sn
+from psdist_scheduler.decide.cluster_state import Member
+from psdist_scheduler.decide.deferred_losses import PATIENCE_SECONDS
 from tests.support.scheduler_driver import caller
 from tests.support.snapshot_driver import SnapshotDriver, commit_of
 
@@ -119,8 +118,8 @@ class Run(RuleBasedStateMachine):
     def use_data(self, rank: int) -> None:
         worker = self.worker(rank)
         if worker is not None and worker.live:
-            self.d.on(we.OpenDataset(self.d.number(), caller(worker), DATA))
-            self.d.on(we.LeaseRange(self.d.number(), caller(worker), "train", (), (), (), (("mlp", 0),)))
+            self.d.on(ev.OpenDataset(self.d.number(), caller(worker), DATA))
+            self.d.on(ev.LeaseRange(self.d.number(), caller(worker), "train", (), (), (), (("mlp", 0),)))
 
     # --- members ------------------------------------------------------------------------------------------------------
 

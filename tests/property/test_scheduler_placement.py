@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from psdist.consistency import ASP
 from psdist.optim import SGD, override
 from psdist.types import SHARDS_PER_SERVER, Layout, ParametersEntry, ParametersSpec, Replica, Shard, Slicing, TensorSpec
-from psdist_scheduler.placement.placement import group_ranges, held_elements, place, shard_elements
+from psdist_scheduler.decide.parameter_creation import group_ranges, held_elements, place
+from psdist_scheduler.decide.shard_placement import shard_elements
 
 slicings = st.builds(Slicing, st.integers(0, 5000), st.integers(1, 64))
 server_ids = st.lists(st.integers(0, 99).map("server-{}".format), min_size=1, max_size=8, unique=True)

@@ -23,14 +23,13 @@ from psdist.client.transport.requests import PushRequest
 from psdist.errors import ServerUnreachableError, StaleEpochError, StaleEstimateError, UnknownParametersError
 from psdist.optim import SGD
 from psdist.types import Shard
-from psdist_scheduler import cluster as scheduler_cluster
-from psdist_scheduler import scheduler
-from psdist_scheduler.coordination import unreachable_servers
-from psdist_scheduler.coordination.deferred_losses import DeferredLosses
-from psdist_scheduler.coordination.silent_members import SilentMembers
-from psdist_scheduler.events.cluster_events import Persist
-from psdist_scheduler.members.sessions import Sessions
-from psdist_scheduler.placement import replicas
+from psdist_scheduler.decide import cluster as scheduler_cluster
+from psdist_scheduler.decide import shard_placement, unreachable_servers
+from psdist_scheduler.decide.deferred_losses import DeferredLosses
+from psdist_scheduler.decide.effects import Persist
+from psdist_scheduler.decide.losses import SilentMembers
+from psdist_scheduler.decide.members import Sessions
+from psdist_scheduler.run import scheduler
 from psdist_server import admission
 from psdist_server.core import async_shard, bsp_shard, lags, replication, shard
 from psdist_server.core.events import SliceRecord
@@ -394,12 +393,12 @@ def _unconfirmed(put: Put) -> None:
 
 @_ablation("only a complete copy is promoted", **_LOSSES, slices=6, delay=(0.001, 0.03))
 def _hasty_promotion(put: Put) -> None:
-    after_loss = replicas.after_loss
+    after_loss = shard_placement.after_loss
 
     def hasty(shard: Any, live: Any) -> Any:
         return after_loss(replace(shard, backups=(*shard.filling, *shard.backups), filling=()), live)
 
-    put(replicas, "after_loss", hasty)
+    put(shard_placement, "after_loss", hasty)
 
 
 @_ablation("the duplicate table is promoted, BSP", consistency=BSP(), **{**_LOSSES, "cut": 0.3}, think_seconds=0.02)

@@ -21,11 +21,11 @@ from psdist.security.tls import Credentials
 from psdist.types import ClusterMap, ParametersEntry
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
 from psdist.wire import status
-from psdist_scheduler.cluster import Cluster
-from psdist_scheduler.events.cluster_events import Broadcast, Effect, MemberLost, Publish
-from psdist_scheduler.events.cluster_state import ClusterSettings
-from psdist_scheduler.scheduler import Scheduler
-from psdist_scheduler.service import Service
+from psdist_scheduler.decide.cluster import Cluster
+from psdist_scheduler.decide.cluster_state import ClusterSettings
+from psdist_scheduler.decide.effects import Broadcast, Effect, MemberLost, Publish
+from psdist_scheduler.run.scheduler import Scheduler
+from psdist_scheduler.run.service import Service
 from psdist_server.core.events import SliceRecord
 from psdist_server.core.replication import BackupReplication
 from psdist_server.scheduler_session import ServerSession

@@ -24,7 +24,7 @@ from typing import Any
 
 import structlog
 
-import psdist_scheduler.service  # noqa: F401
+import psdist_scheduler.run.service  # noqa: F401
 import psdist_server.scheduler_session
 import psdist_server.service  # noqa: F401
 from psdist.link.peers import PeerListener
@@ -33,12 +33,12 @@ from psdist.security.tls import Credentials
 from psdist.wire import channels, convert, malloc_options, status
 from psdist.wire.followed_map import FollowedMap
 from psdist.wire.shm import WeightsArena
-from psdist_scheduler import probe
-from psdist_scheduler.cluster import Cluster
-from psdist_scheduler.coordination import deadlocks
-from psdist_scheduler.coordination.deferred_losses import DeferredLosses
-from psdist_scheduler.members.barriers import Barriers
-from psdist_scheduler.placement.join_proposals import Joins
+from psdist_scheduler.decide import deadlocks
+from psdist_scheduler.decide.barriers import Barriers
+from psdist_scheduler.decide.cluster import Cluster
+from psdist_scheduler.decide.deferred_losses import DeferredLosses
+from psdist_scheduler.decide.joins import Joins
+from psdist_scheduler.run import scheduler
 from psdist_server.core.async_shard import AsyncShard
 from psdist_server.core.bsp_shard import BspShard
 from psdist_server.core.events import Forget, SlicePushed
@@ -220,7 +220,7 @@ async def _no_cause(places: str, credentials: Credentials) -> None:
 
 
 async def _probe(address: str, timeout: float) -> str:
-    """Stand-in for ``psdist_scheduler.probe.probe``."""
+    """Stand-in for ``psdist_scheduler.run.scheduler.probe``."""
     loop = running()
     result: asyncio.Future[str] = loop.create_future()
     loop.network.probe(loop.current(), address, lambda met: result.done() or result.set_result(met))
@@ -383,7 +383,7 @@ def install() -> None:
         id(ThreadPoolExecutor): InlineExecutor,
         id(channels.open_channel): _open_channel,
         id(handshake.raise_cause): _no_cause,
-        id(probe.probe): _probe,
+        id(scheduler.probe): _probe,
     }
     for module in [m for name, m in sorted(sys.modules.items()) if name.split(".")[0] in _PACKAGES]:
         for name, value in list(vars(module).items()):

@@ -13,8 +13,8 @@ from psdist.collectives.core.machine import GroupMachine
 from psdist.collectives.elastic import ElasticSteps
 from psdist.collectives.mesh import Mesh
 from psdist.errors import ClosedError, PsdistError
-from psdist_scheduler.members import formations
-from psdist_scheduler.members.formations import GroupFormations
+from psdist_scheduler.decide import formations
+from psdist_scheduler.decide.formations import GroupFormations
 from tests.simulation import groups
 from tests.simulation.ablations import Ablation, Put, noted_in, search
 from tests.simulation.group_options import END, TELLING

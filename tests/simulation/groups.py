@@ -41,10 +41,10 @@ from psdist.errors import (
 )
 from psdist.types import ClusterMap, WorkerEntry
 from psdist.v1 import scheduler_pb2 as pb
-from psdist_scheduler import messages
-from psdist_scheduler.events.cluster_state import ClusterSettings, Member
-from psdist_scheduler.members.formations import RETURN_SECONDS, GroupFormations
-from psdist_scheduler.members.membership import Membership
+from psdist_scheduler.decide.cluster_state import ClusterSettings, Member
+from psdist_scheduler.decide.formations import RETURN_SECONDS, GroupFormations
+from psdist_scheduler.decide.members import Membership
+from psdist_scheduler.run import conversions
 from tests.simulation import group_stand_ins
 from tests.simulation.environment import RunLoop
 from tests.simulation.group_calls import KINDS, SIZES, data_of, expected_result, make_call
@@ -579,9 +579,9 @@ class GroupWorld:
 
     def form(self, request: pb.FormGroupRequest) -> pb.FormGroupResponse:
         """Carry out a request at the scheduler."""
-        event: Any = messages.REQUESTS["FormGroup"](1, request)
+        event: Any = conversions.REQUESTS["FormGroup"](1, request)
         worker = self._members.check_caller(event.caller)
         (answer,) = self._formations.form(event, worker, self.loop.time())
         self._formations.validate()
-        response: pb.FormGroupResponse = messages.response(pb.FormGroupResponse, answer.value, None)[0]  # type: ignore[union-attr, arg-type]
+        response: pb.FormGroupResponse = conversions.response(pb.FormGroupResponse, answer.value, None)[0]  # type: ignore[union-attr, arg-type]
         return response

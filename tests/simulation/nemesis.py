@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from psdist_scheduler.members.suspicion import LAST_COPY_LEASES
+from psdist_scheduler.decide.losses import LAST_COPY_LEASES
 from tests.simulation.cluster import READER, World
 from tests.simulation.loop import Node
 from tests.simulation.network import KEEPALIVE

@@ -12,14 +12,13 @@ from psdist import ASP, BSP
 from psdist.client import participation
 from psdist.client.session import activity, barriers, stopping
 from psdist.optim import SGD
-from psdist_scheduler.coordination import coordinated_shutdown, deadlocks
-from psdist_scheduler.events.cluster_events import Effect
-from psdist_scheduler.events.cluster_state import ClusterSettings
-from psdist_scheduler.members import barriers as scheduler_barriers
-from psdist_scheduler.placement import registry
-from psdist_scheduler.placement.replica_manager import ReplicaManager
-from psdist_scheduler.snapshots.schedule import EndSnapshot, EndState
-from psdist_scheduler.snapshots.snapshots import Snapshots
+from psdist_scheduler.decide import barriers as scheduler_barriers
+from psdist_scheduler.decide import deadlocks, parameter_sets, run_end
+from psdist_scheduler.decide.cluster_state import ClusterSettings
+from psdist_scheduler.decide.effects import Effect
+from psdist_scheduler.decide.shard_placement import ReplicaManager
+from psdist_scheduler.decide.snapshot_schedule import EndSnapshot, EndState
+from psdist_scheduler.decide.snapshots import Snapshots
 from tests.simulation import ordinary
 from tests.simulation.ablations import Ablation, Put, noted_in, search
 from tests.simulation.scripts import Handler
@@ -64,7 +63,7 @@ def _never_resumed(put: Put) -> None:
 
 @_ablation("servers keep the duplicate tables of workers that were lost", **_ASP, **_EXPELLED)
 def _nobody_departed(put: Put) -> None:
-    put(registry.ParameterSet, "departed", lambda self, members: ())
+    put(parameter_sets.ParameterSet, "departed", lambda self, members: ())
 
 
 # --- barriers ---------------------------------------------------------------------------------------------------------
@@ -89,7 +88,7 @@ def _nobody_passed(put: Put) -> None:
 
 @_ablation("workers that end together agree on a step", **_STOPS)
 def _each_for_itself(put: Put) -> None:
-    step = coordinated_shutdown.CoordinatedShutdown._step
+    step = run_end.CoordinatedShutdown._step
 
     def alone(self: Any, now: float) -> list[Any]:
         if self.phase in ("collecting", "asking") and self._stopping:
@@ -97,7 +96,7 @@ def _each_for_itself(put: Put) -> None:
             return self._let_leave({})
         return step(self, now)
 
-    put(coordinated_shutdown.CoordinatedShutdown, "_step", alone)
+    put(run_end.CoordinatedShutdown, "_step", alone)
 
 
 @_ablation("no push is begun before the last cut", **{**_STOPS, "think_seconds": 0.005, "delay": (0.001, 0.03)})

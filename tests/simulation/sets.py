@@ -18,7 +18,7 @@ from psdist import BSP
 from psdist.client.async_client import AsyncClient
 from psdist.client.parameters import AsyncParameters
 from psdist.optim import SGD
-from psdist_scheduler.events.cluster_events import MemberLost
+from psdist_scheduler.decide.effects import MemberLost
 from tests.simulation import ordinary, scenario, snapshots
 from tests.simulation.environment import RunLoop
 from tests.simulation.loop import Node

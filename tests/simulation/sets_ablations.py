@@ -10,10 +10,10 @@ from typing import Any
 
 from psdist.client.core.program_order import ProgramOrder
 from psdist.client.session.iterations import Iterations
-from psdist_scheduler.coordination.coordinated_shutdown import CoordinatedShutdown
-from psdist_scheduler.placement.alignment import Alignment
-from psdist_scheduler.placement.join_proposals import Joins
-from psdist_scheduler.snapshots.schedule import SnapshotSchedule
+from psdist_scheduler.decide.alignment import Alignment
+from psdist_scheduler.decide.joins import Joins
+from psdist_scheduler.decide.run_end import CoordinatedShutdown
+from psdist_scheduler.decide.snapshot_schedule import SnapshotSchedule
 from tests.simulation import sets
 from tests.simulation.ablations import Ablation, Put, noted_in, search
 

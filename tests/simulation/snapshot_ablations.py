@@ -12,10 +12,8 @@ from psdist.client import participation
 from psdist.client.session import worker_state
 from psdist.optim import SGD
 from psdist.snapshots import reader
-from psdist_scheduler import snapshot_io
-from psdist_scheduler.coordination import deferred_losses
-from psdist_scheduler.datasets import used_ranges
-from psdist_scheduler.members import membership
+from psdist_scheduler.decide import deferred_losses, leased_datasets, members
+from psdist_scheduler.run import snapshot_io
 from psdist_server.core import cut_state as cuts
 from psdist_server.core.async_shard import AsyncShard
 from psdist_server.store import copy_on_write
@@ -133,12 +131,12 @@ _DATA: dict[str, Any] = {"data": True, "storage_faults": 0.0, "steps": 8}
     lives=24, storage_seconds=(0.0005, 0.003),
 )  # fmt: skip
 def _lives_again(put: Put) -> None:
-    put(membership.Membership, "incarnations_given", property(lambda self: 0, lambda self, value: None))
+    put(members.Membership, "incarnations_given", property(lambda self: 0, lambda self, value: None))
 
 
 @_ablation("a range is done where its push is in the cut", **_DATA, faults=(), save_seconds=0.3, save_steps=0)
 def _done_at_once(put: Put) -> None:
-    put(used_ranges.UsedRanges, "after", lambda *_: [])
+    put(leased_datasets.UsedRanges, "after", lambda *_: [])
 
 
 @_ablation(

@@ -11,10 +11,10 @@ from psdist.errors import PsdistError
 from psdist.optim import SGD
 from psdist.types import ClusterMap, Layout, ParametersSpec, TensorSpec
 from psdist.wire.limits import PROTOCOL_VERSION
-from psdist_scheduler.cluster import Cluster
-from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events import worker_events as we
-from psdist_scheduler.events.cluster_state import (
+from psdist_scheduler.decide import cluster_events as ev
+from psdist_scheduler.decide import effects as ef
+from psdist_scheduler.decide.cluster import Cluster
+from psdist_scheduler.decide.cluster_state import (
     ClusterSettings,
     Member,
     Node,
@@ -23,7 +23,7 @@ from psdist_scheduler.events.cluster_state import (
     RestorePoint,
     StoredState,
 )
-from psdist_scheduler.events.snapshot_events import History
+from psdist_scheduler.decide.snapshot_events import History
 
 LAYOUT = Layout((TensorSpec("w", (100, 100)), TensorSpec("b", (100,))))
 
@@ -46,20 +46,20 @@ class Driver:
         self.told: dict[int, list[Any]] = defaultdict(list)
         self.errors: dict[int, PsdistError] = {}
         self.closed: list[int] = []
-        self.lost: list[ev.MemberLost] = []
-        self.shards_lost: list[ev.ShardsLost] = []
+        self.lost: list[ef.MemberLost] = []
+        self.shards_lost: list[ef.ShardsLost] = []
         self.run_ended = 0
         self.notes: list[str] = []
         #: Kinds of the notes.
-        self.kinds: list[ev.EventKind] = []
+        self.kinds: list[ef.EventKind] = []
         self.map = ClusterMap("run", 0)
         self.attached: list[int] = []
         #: Sessions of servers that were asked whether they have uploaded values. True if all confirm immediately.
-        self.checks: list[tuple[int, ev.CheckValues]] = []
+        self.checks: list[tuple[int, ef.CheckValues]] = []
         self.has_values = True
         #: Result of connections to servers' ports; None leaves the machine without an answer.
         self.probed: ProbeResult | None = "refused"
-        self._probes: list[ev.Probe] = []
+        self._probes: list[ef.Probe] = []
         self._next = 0
         self._members: dict[str, Member] = {m.member_id: m for m in (stored.members if stored else ())}
         self._parameters: dict[str, ParametersRecord] = {}
@@ -90,10 +90,10 @@ class Driver:
         before = self.cluster.epoch
         effects = self.cluster.on_all(events, self.now)
         self.cluster.validate()
-        persists = [effect for effect in effects if isinstance(effect, ev.Persist)]
+        persists = [effect for effect in effects if isinstance(effect, ef.Persist)]
         assert len(persists) <= 1, "several changes together"
         assert not persists or effects[0] is persists[0], "something happens before it is durable"
-        published = [effect for effect in effects if isinstance(effect, ev.Publish)]
+        published = [effect for effect in effects if isinstance(effect, ef.Publish)]
         shown = [effect.epoch for effect in persists if not _is_about_data_alone(effect)]
         assert len(shown) == self.cluster.epoch - before <= 1, "an epoch that is not durable, or no epoch for a change"
         assert [effect.map.epoch for effect in published] == shown
@@ -147,7 +147,7 @@ class Driver:
         return member, self.open(member)
 
     def create(
-        self, member: Member, layout: Layout = LAYOUT, resume: we.ResumePush | None = None, **settings: Any
+        self, member: Member, layout: Layout = LAYOUT, resume: ev.ResumePush | None = None, **settings: Any
     ) -> int:
         """Call CreateParameters."""
         call = self.number()
@@ -211,10 +211,10 @@ class Driver:
             run_lost=self._run_lost,
         )
 
-    def _carry_out(self, effects: list[ev.Effect]) -> None:
+    def _carry_out(self, effects: list[ef.Effect]) -> None:
         for effect in effects:
             match effect:
-                case ev.Persist():
+                case ef.Persist():
                     self._members |= {m.member_id: m for m in effect.members}
                     self._parameters = {n: r for n, r in self._parameters.items() if n not in effect.forgotten}
                     self._base = effect.base or self._base
@@ -226,37 +226,37 @@ class Driver:
                     self._datasets |= {r.spec.name: r for r in effect.datasets}
                     if effect.servers_wanted is not None:
                         self._servers_wanted = effect.servers_wanted
-                case ev.Publish(cluster):
+                case ef.Publish(cluster):
                     assert cluster.epoch > self.map.epoch
                     self.map = cluster
-                case ev.Attach(call):
+                case ef.Attach(call):
                     self.attached.append(call)
-                case ev.Broadcast(ev.ShardsLost() as news):
+                case ef.Broadcast(ef.ShardsLost() as news):
                     self.shards_lost.append(news)
-                case ev.Broadcast(ev.RunEnded()):
+                case ef.Broadcast(ef.RunEnded()):
                     self.run_ended += 1
-                case ev.Broadcast(ev.MemberLost() as news):
+                case ef.Broadcast(ef.MemberLost() as news):
                     self.lost.append(news)
-                case ev.Answer(call, ev.CheckValues() as check):
+                case ef.Answer(call, ef.CheckValues() as check):
                     self.checks.append((call, check))
-                case ev.Answer(call, value):
+                case ef.Answer(call, value):
                     assert call not in self.errors, "an answer after the end"
                     self.told[call].append(value)
-                case ev.Refuse(call, error):
+                case ef.Refuse(call, error):
                     self.errors[call] = error
-                case ev.Close(call):
+                case ef.Close(call):
                     self.closed.append(call)
-                case ev.Probe():
+                case ef.Probe():
                     self._probes.append(effect)
-                case ev.LogEvent():
+                case ef.LogEvent():
                     self.notes.append(effect.text)
                     self.kinds.append(effect.kind)
 
 
-def _is_about_data_alone(change: ev.Persist) -> bool:
-    return replace(change, datasets=(), barriers=(), run_lost="") == ev.Persist(change.epoch)
+def _is_about_data_alone(change: ef.Persist) -> bool:
+    return replace(change, datasets=(), barriers=(), run_lost="") == ef.Persist(change.epoch)
 
 
-def caller(member: Member) -> we.Caller:
+def caller(member: Member) -> ev.Caller:
     """Return the member's own identification."""
-    return we.Caller("run", member.member_id, member.incarnation)
+    return ev.Caller("run", member.member_id, member.incarnation)

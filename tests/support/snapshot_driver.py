@@ -8,11 +8,13 @@ from typing import Any
 from psdist.consistency import BSP, Consistency
 from psdist.snapshots.format import CommitRecord, Manifest, ShardFile, digest_of
 from psdist.types import ParametersEntry
-from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events import snapshot_events as sn
-from psdist_scheduler.events.cluster_state import Member, StoredState
-from psdist_scheduler.events.worker_events import AlignCommand, AlignReported
-from psdist_scheduler.snapshots.attempt import Attempt
+from psdist_scheduler.decide import cluster_events as ev
+from psdist_scheduler.decide import effects as ef
+from psdist_scheduler.decide import snapshot_events as sn
+from psdist_scheduler.decide.cluster_events import AlignReported
+from psdist_scheduler.decide.cluster_state import Member, StoredState
+from psdist_scheduler.decide.effects import AlignCommand
+from psdist_scheduler.decide.snapshot_attempt import Attempt
 from tests.support.scheduler_driver import Driver
 
 DIGEST = "0" * 32
@@ -37,7 +39,7 @@ class SnapshotDriver(Driver):
         self.iterating = True
         #: Unanswered commands by session.
         self.commands: list[tuple[int, Any]] = []
-        self.works: list[ev.Effect] = []
+        self.works: list[ef.Effect] = []
         self.rolled_back: list[sn.RolledBack] = []
         self.cuts: dict[int, sn.Prepare] = {}
         #: Steps that each server was told to abandon.
@@ -116,7 +118,7 @@ class SnapshotDriver(Driver):
         taken, self.commands = self.commands, []
         return taken
 
-    def take_works(self) -> list[ev.Effect]:
+    def take_works(self) -> list[ef.Effect]:
         """Take the pending work of the storage. The caller answers for the storage."""
         taken, self.works = self.works, []
         return taken
@@ -186,7 +188,7 @@ class SnapshotDriver(Driver):
                     self.on(written(session, attempt, entry, number, version))
         return bool(due)
 
-    def _store(self, effect: ev.Effect) -> bool:
+    def _store(self, effect: ef.Effect) -> bool:
         match effect:
             case sn.WriteCommit():
                 commit = commit_of(effect.manifest, effect.sequence)
@@ -211,17 +213,17 @@ class SnapshotDriver(Driver):
                     done = True
         return done
 
-    def _carry_out(self, effects: list[ev.Effect]) -> None:
+    def _carry_out(self, effects: list[ef.Effect]) -> None:
         super()._carry_out(effects)
         for effect in effects:
             match effect:
-                case ev.Answer(call, sn.Prepare() | sn.Mark() | sn.TakeCut() | sn.End() as command):
+                case ef.Answer(call, sn.Prepare() | sn.Mark() | sn.TakeCut() | sn.End() as command):
                     self.commands.append((call, command))
-                case ev.Answer(call, AlignCommand(release=False) as command):
+                case ef.Answer(call, AlignCommand(release=False) as command):
                     self.commands.append((call, command))
                 case sn.WriteCommit() | sn.RemoveDirectory() | sn.Prune() | sn.ReadHistory():
                     self.works.append(effect)
-                case ev.Broadcast(sn.RolledBack() as news):
+                case ef.Broadcast(sn.RolledBack() as news):
                     self.rolled_back.append(news)
 
 

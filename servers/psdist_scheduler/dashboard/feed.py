@@ -17,9 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from psdist.monitoring.run_json import sample_json, status_json
 from psdist.v1 import scheduler_pb2 as pb
-from psdist_scheduler.dashboard.curves import Point
-from psdist_scheduler.dashboard.merge_patch import Tree, difference
-from psdist_scheduler.dashboard.run_state import RunState
+from psdist_scheduler.dashboard.run_state import Point, RunState, Tree, difference
 
 logger = logging.getLogger("psdist.scheduler")
 

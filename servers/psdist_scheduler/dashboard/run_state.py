@@ -7,11 +7,10 @@ that few of them change. There are no nulls, and names of peers are values or ke
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Iterable
 from typing import Any, Final
 
 from psdist_scheduler.dashboard import problems
-from psdist_scheduler.dashboard.curves import Curves, Point, point
-from psdist_scheduler.dashboard.merge_patch import Tree, without_nulls
 
 #: Samples of a worker from which its slowness is judged.
 _WINDOW: Final = 3
@@ -224,3 +223,114 @@ def _digits(value: float) -> float:
     """Return a number with three significant digits, as an integer if it is one."""
     rounded = float(f"{value:.3g}")
     return int(rounded) if rounded.is_integer() else rounded
+
+
+# --- curves -----------------------------------------------------------------------------------------------------------
+#
+# Curves of a run since the dashboard was opened by the scheduler: the last minutes second by second, and the whole
+# run with as many points.
+#
+# Pure. Invariant: Both curves have at most ``POINTS`` points, however long the run is.
+
+#: Points of each curve. One a second in the recent curve: five minutes.
+POINTS: Final = 300
+
+Point = dict[str, Any]
+
+
+def point(sample: dict[str, Any]) -> Point:
+    """Return the point of one sample, as ``sample_json`` returns it: means of the numbers that workers report, and the
+    rates of the run. Numbers that are not finite count as missing."""
+    workers = list(sample["workers"].values())
+    names = sorted({name for worker in workers for name in worker["reported"]})
+    sets = sorted({name for worker in workers for name in worker["steps_per_second"]})
+    reported = {name: _mean(worker["reported"].get(name) for worker in workers) for name in names}
+    steps = {name: _mean(worker["steps_per_second"].get(name) for worker in workers) for name in sets}
+    return {
+        "time": sample["time"],
+        "step": max((worker["reported_step"] for worker in workers), default=0),
+        "reported": {name: value for name, value in reported.items() if value is not None},
+        "steps": {name: value for name, value in steps.items() if value is not None},
+        "samples": round(sum(worker["samples_per_second"] for worker in workers), 1),
+    }
+
+
+class Curves:
+    """The points of a run: the recent ones, and those of the whole run.
+
+    A point of the whole run is the mean of ``stride`` points. When there are too many, neighbours are joined and the
+    stride doubles.
+    """
+
+    def __init__(self) -> None:
+        self.recent: deque[Point] = deque(maxlen=POINTS)
+        self.whole: list[Point] = []
+        self.stride = 1
+        self._pending: list[Point] = []
+
+    def add(self, new: Point) -> None:
+        """Add the newest point."""
+        self.recent.append(new)
+        self._pending.append(new)
+        if len(self._pending) == self.stride:
+            self.whole.append(_joined(self._pending))
+            self._pending = []
+        if len(self.whole) > POINTS:
+            self.whole = [_joined(self.whole[at : at + 2]) for at in range(0, len(self.whole), 2)]
+            self.stride *= 2
+            self._pending = []
+
+
+def _joined(points: list[Point]) -> Point:
+    if len(points) == 1:
+        return points[0]
+    last = points[-1]
+    return {
+        "time": last["time"],
+        "step": last["step"],
+        "reported": _means(points, "reported"),
+        "steps": _means(points, "steps"),
+        "samples": _mean(one["samples"] for one in points),
+    }
+
+
+def _means(points: list[Point], key: str) -> dict[str, float]:
+    names = dict.fromkeys(name for one in points for name in one[key])
+    return {name: mean for name in names if (mean := _mean(one[key].get(name) for one in points)) is not None}
+
+
+def _mean(values: Iterable[float | str | None]) -> float | None:
+    """Return the mean of the numbers among ``values``, with six digits; None without any."""
+    numbers = [value for value in values if isinstance(value, int | float)]
+    return float(f"{sum(numbers) / len(numbers):.6g}") if numbers else None
+
+
+# --- merge patch ------------------------------------------------------------------------------------------------------
+#
+# JSON merge patches (RFC 7396): the members of an object that changed, and null for those that are gone.
+#
+# Pure. Lists are replaced as a whole. An object that is to be patched holds no null.
+
+Tree = dict[str, Any]
+
+
+def difference(before: Tree, after: Tree) -> Tree:
+    """Return the patch that turns ``before`` into ``after``; empty if they are equal."""
+    patch: Tree = {name: None for name in before if name not in after}
+    for name, value in after.items():
+        old = before.get(name)
+        if isinstance(old, dict) and isinstance(value, dict):
+            if inner := difference(old, value):
+                patch[name] = inner
+        elif name not in before or old != value:
+            patch[name] = value
+    return patch
+
+
+def without_nulls(tree: Tree) -> Tree:
+    """Return ``tree`` without the members that are None, which a patch could not set."""
+    return {
+        name: without_nulls(value) if isinstance(value, dict) else value
+        for name, value in tree.items()
+        if value is not None
+    }

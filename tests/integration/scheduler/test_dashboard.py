@@ -20,10 +20,10 @@ from psdist.errors import ConfigurationError, InsecureBindError
 from psdist.monitoring.dashboard_link import listen, view_key
 from psdist.settings.config import DashboardEndpoint
 from psdist.wire import limits
-from psdist_scheduler.dashboard import feed, pages
+from psdist_scheduler.dashboard import dashboard_server, feed
+from psdist_scheduler.dashboard.dashboard_server import DashboardServer
 from psdist_scheduler.dashboard.feed import Reading
 from psdist_scheduler.dashboard.run_state import RunState
-from psdist_scheduler.dashboard.server import DashboardServer
 from tests.support.dashboard_runs import advance, sample, status
 
 TOKEN = "secret"
@@ -119,10 +119,10 @@ async def test_the_page_is_small_and_may_load_nothing_from_elsewhere() -> None:
 
 
 def test_the_page_never_makes_html_of_text() -> None:
-    script = (Path(pages.__file__).parent / "page/dashboard.js").read_text(encoding="utf-8")
+    script = (Path(dashboard_server.__file__).parent / "page/dashboard.js").read_text(encoding="utf-8")
     for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function"):
         assert word not in script
-    page = (Path(pages.__file__).parent / "page/index.html").read_text(encoding="utf-8")
+    page = (Path(dashboard_server.__file__).parent / "page/index.html").read_text(encoding="utf-8")
     assert "style=" not in page and "onclick" not in page and page.count("<script") == page.count("<script src=")
 
 

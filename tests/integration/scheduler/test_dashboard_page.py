@@ -14,8 +14,8 @@ import pytest
 
 from psdist.monitoring.dashboard_link import dashboard_link, view_key
 from psdist.settings.config import DashboardEndpoint
+from psdist_scheduler.dashboard.dashboard_server import DashboardServer
 from psdist_scheduler.dashboard.feed import Reading
-from psdist_scheduler.dashboard.server import DashboardServer
 from tests.support.dashboard_runs import advance, sample, status
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""

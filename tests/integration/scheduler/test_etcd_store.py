@@ -21,12 +21,12 @@ from psdist.settings.config import EtcdLocation, store_location
 from psdist.types import Layout, TensorSpec
 from psdist.v1 import etcd_pb2 as pb
 from psdist.wire import limits
-from psdist_scheduler.events.cluster_events import Persist
-from psdist_scheduler.events.cluster_state import EventRecord, StoredState
-from psdist_scheduler.stores import etcd_store, leadership
-from psdist_scheduler.stores.etcd_client import EtcdClient, delete_range, put
-from psdist_scheduler.stores.etcd_store import EtcdStore
-from psdist_scheduler.stores.opening import open_store
+from psdist_scheduler.decide.cluster_state import EventRecord, StoredState
+from psdist_scheduler.decide.effects import Persist
+from psdist_scheduler.run import etcd_client, etcd_store
+from psdist_scheduler.run.etcd_client import EtcdClient, delete_range, put
+from psdist_scheduler.run.etcd_store import EtcdStore
+from psdist_scheduler.run.open_store import open_store
 from tests.support.certificates import make_ca, write_tls
 from tests.support.etcd import Etcd, running
 from tests.unit.scheduler.test_sqlite_store import MEMBER, NODE, RECORD
@@ -121,7 +121,7 @@ def test_parts_without_their_end_are_no_change(place: EtcdLocation, client: Etcd
 
 def test_one_leader_at_a_time(place: EtcdLocation, monkeypatch: pytest.MonkeyPatch) -> None:
     store = opened(place)
-    monkeypatch.setattr(leadership, "LEASE_SECONDS", 0)  # So it waits for the end of no lease.
+    monkeypatch.setattr(etcd_client, "LEASE_SECONDS", 0)  # So it waits for the end of no lease.
     with pytest.raises(ConfigurationError, match=f"process {os.getpid()} on .* leads the run"):
         opened(place)
     monkeypatch.undo()
@@ -223,7 +223,7 @@ def test_a_leader_stops_when_its_lease_ends_by_its_clock(place: EtcdLocation, mo
     store = opened(place)
     store.check()
     now = time.monotonic()
-    monkeypatch.setattr(leadership.time, "monotonic", lambda: now + leadership.LEASE_SECONDS + 1)
+    monkeypatch.setattr(etcd_client.time, "monotonic", lambda: now + etcd_client.LEASE_SECONDS + 1)
     with pytest.raises(LeadershipLostError, match="its lease in etcd ended"):
         store.check()
     monkeypatch.undo()
@@ -369,7 +369,7 @@ def test_the_members_of_the_cluster_are_tried_in_turn(etcd: Etcd, place: EtcdLoc
 
 
 def test_without_etcd_the_scheduler_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leadership, "START_SECONDS", 0.3)
+    monkeypatch.setattr(etcd_client, "START_SECONDS", 0.3)
     with pytest.raises(StorageError, match=r"etcd does not carry out Range \(last asked: 127.0.0.1:1\)"):
         opened(EtcdLocation(("127.0.0.1:1",), "p"))
 
@@ -408,7 +408,7 @@ def test_etcd_with_tls(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_cluster_of_three_survives_the_loss_of_a_member(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while nobody writes: the lease is renewed at another member. A write waits while the others elect."""
-    monkeypatch.setattr(leadership, "LEASE_SECONDS", 30)  # An election may take some seconds on a busy machine.
+    monkeypatch.setattr(etcd_client, "LEASE_SECONDS", 30)  # An election may take some seconds on a busy machine.
     with running(tmp_path, 3) as etcd:
         place = store_location(etcd.url("run"))
         assert isinstance(place, EtcdLocation)

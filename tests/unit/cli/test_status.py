@@ -18,7 +18,7 @@ from psdist.cli.target import SchedulerChoice
 from psdist.monitoring.run_json import status_json
 from psdist.security.tls import Credentials
 from psdist.v1 import scheduler_pb2 as pb
-from psdist_scheduler import messages
+from psdist_scheduler.run import conversions
 
 
 def worker(rank: int, seconds: float, waiting: float, pushes: int) -> pb.MemberStatus:
@@ -118,9 +118,9 @@ def test_before_the_first_report_nothing_is_known() -> None:
     ],
 )
 def test_rates_that_make_no_sense_are_not_kept(wrong: dict[str, Any]) -> None:
-    assert messages.rates(pb.WorkerRates(**wrong)) == pb.WorkerRates()
+    assert conversions.rates(pb.WorkerRates(**wrong)) == pb.WorkerRates()
     good = pb.WorkerRates(seconds=2.0, waiting_seconds=1.0, pushes={"model": 3})
-    assert messages.rates(good) == good
+    assert conversions.rates(good) == good
 
 
 def test_watch_shows_blocks_until_it_is_interrupted(
@@ -188,4 +188,4 @@ def test_certificates_that_end_soon_are_shown() -> None:
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -1.0, 1e18])
 def test_times_that_make_no_sense_are_not_kept(wrong: float) -> None:
-    assert messages.moment(wrong) == 0.0 and messages.moment(1.8e9) == 1.8e9
+    assert conversions.moment(wrong) == 0.0 and conversions.moment(1.8e9) == 1.8e9

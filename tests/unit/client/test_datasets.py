@@ -20,12 +20,12 @@ from psdist.types import DataPosition
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1.common_pb2 import ClusterMap
 from psdist.wire import convert, status
-from psdist_scheduler import messages
-from psdist_scheduler.datasets.datasets import Datasets
-from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events import worker_events as we
-from psdist_scheduler.events.cluster_state import Member, RestorePoint
-from psdist_scheduler.placement.restore_point import Resume
+from psdist_scheduler.decide import cluster_events as ev
+from psdist_scheduler.decide import effects as ef
+from psdist_scheduler.decide.cluster_state import Member, RestorePoint
+from psdist_scheduler.decide.leased_datasets import Datasets
+from psdist_scheduler.decide.restore_point import Resume
+from psdist_scheduler.run import conversions
 from tests.support.client_fakes import FakeScheduler, FakeServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -46,7 +46,7 @@ class DataScheduler(FakeScheduler):
         """Give the worker's leases to others."""
         self.data.lose(lambda *_: False)
 
-    async def _ask(self, request: Any, context: Any, what: Callable[[we.Caller, Member], list[ev.Effect]]) -> Any:
+    async def _ask(self, request: Any, context: Any, what: Callable[[ev.Caller, Member], list[ef.Effect]]) -> Any:
         if request.incarnation < self.fenced:
             await status.abort(context, errors.FencedError(f"incarnation {request.incarnation} was silent"))
         if isinstance(request, pb.LeaseRangeRequest | pb.EndRangesRequest):
@@ -55,7 +55,7 @@ class DataScheduler(FakeScheduler):
         if self.deaf:
             self.deaf -= 1
             await status.abort(context, errors.ServerUnreachableError("the request was lost"))
-        who = we.Caller(request.run_id, request.worker_id, request.incarnation)
+        who = ev.Caller(request.run_id, request.worker_id, request.incarnation)
         try:
             effects = what(who, Member(who.member_id, "worker", who.incarnation))
         except errors.PsdistError as error:
@@ -63,31 +63,31 @@ class DataScheduler(FakeScheduler):
         if self.mute:
             self.mute -= 1
             await status.abort(context, errors.ServerUnreachableError("the answer was lost"))
-        return next(effect.value for effect in effects if isinstance(effect, ev.Answer))
+        return next(effect.value for effect in effects if isinstance(effect, ef.Answer))
 
     async def OpenDataset(self, request: Any, context: Any) -> Any:
         spec = convert.dataset_from_proto(request.spec)
-        value = await self._ask(request, context, lambda who, _: self.data.open(we.OpenDataset(1, who, spec)))
-        return pb.OpenDatasetResponse(spec=request.spec, position=messages.dataset(value).position)
+        value = await self._ask(request, context, lambda who, _: self.data.open(ev.OpenDataset(1, who, spec)))
+        return pb.OpenDatasetResponse(spec=request.spec, position=conversions.dataset(value).position)
 
     async def LeaseRange(self, request: Any, context: Any) -> AsyncIterator[Any]:
         ids = tuple(request.done), tuple(request.held)
         value = await self._ask(
-            request, context, lambda who, mine: self.data.lease(we.LeaseRange(1, who, request.dataset, *ids), mine)
+            request, context, lambda who, mine: self.data.lease(ev.LeaseRange(1, who, request.dataset, *ids), mine)
         )
-        yield messages.response(pb.LeaseRangeResponse, value, ClusterMap())[0]
+        yield conversions.response(pb.LeaseRangeResponse, value, ClusterMap())[0]
 
     async def EndRanges(self, request: Any, context: Any) -> Any:
         ids, used = (tuple(request.done), tuple(request.returned)), tuple(request.used)
         await self._ask(
             request,
             context,
-            lambda who, mine: self.data.end(we.EndRanges(1, who, request.dataset, *ids, used=used), mine),
+            lambda who, mine: self.data.end(ev.EndRanges(1, who, request.dataset, *ids, used=used), mine),
         )
         return pb.EndRangesResponse()
 
     async def GetDataPosition(self, request: Any, context: Any) -> Any:
-        (standing,) = (messages.dataset(standing) for standing in self.data.standings)
+        (standing,) = (conversions.dataset(standing) for standing in self.data.standings)
         return pb.GetDataPositionResponse(spec=standing.spec, position=standing.position, leased=standing.leased)
 
 

@@ -12,9 +12,10 @@ import pytest
 
 from psdist import addresses
 from psdist.errors import ConfigurationError, SnapshotFailedError
-from psdist_scheduler import app
-from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.open_calls import OpenCalls
+from psdist_scheduler.decide import cluster_events as ev
+from psdist_scheduler.decide import effects as ef
+from psdist_scheduler.run import app
+from psdist_scheduler.run.open_calls import OpenCalls
 
 
 async def test_the_end_of_a_run_is_tried_again_where_it_was_refused() -> None:
@@ -25,8 +26,8 @@ async def test_the_end_of_a_run_is_tried_again_where_it_was_refused() -> None:
     def post(event: Any) -> None:
         if isinstance(event, ev.Stop):
             asked.append(event)
-            refusal = ev.Refuse(event.call, SnapshotFailedError("no space"))
-            calls.carry_out(refusal if len(asked) == 1 else ev.Answer(event.call, ev.Done()))
+            refusal = ef.Refuse(event.call, SnapshotFailedError("no space"))
+            calls.carry_out(refusal if len(asked) == 1 else ef.Answer(event.call, ef.Done()))
         elif isinstance(event, ev.CallEnded):
             refused.set()
 
@@ -46,10 +47,10 @@ async def test_only_the_end_of_a_call_that_was_not_refused_lets_others_proceed()
     ends: list[Any] = []
     calls = OpenCalls(ends.append)
     with calls.call() as (answered, outbox):
-        calls.carry_out(ev.Answer(answered, ev.Done()))
+        calls.carry_out(ef.Answer(answered, ef.Done()))
         await outbox.take()
     with suppress(SnapshotFailedError), calls.call() as (refused, outbox):
-        calls.carry_out(ev.Refuse(refused, SnapshotFailedError("no space")))
+        calls.carry_out(ef.Refuse(refused, SnapshotFailedError("no space")))
         await outbox.take()
     with suppress(SnapshotFailedError), calls.call() as (unread, outbox):
         raise SnapshotFailedError("its request is wrong")

@@ -12,9 +12,9 @@ import pytest
 from psdist import errors
 from psdist.consistency import ASP
 from psdist.types import Layout, ParametersMember, TensorSpec
-from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events import worker_events as we
-from psdist_scheduler.events.cluster_state import Member
+from psdist_scheduler.decide import cluster_events as ev
+from psdist_scheduler.decide import effects as ef
+from psdist_scheduler.decide.cluster_state import Member
 from tests.support.scheduler_driver import LAYOUT, Driver, caller
 
 
@@ -100,7 +100,7 @@ def test_a_server_at_the_address_of_another_ends_its_life() -> None:
     d.join("server", address="10.0.0.2:7")
     d.join("server", address="10.0.0.1:7")
     assert [server.server_id for server in d.map.servers] == ["server-1", "server-2"]
-    assert d.lost == [ev.MemberLost("server-0", "server", "server-2 registered at its address")]
+    assert d.lost == [ef.MemberLost("server-0", "server", "server-2 registered at its address")]
 
 
 def test_a_broken_session_is_a_loss_at_once() -> None:
@@ -109,7 +109,7 @@ def test_a_broken_session_is_a_loss_at_once() -> None:
     d.on(ev.SessionClosed(sessions[1], "its session broke"))
     assert d.map.epoch == epoch + 1
     assert [w.worker_id for w in d.map.workers] == ["worker-0"]
-    assert d.lost == [ev.MemberLost("worker-1", "worker", "its session broke")]
+    assert d.lost == [ef.MemberLost("worker-1", "worker", "its session broke")]
     with pytest.raises(errors.FencedError, match="expelled"):
         d.open(workers[1])
 
@@ -132,7 +132,7 @@ def test_a_worker_that_sends_to_servers_is_alive() -> None:
     lives = tuple((worker.member_id, worker.incarnation) for worker in workers)
     for _ in range(80):
         d.on(ev.Heartbeat(server_sessions[0], d.map.epoch, heard=((*lives[0], 0.4),)))
-        d.on(we.Heard((("worker-1", 7), ("worker-9", 1))))  # Neither is a live incarnation.
+        d.on(ev.Heard((("worker-1", 7), ("worker-9", 1))))  # Neither is a live incarnation.
         d.beat(server_sessions[1])
         d.tick(0.5)
     waits = " ".join(d.cluster.waits)
@@ -142,7 +142,7 @@ def test_a_worker_that_sends_to_servers_is_alive() -> None:
     d.on(ev.SessionClosed(sessions[1], "its connection answers no pings"))
     d.tick(0.5)
     assert [news.member_id for news in d.lost] == ["worker-0", "worker-1"]
-    d.on(we.Heard(lives))
+    d.on(ev.Heard(lives))
 
 
 def test_a_lease_counts_from_when_the_worker_sent_something() -> None:
@@ -251,7 +251,7 @@ def test_a_restart_while_uploading_asks_the_same_uploader() -> None:
         d.create(worker)
     again = Driver(d.stored, workers_min=2, servers_min=2)
     late, first = again.create(workers[1]), again.create(workers[0])
-    assert again.state(first) == ev.Upload()
+    assert again.state(first) == ef.Upload()
     assert "worker-0 to upload" in again.state(late).text
 
 
@@ -262,17 +262,17 @@ def test_parameters_wait_for_everybody_in_any_order() -> None:
     d = Driver(workers_min=2, servers_min=2)
     one, _ = d.join(rank=1)
     call = d.create(one)
-    assert d.state(call) == ev.Waiting("for 2 of 2 servers to register")
+    assert d.state(call) == ef.Waiting("for 2 of 2 servers to register")
     d.join("server")
-    assert d.state(call) == ev.Waiting("for 1 of 2 servers to register")
+    assert d.state(call) == ef.Waiting("for 1 of 2 servers to register")
     d.join("server")
-    assert d.state(call) == ev.Waiting("for 1 of 2 workers to register")
+    assert d.state(call) == ef.Waiting("for 1 of 2 workers to register")
     zero, _ = d.join(rank=0)
-    assert d.state(call) == ev.Waiting("for worker-0 (rank 0) to create 'mlp'")
+    assert d.state(call) == ef.Waiting("for worker-0 (rank 0) to create 'mlp'")
     assert d.map.parameters == ()
     upload = d.create(zero)
-    assert d.state(upload) == ev.Upload()
-    assert d.state(call) == ev.Waiting("for worker-0 to upload the initial values of 'mlp'")
+    assert d.state(upload) == ef.Upload()
+    assert d.state(call) == ef.Waiting("for worker-0 to upload the initial values of 'mlp'")
     (entry,) = d.map.parameters
     assert not entry.ready
     assert entry.members == (ParametersMember("worker-0", 1, 0), ParametersMember("worker-1", 1, 1))
@@ -280,11 +280,11 @@ def test_parameters_wait_for_everybody_in_any_order() -> None:
     assert entry.layout_digest == LAYOUT.digest
     assert set(entry.primaries) == {"server-0", "server-1"}
     commit = d.ask(ev.CommitParameters, zero)
-    assert d.state(commit) == ev.Done()
-    assert d.state(call) == d.state(upload) == ev.ParametersReady(0)
+    assert d.state(commit) == ef.Done()
+    assert d.state(call) == d.state(upload) == ef.ParametersReady(0)
     assert d.map.parameters[0].ready
     assert d.cluster.phase == "training 'mlp' at version 0"
-    assert d.state(d.create(one)) == ev.ParametersReady(0)
+    assert d.state(d.create(one)) == ef.ParametersReady(0)
 
 
 def test_waiting_is_told_again_while_it_lasts_and_noted_once() -> None:
@@ -307,9 +307,9 @@ def test_another_layout_is_refused_and_the_others_wait_on() -> None:
     refused = d.create(workers[1], layout=other)
     assert isinstance(d.errors[refused], errors.LayoutMismatchError)
     assert "worker-0" in str(d.errors[refused]) and "(100, 10)" in str(d.errors[refused])
-    assert d.state(call) == ev.Waiting("for worker-1 (rank 1) to create 'mlp'")
+    assert d.state(call) == ef.Waiting("for worker-1 (rank 1) to create 'mlp'")
     d.create(workers[1])
-    assert d.state(call) == ev.Upload()
+    assert d.state(call) == ef.Upload()
 
 
 def test_other_settings_are_refused_before_and_after_creation() -> None:
@@ -330,13 +330,13 @@ def test_other_settings_are_refused_before_and_after_creation() -> None:
 def test_the_next_uploader_follows_a_lost_one() -> None:
     d, workers, sessions, _ = started()
     first, second = d.create(workers[0]), d.create(workers[1])
-    assert d.state(first) == ev.Upload()
+    assert d.state(first) == ef.Upload()
     d.on(ev.SessionClosed(sessions[0], "its session broke"))
-    assert d.state(second) == ev.Upload()
+    assert d.state(second) == ef.Upload()
     assert isinstance(d.errors[first], errors.FencedError)
     assert isinstance(d.errors[d.ask(ev.CommitParameters, workers[0])], errors.FencedError)
     d.ask(ev.CommitParameters, workers[1])
-    assert d.state(second) == ev.ParametersReady(0)
+    assert d.state(second) == ef.ParametersReady(0)
 
 
 def test_a_creator_that_gives_up_is_waited_for() -> None:
@@ -345,7 +345,7 @@ def test_a_creator_that_gives_up_is_waited_for() -> None:
     d.on(ev.CallEnded(call))
     assert d.cluster.registry.all == ()
     other = d.create(workers[1])
-    assert d.state(other) == ev.Waiting("for worker-0 (rank 0) to create 'mlp'")
+    assert d.state(other) == ef.Waiting("for worker-0 (rank 0) to create 'mlp'")
 
 
 def test_commit_is_for_the_uploader_and_may_be_repeated() -> None:
@@ -354,18 +354,18 @@ def test_commit_is_for_the_uploader_and_may_be_repeated() -> None:
     for worker in workers:
         d.create(worker)
     assert isinstance(d.errors[d.ask(ev.CommitParameters, workers[1])], errors.NotMemberError)
-    assert d.state(d.ask(ev.CommitParameters, workers[0])) == ev.Done()
+    assert d.state(d.ask(ev.CommitParameters, workers[0])) == ef.Done()
     epoch = d.map.epoch
-    assert d.state(d.ask(ev.CommitParameters, workers[0])) == ev.Done()
+    assert d.state(d.ask(ev.CommitParameters, workers[0])) == ef.Done()
     assert d.map.epoch == epoch
 
 
 def test_describing_waits_and_makes_no_member() -> None:
     d, workers, _, _ = started()
     reader = d.ask(ev.Describe, workers[1])
-    assert d.state(reader) == ev.Waiting("for worker-0 (rank 0) to create 'mlp'")
-    assert d.state(d.create(workers[0])) == ev.Upload()
-    assert d.state(reader) == ev.Waiting("for worker-0 to upload the initial values of 'mlp'")
+    assert d.state(reader) == ef.Waiting("for worker-0 (rank 0) to create 'mlp'")
+    assert d.state(d.create(workers[0])) == ef.Upload()
+    assert d.state(reader) == ef.Waiting("for worker-0 to upload the initial values of 'mlp'")
     d.ask(ev.CommitParameters, workers[0])
     described = d.state(reader)
     assert described.layout == LAYOUT
@@ -376,11 +376,11 @@ def test_describing_waits_and_makes_no_member() -> None:
 def test_an_empty_vector_has_no_shards() -> None:
     d, workers, _, _ = started(workers=1)
     call = d.create(workers[0], layout=Layout(()))
-    assert d.state(call) == ev.Upload()
+    assert d.state(call) == ef.Upload()
     d.ask(ev.CommitParameters, workers[0])
-    assert d.state(call) == ev.ParametersReady(0)
+    assert d.state(call) == ef.ParametersReady(0)
     assert d.map.parameters[0].shards == ()
-    assert d.state(d.create(d.join()[0], layout=Layout(()))) == ev.ParametersReady(0)
+    assert d.state(d.create(d.join()[0], layout=Layout(()))) == ef.ParametersReady(0)
 
 
 def test_unregistered_and_fenced_callers_are_refused() -> None:
@@ -430,9 +430,9 @@ def test_the_only_server_lost_while_uploading_is_waited_for() -> None:
     d, workers, _, server_sessions = started(servers=1)
     calls = [d.create(worker) for worker in workers]
     d.on(ev.SessionClosed(server_sessions[0], "its session broke"))
-    assert [d.state(call) for call in calls] == [ev.Waiting("for a server to register")] * 2
+    assert [d.state(call) for call in calls] == [ef.Waiting("for a server to register")] * 2
     d.join("server")
-    assert d.state(calls[0]) == ev.Upload() and d.told[calls[0]].count(ev.Upload()) == 2
+    assert d.state(calls[0]) == ef.Upload() and d.told[calls[0]].count(ef.Upload()) == 2
 
 
 def test_a_server_lost_before_placement_is_replaced() -> None:
@@ -441,14 +441,14 @@ def test_a_server_lost_before_placement_is_replaced() -> None:
     d.on(ev.SessionClosed(server_sessions[0], "its session broke"))
     assert d.register("server").member_id == "server-0"
     d.create(workers[1])
-    assert d.state(call) == ev.Upload()
+    assert d.state(call) == ef.Upload()
 
 
 # --- joining ----------------------------------------------------------------------------------------------------------
 
 
-def proposals(d: Driver, session: int) -> list[ev.JoinProposal]:
-    return [value for value in d.told[session] if isinstance(value, ev.JoinProposal)]
+def proposals(d: Driver, session: int) -> list[ef.JoinProposal]:
+    return [value for value in d.told[session] if isinstance(value, ef.JoinProposal)]
 
 
 def answer(d: Driver, session: int, accepted: bool, version_max: int = 0) -> None:
@@ -462,11 +462,11 @@ def test_a_joiner_begins_where_all_servers_agree() -> None:
     late, _ = d.join()
     call = d.create(late)
     assert [p.member for p in proposals(d, s0)] == [ParametersMember("worker-2", 1, 2, 43)]
-    assert d.state(call) == ev.Waiting("for server-0, server-1 to agree on step 43 of 'mlp'")
+    assert d.state(call) == ef.Waiting("for server-0, server-1 to agree on step 43 of 'mlp'")
     answer(d, s0, True, 41)
     assert len(d.map.parameters[0].members) == 2
     answer(d, s1, True, 42)
-    assert d.state(call) == ev.ParametersReady(43)
+    assert d.state(call) == ef.ParametersReady(43)
     assert d.map.parameters[0].members[-1] == ParametersMember("worker-2", 1, 2, 43)
     assert d.cluster.phase == "training 'mlp' at version 41"
 
@@ -477,7 +477,7 @@ def test_a_refusal_leads_to_a_later_step() -> None:
     call = d.create(late)
     answer(d, s0, True)
     answer(d, s1, False, 50)
-    assert isinstance(d.told[s0][-2], ev.WithdrawJoin)
+    assert isinstance(d.told[s0][-2], ef.WithdrawJoin)
     first, second = proposals(d, s0)
     assert second.proposal_id != first.proposal_id
     assert second.member.first_step == 52
@@ -486,7 +486,7 @@ def test_a_refusal_leads_to_a_later_step() -> None:
     assert proposals(d, s1)[-1].member.first_step == 64
     answer(d, s0, True)
     answer(d, s1, True)
-    assert d.state(call) == ev.ParametersReady(64)
+    assert d.state(call) == ef.ParametersReady(64)
 
 
 def test_a_distance_grows_only_so_far() -> None:
@@ -512,7 +512,7 @@ def test_a_joiner_that_goes_away_is_withdrawn(how: str) -> None:
         d.on(ev.CallEnded(call))
     for server in (s0, s1):
         withdrawn = d.told[server][-1]
-        assert isinstance(withdrawn, ev.WithdrawJoin)
+        assert isinstance(withdrawn, ef.WithdrawJoin)
         assert withdrawn.proposal_id == proposals(d, server)[-1].proposal_id
     answer(d, s1, True)
     assert len(d.map.parameters[0].members) == 2
@@ -521,7 +521,7 @@ def test_a_joiner_that_goes_away_is_withdrawn(how: str) -> None:
 def test_asynchronous_joins_are_at_once() -> None:
     d, _, _, _ = trained(consistency=ASP())
     call = d.create(d.join()[0], consistency=ASP())
-    assert d.state(call) == ev.ParametersReady(0)
+    assert d.state(call) == ef.ParametersReady(0)
 
 
 def test_a_worker_restarted_alone_begins_as_early_as_it_can() -> None:
@@ -532,7 +532,7 @@ def test_a_worker_restarted_alone_begins_as_early_as_it_can() -> None:
     assert proposals(d, s0)[-1].member == ParametersMember("worker-0", 2, 0, 9)
     answer(d, s0, True)
     answer(d, s1, True)
-    assert d.state(call) == ev.ParametersReady(9)
+    assert d.state(call) == ef.ParametersReady(9)
 
 
 def test_a_server_that_came_back_is_asked_again() -> None:
@@ -543,7 +543,7 @@ def test_a_server_that_came_back_is_asked_again() -> None:
     sessions = [again.open(server) for server in again.cluster.members.servers]
     for session in sessions:
         answer(again, session, True)
-    assert again.state(call) == ev.ParametersReady(0)
+    assert again.state(call) == ef.ParametersReady(0)
     assert proposals(again, sessions[0])[0].proposal_id > d.map.epoch
 
 
@@ -563,7 +563,7 @@ def test_a_newer_call_replaces_the_older() -> None:
     assert isinstance(d.errors[older], errors.ClosedError)
     d.on(ev.CallEnded(older))
     d.create(workers[1])
-    assert d.state(newer) == ev.Upload()
+    assert d.state(newer) == ef.Upload()
 
 
 def test_too_many_slices_are_refused() -> None:

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psdist.wire import limits
-from psdist_scheduler import event_history
-from psdist_scheduler.event_history import EventHistory
-from psdist_scheduler.events.cluster_events import LogEvent
-from psdist_scheduler.events.cluster_state import EventRecord
-from psdist_scheduler.stores.sqlite_store import SqliteStore
+from psdist_scheduler.decide.cluster_state import EventRecord
+from psdist_scheduler.decide.effects import LogEvent
+from psdist_scheduler.run import run_status
+from psdist_scheduler.run.run_status import EventHistory
+from psdist_scheduler.run.sqlite_store import SqliteStore
 
 
 def filled(count: int) -> EventHistory:
@@ -36,7 +36,7 @@ def test_each_kept_event_is_given_once_in_order(count: int, after: int, batch: i
 
 
 def test_the_oldest_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_history, "EVENTS_MAX", 5)
+    monkeypatch.setattr(run_status, "EVENTS_MAX", 5)
     history = filled(12)
     assert (
         [record.number for record in history.newest(100)]
@@ -57,7 +57,7 @@ async def test_a_follower_wakes_for_each_event() -> None:
 
 
 def test_a_restarted_scheduler_continues_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("psdist_scheduler.stores.sqlite_store.EVENTS_MAX", 5)
+    monkeypatch.setattr("psdist_scheduler.run.sqlite_store.EVENTS_MAX", 5)
     store, history = SqliteStore(tmp_path / "s", "run"), filled(4)
     store.write_events(history.newest(100))
     store.write_events([history.add(LogEvent("last", "warning", "rollback"), 5.5) for _ in range(3)])

@@ -9,8 +9,7 @@ import pytest
 
 from psdist.errors import ConfigurationError, StorageError
 from psdist.v1 import etcd_pb2 as pb
-from psdist_scheduler.stores.etcd_client import EtcdClient
-from psdist_scheduler.stores.leadership import Leader, Leadership
+from psdist_scheduler.run.etcd_client import EtcdClient, Leader, Leadership
 from tests.fuzz.etcd import PlainEtcd, filled, fuzz, open_plainly
 
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from psdist.errors import ClosedError, FencedError, LimitExceededError
-from psdist_scheduler.open_calls import UNREAD_MAX, Outbox
+from psdist_scheduler.run.open_calls import UNREAD_MAX, Outbox
 
 
 async def test_messages_come_in_order_and_the_newest_of_a_kind_counts() -> None:

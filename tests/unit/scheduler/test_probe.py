@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from psdist.launcher.process import free_port
-from psdist_scheduler.events.cluster_events import Event, Probe, Probed
-from psdist_scheduler.probe import Probes, probe
+from psdist_scheduler.decide.cluster_events import Event, Probed
+from psdist_scheduler.decide.effects import Probe
+from psdist_scheduler.run.scheduler import Probes, probe
 
 #: No test waits for it.
 _LONG = 60.0
@@ -102,7 +103,7 @@ async def test_a_name_with_several_places_is_refused_only_if_all_refuse(
         return answers[int(host)]
 
     _resolve_to(monkeypatch, *map(str, range(len(answers))))
-    monkeypatch.setattr("psdist_scheduler.probe._connect", connect)
+    monkeypatch.setattr("psdist_scheduler.run.scheduler._connect", connect)
     assert await probe("server:1", _LONG) == result
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from psdist.errors import InvalidArgumentError
 from psdist.v1 import scheduler_pb2 as pb
-from psdist_scheduler.messages import check_report
+from psdist_scheduler.run.conversions import check_report
 
 OF_SERVERS = (
     pb.SessionRequest(join_answer=pb.SessionRequest.JoinAnswer()),

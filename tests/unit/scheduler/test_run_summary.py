@@ -14,8 +14,8 @@ from psdist.monitoring import run_summary as form
 from psdist.monitoring.run_json import status_json
 from psdist.snapshots.local import LocalStorage
 from psdist.v1 import scheduler_pb2 as pb
-from psdist_scheduler.activity.run_summary import SummaryKeeper, SummaryWriter, load
-from psdist_scheduler.events.cluster_state import EventRecord
+from psdist_scheduler.decide.cluster_state import EventRecord
+from psdist_scheduler.run.summary_keeper import SummaryKeeper, SummaryWriter, load
 
 
 def sample(time: float, pushes: tuple[int, ...] = (2, 3), loss: float = 1.0, name: str = "model") -> pb.RunSample:
@@ -168,7 +168,7 @@ async def test_a_storage_that_fails_or_hangs_is_only_warned_about(
         return await asyncio.get_running_loop().create_future()
 
     monkeypatch.setattr(storage, "list", hangs)
-    monkeypatch.setattr("psdist_scheduler.activity.run_summary.STORAGE_SECONDS", 0.01)
+    monkeypatch.setattr("psdist_scheduler.run.summary_keeper.STORAGE_SECONDS", 0.01)
     assert await load(storage, "digits") is None
     await writer.write_last()
 

@@ -11,8 +11,8 @@ import pytest
 from psdist.monitoring.run_json import sample_json
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire.limits import PARAMETERS_MAX
-from psdist_scheduler.activity import samples
-from psdist_scheduler.activity.samples import SampleHistory
+from psdist_scheduler.run import samples
+from psdist_scheduler.run.samples import SampleHistory
 
 
 def worker(compute: float, wait: float, pushes: int, **others: Any) -> pb.SessionRequest.Heartbeat:

@@ -11,23 +11,24 @@ import pytest
 
 from psdist.errors import DuplicateMemberError, PsdistError
 from psdist.wire.limits import PROTOCOL_VERSION
-from psdist_scheduler import scheduler as driver
-from psdist_scheduler.cluster import Cluster
-from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events.cluster_state import ClusterSettings, EventRecord
-from psdist_scheduler.scheduler import Scheduler
-from psdist_scheduler.stores.store import Store
+from psdist_scheduler.decide import cluster_events as ev
+from psdist_scheduler.decide import effects as ef
+from psdist_scheduler.decide.cluster import Cluster
+from psdist_scheduler.decide.cluster_state import ClusterSettings, EventRecord
+from psdist_scheduler.run import scheduler as driver
+from psdist_scheduler.run.run_store import Store
+from psdist_scheduler.run.scheduler import Scheduler
 
 
 class HeldStore(Store):
     """A disk that is slow on purpose: a write waits until it is released."""
 
     def __init__(self) -> None:
-        self.written: list[ev.Persist] = []
+        self.written: list[ef.Persist] = []
         self.writing = threading.Semaphore(0)
         self.may_write = threading.Semaphore(0)
 
-    def write(self, changes: ev.Persist) -> None:
+    def write(self, changes: ef.Persist) -> None:
         self.writing.release()
         assert self.may_write.acquire(timeout=60)
         self.written.append(changes)
@@ -74,7 +75,7 @@ async def running(store: HeldStore | None = None) -> AsyncIterator[tuple[Schedul
         scheduler.close()
 
 
-async def register(scheduler: Scheduler, rank: int) -> ev.Registered | PsdistError:
+async def register(scheduler: Scheduler, rank: int) -> ef.Registered | PsdistError:
     """Registers a worker. Returns its answer."""
     with scheduler.calls.call() as (number, outbox):
         scheduler.post(ev.Register(number, PROTOCOL_VERSION, "", "worker", rank=rank))
@@ -82,7 +83,7 @@ async def register(scheduler: Scheduler, rank: int) -> ev.Registered | PsdistErr
             value = await outbox.take()
         except PsdistError as error:
             return error
-    assert isinstance(value, ev.Registered)
+    assert isinstance(value, ef.Registered)
     return value
 
 
@@ -118,7 +119,7 @@ async def test_registrations_that_come_while_one_is_written_share_the_next_epoch
         assert scheduler.calls.map.epoch == epoch, "a map before its epoch was durable"
         store.go_on()
         answers = await asyncio.gather(*others)
-        assert [type(answer) for answer in answers] == [ev.Registered] * 4 + [DuplicateMemberError]
+        assert [type(answer) for answer in answers] == [ef.Registered] * 4 + [DuplicateMemberError]
         assert scheduler.calls.map.epoch == epoch + 1
         assert [member.rank for member in store.written[-1].members] == [1, 2, 3, 4]
 
@@ -129,7 +130,7 @@ async def test_who_is_gone_before_it_is_registered_harms_nobody() -> None:
         await asyncio.sleep(0)
         gone.cancel()
         store.go_on(2)
-        assert isinstance(await stays, ev.Registered)
+        assert isinstance(await stays, ef.Registered)
         assert [worker.rank for worker in scheduler.cluster.members.workers] == [1]
 
 
@@ -139,10 +140,10 @@ async def test_registrations_of_a_large_run_wait_for_each_other(monkeypatch: pyt
     async with running() as (scheduler, store):
         store.go_on(1000)
         first = await register(scheduler, 0)
-        assert isinstance(first, ev.Registered)
+        assert isinstance(first, ef.Registered)
         with scheduler.calls.call() as (number, _):
             scheduler.post(ev.SessionOpened(number, first.member.member_id, first.member.incarnation))
-            assert isinstance(await register(scheduler, 1), ev.Registered), "nobody was told of another one before"
+            assert isinstance(await register(scheduler, 1), ef.Registered), "nobody was told of another one before"
             epoch = scheduler.cluster.epoch
             others = []
             for rank in (2, 3):
@@ -152,5 +153,5 @@ async def test_registrations_of_a_large_run_wait_for_each_other(monkeypatch: pyt
             scheduler.post(ev.Tick())
             assert not any(task.done() for task in others) and scheduler.cluster.epoch == epoch
             scheduler._admit_workers()
-            assert all(isinstance(answer, ev.Registered) for answer in await asyncio.gather(*others))
+            assert all(isinstance(answer, ef.Registered) for answer in await asyncio.gather(*others))
             assert scheduler.cluster.epoch == epoch + 1

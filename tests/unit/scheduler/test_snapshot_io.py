@@ -17,8 +17,8 @@ from psdist.snapshots import reader
 from psdist.snapshots.format import Manifest, ParametersState, ShardFile, commit_path, digest_of, manifest_path
 from psdist.snapshots.storage import StoredFile
 from psdist.types import Layout, ParametersSpec, TensorSpec
-from psdist_scheduler.events import snapshot_events as sn
-from psdist_scheduler.snapshot_io import GARBAGE_SECONDS, SnapshotIo, check_fresh, check_writable, read_history
+from psdist_scheduler.decide import snapshot_events as sn
+from psdist_scheduler.run.snapshot_io import GARBAGE_SECONDS, SnapshotIo, check_fresh, check_writable, read_history
 
 FILE = b"shard"
 

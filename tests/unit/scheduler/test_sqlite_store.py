@@ -25,8 +25,7 @@ from psdist.types import (
     TensorSpec,
 )
 from psdist.wire.limits import BARRIERS_PASSED_MAX
-from psdist_scheduler.events.cluster_events import Persist
-from psdist_scheduler.events.cluster_state import (
+from psdist_scheduler.decide.cluster_state import (
     BarrierRecord,
     Member,
     Node,
@@ -35,10 +34,11 @@ from psdist_scheduler.events.cluster_state import (
     SchedulerProcess,
     StoredState,
 )
-from psdist_scheduler.scheduler import merge
-from psdist_scheduler.stores.opening import open_store
-from psdist_scheduler.stores.sqlite_store import SqliteStore
-from psdist_scheduler.stores.store import Store
+from psdist_scheduler.decide.effects import Persist
+from psdist_scheduler.run.open_store import open_store
+from psdist_scheduler.run.run_store import Store
+from psdist_scheduler.run.scheduler import merge
+from psdist_scheduler.run.sqlite_store import SqliteStore
 
 LAYOUT = Layout((TensorSpec("w", (3, 4), "float16"), TensorSpec("b", ())))
 ENTRY = ParametersEntry(

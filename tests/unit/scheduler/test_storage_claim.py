@@ -10,7 +10,7 @@ import pytest
 from psdist.errors import ConfigurationError
 from psdist.snapshots.claim import DirectoryClaim
 from psdist.snapshots.opening import open_storage
-from psdist_scheduler.app import _claim
+from psdist_scheduler.run.app import _claim
 
 
 def test_another_run_is_refused_and_the_same_run_is_warned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,8 +12,8 @@ from psdist.errors import InvalidArgumentError, SnapshotCorruptError
 from psdist.snapshots.format import Manifest, WorkerState
 from psdist.snapshots.opening import open_storage
 from psdist.v1 import scheduler_pb2 as pb
-from psdist_scheduler import snapshot_io
-from psdist_scheduler.events.snapshot_events import StatePlace, StateSource
+from psdist_scheduler.decide.snapshot_events import StatePlace, StateSource
+from psdist_scheduler.run import snapshot_io
 
 pytestmark = pytest.mark.asyncio
 DATA = bytes(range(256)) * 10_000

@@ -21,14 +21,13 @@ from psdist.v1 import common_pb2
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import channels, convert, limits, status
 from psdist.wire.limits import BARRIER_NAMES_MAX
-from psdist_scheduler import messages
-from psdist_scheduler.coordination import waiting_calls
-from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events.cluster_events import EnterRendezvous
-from psdist_scheduler.events.cluster_state import BarrierRecord
-from psdist_scheduler.members import admission
-from psdist_scheduler.placement import registry
-from psdist_scheduler.stores.sqlite_store import SqliteStore
+from psdist_scheduler.decide import cluster_events as ev
+from psdist_scheduler.decide import effects as ef
+from psdist_scheduler.decide import member_admission, parameter_sets, waiting_calls
+from psdist_scheduler.decide.cluster_events import EnterRendezvous
+from psdist_scheduler.decide.cluster_state import BarrierRecord
+from psdist_scheduler.run import conversions
+from psdist_scheduler.run.sqlite_store import SqliteStore
 from tests.support.scheduler_driver import Driver, caller
 
 loop = pytest.mark.asyncio(loop_scope="session")
@@ -85,7 +84,7 @@ def test_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_members(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "MEMBERS_MAX", 2)
+    monkeypatch.setattr(member_admission, "MEMBERS_MAX", 2)
     driver = Driver()
     driver.register("server")
     driver.register()
@@ -95,7 +94,7 @@ def test_members(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ids_that_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "KNOWN_IDS_MAX", 1)
+    monkeypatch.setattr(member_admission, "KNOWN_IDS_MAX", 1)
     driver = Driver()
     first, session = driver.join(member_id="one")
     driver.on(ev.SessionClosed(session, "its session broke"))
@@ -114,7 +113,7 @@ def test_worlds() -> None:
 
 
 def test_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "PARAMETERS_MAX", 1)
+    monkeypatch.setattr(parameter_sets, "PARAMETERS_MAX", 1)
     driver = Driver()
     driver.join("server")
     worker, _ = driver.join()
@@ -134,7 +133,7 @@ TOO_MANY = NEXT | {"more": 0}
 
 def on_session(**said: Any) -> Any:
     """Return the session event of a member's message."""
-    return messages.session_event(1, pb.SessionRequest(**said))
+    return conversions.session_event(1, pb.SessionRequest(**said))
 
 
 def reports(numbers: dict[str, int]) -> list[Any]:
@@ -142,8 +141,8 @@ def reports(numbers: dict[str, int]) -> list[Any]:
     told = pb.Activity(sequence=1, next=numbers, call=True)
     return [
         lambda: on_session(heartbeat=pb.SessionRequest.Heartbeat(activity=told)),
-        lambda: messages.REQUESTS["Barrier"](1, pb.BarrierRequest(name="b", activity=told)),
-        lambda: messages.make_event(ev.Create, 1, pb.CreateParametersRequest(activity=told), spec=0, layout=0),
+        lambda: conversions.REQUESTS["Barrier"](1, pb.BarrierRequest(name="b", activity=told)),
+        lambda: conversions.make_event(ev.Create, 1, pb.CreateParametersRequest(activity=told), spec=0, layout=0),
         lambda: on_session(stop=pb.StopReport(number=1, holding=True, next=numbers)),
     ]
 
@@ -203,9 +202,9 @@ def test_numbers_of_arrivals(numbers: dict[str, Any], tmp_path: Path) -> None:
     assert driver.stored == before and not list(driver.cluster.machines.barriers.arrivals)
     last = driver.number()
     driver.on(ev.EnterBarrier(last, caller(worker), "b", 1, limits.BARRIERS_PASSED_MAX - 1))
-    assert driver.state(last) == ev.Done()
+    assert driver.state(last) == ef.Done()
     store = SqliteStore(tmp_path / "s", "run")
-    store.write(ev.Persist(1, barriers=driver.stored.barriers))
+    store.write(ef.Persist(1, barriers=driver.stored.barriers))
     loaded = store.load()
     assert loaded is not None and loaded.barriers == driver.stored.barriers != ()
     store.close()
@@ -226,7 +225,7 @@ def test_names_in_activities(activity: pb.Activity) -> None:
     with pytest.raises((errors.InvalidNameError, errors.InvalidArgumentError)):
         on_session(heartbeat=pb.SessionRequest.Heartbeat(activity=activity))
     with pytest.raises((errors.InvalidNameError, errors.InvalidArgumentError)):
-        messages.REQUESTS["Barrier"](1, pb.BarrierRequest(name="b", activity=activity))
+        conversions.REQUESTS["Barrier"](1, pb.BarrierRequest(name="b", activity=activity))
 
 
 def test_barriers_that_are_kept(tmp_path: Path) -> None:
@@ -234,7 +233,7 @@ def test_barriers_that_are_kept(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "s", "run")
     for number in range(2 * BARRIER_NAMES_MAX):
         records = [BarrierRecord(worker, f"b{number}", 1, 1) for worker in ("worker-0", "worker-1")]
-        store.write(ev.Persist(number + 1, barriers=tuple(records)))
+        store.write(ef.Persist(number + 1, barriers=tuple(records)))
     loaded = store.load()
     assert loaded is not None
     for worker in ("worker-0", "worker-1"):

@@ -10,9 +10,9 @@ from psdist.client.reporting.changed_counts import ChangedCounts
 from psdist.errors import LimitExceededError
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire.limits import PARAMETERS_MAX
-from psdist_scheduler import messages
-from psdist_scheduler.activity.followed_pushes import FollowedPushes
-from psdist_scheduler.events.cluster_events import Heartbeat
+from psdist_scheduler.decide.cluster_events import Heartbeat
+from psdist_scheduler.run import conversions
+from psdist_scheduler.run.service import FollowedPushes
 
 NAMES = ("actor", "critic", "target")
 
@@ -27,7 +27,7 @@ def counts(heartbeat: pb.SessionRequest.Heartbeat) -> tuple[bool, dict[str, int]
 
 
 def followed(heartbeat: pb.SessionRequest.Heartbeat, session: FollowedPushes) -> Heartbeat:
-    event = messages.session_event(7, pb.SessionRequest(heartbeat=heartbeat))
+    event = conversions.session_event(7, pb.SessionRequest(heartbeat=heartbeat))
     assert isinstance(event, Heartbeat)
     return session.complete(event, changed_only=heartbeat.changed_only)
 

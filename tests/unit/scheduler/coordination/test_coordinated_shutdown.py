@@ -9,12 +9,14 @@ import pytest
 from psdist.consistency import ASP, BSP, Consistency
 from psdist.errors import SnapshotFailedError
 from psdist.snapshots.policy import SavePolicy
-from psdist_scheduler.coordination.coordinated_shutdown import COLLECT_SECONDS, SAVE_SECONDS, UNKNOWN_SECONDS
-from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events import snapshot_events as sn
-from psdist_scheduler.events.cluster_state import Member
-from psdist_scheduler.events.worker_events import AlignCommand, AlignReported, StopCommand, StopReported
-from psdist_scheduler.placement.alignment import RETRY_SECONDS
+from psdist_scheduler.decide import cluster_events as ev
+from psdist_scheduler.decide import effects as ef
+from psdist_scheduler.decide import snapshot_events as sn
+from psdist_scheduler.decide.alignment import RETRY_SECONDS
+from psdist_scheduler.decide.cluster_events import AlignReported, StopReported
+from psdist_scheduler.decide.cluster_state import Member
+from psdist_scheduler.decide.effects import AlignCommand, StopCommand
+from psdist_scheduler.decide.run_end import COLLECT_SECONDS, SAVE_SECONDS, UNKNOWN_SECONDS
 from tests.support.scheduler_driver import Driver, caller
 from tests.support.snapshot_driver import SnapshotDriver
 
@@ -94,7 +96,7 @@ def test_the_cut_is_where_the_least_far_worker_stands() -> None:
     run.on(ev.Stop(stop))
     run.tick(3)
     run.go_on()
-    assert run.state(stop) == ev.Done() and run.steps == [{"mlp": 7}]
+    assert run.state(stop) == ef.Done() and run.steps == [{"mlp": 7}]
     assert any("stopping: 'mlp' at step 7" in note for note in run.notes)
 
 
@@ -386,7 +388,7 @@ def test_a_worker_that_comes_later_trains_on_and_is_saved() -> None:
     late, _ = run.join()
     run.create(late)
     for session in run.server_sessions():
-        proposal = [value for value in run.told[session] if isinstance(value, ev.JoinProposal)][-1]
+        proposal = [value for value in run.told[session] if isinstance(value, ef.JoinProposal)][-1]
         run.on(ev.JoinAnswered(session, proposal.proposal_id, True, 3))
     run.train(6)
     assert run.saved(run.save()).steps == {"mlp": 6}

@@ -9,15 +9,9 @@ import pytest
 
 from psdist import errors
 from psdist.consistency import ASP, BSP, SSP, Consistency
-from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events.worker_events import (
-    Activity,
-    CallChecked,
-    CheckCall,
-    DeadlockFound,
-    GroupCall,
-    ResumePush,
-)
+from psdist_scheduler.decide import cluster_events as ev
+from psdist_scheduler.decide.cluster_events import Activity, CallChecked, GroupCall, ResumePush
+from psdist_scheduler.decide.effects import CheckCall, DeadlockFound
 from tests.support.scheduler_driver import LAYOUT, Driver, caller, spec
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from psdist.errors import DuplicateMemberError, SnapshotFailedError
-from psdist_scheduler.coordination.deferred_losses import PATIENCE_SECONDS
-from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events import snapshot_events as sn
-from psdist_scheduler.events import worker_events as we
+from psdist_scheduler.decide import cluster_events as ev
+from psdist_scheduler.decide import effects as ef
+from psdist_scheduler.decide import snapshot_events as sn
+from psdist_scheduler.decide.deferred_losses import PATIENCE_SECONDS
 from tests.support.scheduler_driver import Driver, caller
 from tests.support.snapshot_driver import SnapshotDriver, commit_of, history_of
 from tests.unit.scheduler.placement.test_restore_point import DATA, lease, lose, rejoin, saved_run
@@ -187,7 +187,7 @@ def test_a_server_that_leaves_meanwhile_is_put_off_too() -> None:
     assert server is not None
     call = d.number()
     d.on(ev.Leave(call, caller(server), "done"))
-    assert d.state(call) == ev.Done() and not d.rolled_back
+    assert d.state(call) == ef.Done() and not d.rolled_back
     answer(d)
     assert d.rolled_back[0].lost == (("mlp", 9, 9),)
 
@@ -306,7 +306,7 @@ def test_what_is_committed_before_the_run_has_gone_on_is_gone_back_to_after_all(
     """Whatever workers have begun meanwhile: their lives end once more."""
     d = hung(servers_min=2)
     (worker,) = rejoin(d)
-    d.on(we.OpenDataset(d.number(), caller(worker), DATA))
+    d.on(ev.OpenDataset(d.number(), caller(worker), DATA))
     assert lease(d, worker, 7).range == 0
     work = answer(d)
     assert len(d.rolled_back) == 2 and d.rolled_back[1].directory == work.manifest.directory
@@ -318,7 +318,7 @@ def test_what_is_committed_before_the_run_has_gone_on_is_gone_back_to_after_all(
 def test_a_worker_that_holds_data_and_has_no_session_begins_a_new_life_too() -> None:
     d = hung(servers_min=2)
     (worker,) = rejoin(d)
-    d.on(we.OpenDataset(d.number(), caller(worker), DATA))
+    d.on(ev.OpenDataset(d.number(), caller(worker), DATA))
     lease(d, worker, 7)
     d.now += d.settings.lease_seconds  # The scheduler stood still, and nobody is lost for hanging up.
     lose(d, "worker-0")

@@ -6,9 +6,10 @@ import pytest
 
 from psdist.errors import ClosedError, SnapshotFailedError
 from psdist.snapshots.policy import SavePolicy
-from psdist_scheduler.coordination.exit_requests import SERVERS_END_SECONDS
-from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events import snapshot_events as sn
+from psdist_scheduler.decide import cluster_events as ev
+from psdist_scheduler.decide import effects as ef
+from psdist_scheduler.decide import snapshot_events as sn
+from psdist_scheduler.decide.run_end import SERVERS_END_SECONDS
 from tests.support.scheduler_driver import caller
 from tests.support.snapshot_driver import Ready, ready
 
@@ -27,10 +28,10 @@ def test_the_scheduler_ends_when_all_is_saved() -> None:
     d.versions["mlp"] = 5
     d.on(ev.Stop(call := d.number()))
     know(d)
-    assert d.state(call) == ev.Done() and d.steps == [{"mlp": 5}]
+    assert d.state(call) == ef.Done() and d.steps == [{"mlp": 5}]
     d.on(ev.Stop(again := d.number()))
     know(d)
-    assert d.state(again) == ev.Done() and d.steps == [{"mlp": 5}]
+    assert d.state(again) == ef.Done() and d.steps == [{"mlp": 5}]
 
 
 def test_servers_that_end_with_all_values_are_saved_before() -> None:
@@ -44,10 +45,10 @@ def test_servers_that_end_with_all_values_are_saved_before() -> None:
         calls.append(d.number())
         d.on(ev.Drain(calls[-1], "", server))
     know(d)
-    assert not any(isinstance(d.state(call), ev.Drained) for call in calls)
+    assert not any(isinstance(d.state(call), ef.Drained) for call in calls)
     d.writing = True
     d.go_on()
-    assert all(isinstance(d.state(call), ev.Drained) for call in calls) and d.steps == [{"mlp": 5}]
+    assert all(isinstance(d.state(call), ef.Drained) for call in calls) and d.steps == [{"mlp": 5}]
 
 
 def test_servers_that_end_do_not_wait_for_a_snapshot_that_fails() -> None:
@@ -62,7 +63,7 @@ def test_servers_that_end_do_not_wait_for_a_snapshot_that_fails() -> None:
         d.on(ev.Drain(calls[-1], "", server))
     know(d)
     d.on(sn.PartFailed(d.cluster.members.sessions.call_of("server-0"), d.attempt.number, "no space"))
-    assert all(isinstance(d.state(call), ev.Drained) for call in calls)
+    assert all(isinstance(d.state(call), ef.Drained) for call in calls)
 
 
 @pytest.mark.parametrize("policy", [SavePolicy(at_end=False), SavePolicy()])
@@ -77,7 +78,7 @@ def test_servers_end_at_once_where_there_is_nothing_to_save(policy: SavePolicy) 
     for server in ("server-0", "server-1"):
         calls.append(d.number())
         d.on(ev.Drain(calls[-1], "", server))
-    assert all(isinstance(d.state(call), ev.Drained) for call in calls)
+    assert all(isinstance(d.state(call), ef.Drained) for call in calls)
 
 
 @pytest.mark.parametrize("policy", [SavePolicy(at_end=False), SavePolicy()])
@@ -92,7 +93,7 @@ def test_a_server_that_ends_between_two_workers_hands_its_shards_to_the_others(p
     d.tick()
     held = [shard for shard in d.entry().shards if shard.primary.server_id == "server-0"]
     assert held and any(replica.server_id == "server-1" for shard in held for replica in shard.filling)
-    assert not isinstance(d.state(call), ev.Drained)
+    assert not isinstance(d.state(call), ef.Drained)
 
 
 def test_a_run_is_over_when_no_worker_has_been_there_for_the_idle_timeout() -> None:
@@ -127,7 +128,7 @@ def test_servers_are_told_that_the_run_is_over_when_it_is_saved_and_waited_for(e
     call = begin_the_end(d)
     d.writing = True
     d.go_on()
-    assert d.run_ended == 1 and not isinstance(d.state(call), ev.Done) and d.steps == [{"mlp": 5}]
+    assert d.run_ended == 1 and not isinstance(d.state(call), ef.Done) and d.steps == [{"mlp": 5}]
     if ends:
         for server in list(d.cluster.members.servers):
             d.on(ev.Leave(d.number(), caller(server), "stopped"))
@@ -135,7 +136,7 @@ def test_servers_are_told_that_the_run_is_over_when_it_is_saved_and_waited_for(e
         d.now += SERVERS_END_SECONDS
         d.beat_versions()
         d.tick()
-    assert d.state(call) == ev.Done() and d.run_ended == 1
+    assert d.state(call) == ef.Done() and d.run_ended == 1
 
 
 def begin_the_end(d: Ready) -> int:
@@ -145,7 +146,7 @@ def begin_the_end(d: Ready) -> int:
     d.writing = False
     d.on(ev.Stop(call := d.number(), servers=True))
     know(d)
-    assert d.run_ended == 0 and not isinstance(d.state(call), ev.Done)
+    assert d.run_ended == 0 and not isinstance(d.state(call), ef.Done)
     return call
 
 
@@ -195,15 +196,15 @@ def test_a_server_that_comes_back_while_servers_end_is_told_too() -> None:
     d = ready(idle_timeout_seconds=5.0)
     call = begin_the_end(d)
     before = d.open(d.cluster.members.servers[0])
-    assert ev.RunEnded() not in d.told[before]
+    assert ef.RunEnded() not in d.told[before]
     d.writing = True
     d.go_on()
     know(d)
     assert d.run_ended == 1
     d.on(ev.Leave(d.number(), caller(d.cluster.members.servers[1]), "stopped"))
     d.on(ev.SessionClosed(before, "its session broke"))
-    assert not d.cluster.members.servers and not isinstance(d.state(call), ev.Done)
+    assert not d.cluster.members.servers and not isinstance(d.state(call), ef.Done)
     back, session = d.join("server", member_id="server-0")
-    assert ev.RunEnded() in d.told[session]
+    assert ef.RunEnded() in d.told[session]
     d.on(ev.Leave(d.number(), caller(back), "stopped"))
-    assert d.state(call) == ev.Done()
+    assert d.state(call) == ef.Done()

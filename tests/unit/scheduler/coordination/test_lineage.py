@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from psdist.errors import InvalidArgumentError, RunLostError
-from psdist_scheduler.coordination.lineage import Lineage
-from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events.cluster_events import SessionOpened
-from psdist_scheduler.events.cluster_state import SchedulerProcess, StoredState
+from psdist_scheduler.decide import cluster_events as ev
+from psdist_scheduler.decide.cluster_events import SessionOpened
+from psdist_scheduler.decide.cluster_state import SchedulerProcess, StoredState
+from psdist_scheduler.decide.lineage import Lineage
 from tests.support.scheduler_driver import Driver, caller
 from tests.unit.scheduler.placement.test_restore_point import resumed, saved_run
 

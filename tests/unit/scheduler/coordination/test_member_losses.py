@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from psdist_scheduler.events import cluster_events as ev
+from psdist_scheduler.decide import cluster_events as ev
 from tests.support.scheduler_driver import Driver
 
 

@@ -9,9 +9,10 @@ import pytest
 
 from psdist.errors import FencedError, ServerLostError
 from psdist.snapshots.policy import SavePolicy
-from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events.snapshot_events import HistoryRead
-from psdist_scheduler.placement.restore_point import WORKERS_GRACE_SECONDS
+from psdist_scheduler.decide import cluster_events as ev
+from psdist_scheduler.decide import effects as ef
+from psdist_scheduler.decide.restore_point import WORKERS_GRACE_SECONDS
+from psdist_scheduler.decide.snapshot_events import HistoryRead
 from tests.support.scheduler_driver import caller
 from tests.support.snapshot_driver import SnapshotDriver, history_of
 from tests.unit.scheduler.placement.test_restore_point import lose, rejoin, saved_run
@@ -37,7 +38,7 @@ def test_a_worker_that_was_done_when_the_run_went_back_is_not_waited_for() -> No
     lose(d, "server-1")
     call = d.number()
     d.on(ev.Leave(call, caller(worker), "closed"))
-    assert d.state(call) == ev.Done()
+    assert d.state(call) == ef.Done()
     d.join("server", member_id="server-1")
     rejoin(d, 1)
     assert d.entry().ready

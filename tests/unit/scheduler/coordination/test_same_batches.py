@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from psdist_scheduler.events.worker_events import EqualContributions, Notice
+from psdist_scheduler.decide.cluster_events import EqualContributions
+from psdist_scheduler.decide.effects import Notice
 from tests.unit.scheduler.placement.test_replicas import Run
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from psdist import errors
-from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events.cluster_state import ProbeResult
-from psdist_scheduler.events.worker_events import CheckServer, ServerChecked
-from psdist_scheduler.members.suspicion import HEARD_LEASES, LAST_COPY_LEASES
+from psdist_scheduler.decide import cluster_events as ev
+from psdist_scheduler.decide.cluster_events import ServerChecked
+from psdist_scheduler.decide.cluster_state import ProbeResult
+from psdist_scheduler.decide.effects import CheckServer
+from psdist_scheduler.decide.losses import HEARD_LEASES, LAST_COPY_LEASES
 from tests.unit.scheduler.placement.test_replicas import Run
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from psdist.errors import RunNotStartedError, WrongRunError
-from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events.worker_events import Caller
+from psdist_scheduler.decide import cluster_events as ev
+from psdist_scheduler.decide import effects as ef
+from psdist_scheduler.decide.cluster_events import Caller
 from tests.support.scheduler_driver import Driver, caller
 
 
@@ -89,7 +90,7 @@ def test_an_elastic_run_waits_for_others() -> None:
     d = Driver(workers_min=2)
     d.join("server")
     call = give_up(d, elastic=True)
-    assert d.cluster.failed is None and d.state(call) == ev.Done()
+    assert d.cluster.failed is None and d.state(call) == ef.Done()
     assert any("gave up" in note for note in d.notes)
 
 

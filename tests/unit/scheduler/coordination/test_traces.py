@@ -8,20 +8,19 @@ import pytest
 
 from psdist.errors import InvalidArgumentError, NotMemberError, TraceInProgressError, WrongRunError
 from psdist.wire.limits import TRACE_BYTES_MAX, TRACE_SECONDS_MAX
-from psdist_scheduler.coordination.traces import ANSWER_SECONDS, CLOCK_ROUNDS, Traces
-from psdist_scheduler.events.cluster_events import Answer, Effect
-from psdist_scheduler.events.cluster_state import ClusterSettings, Member
-from psdist_scheduler.events.trace_events import (
-    ClockReported,
+from psdist_scheduler.decide.cluster_events import ClockReported, SpansReported, TraceRequested
+from psdist_scheduler.decide.cluster_state import ClusterSettings, Member
+from psdist_scheduler.decide.effects import (
+    Answer,
+    Effect,
     MemberSpans,
-    SpansReported,
     TraceCommand,
     TracedMember,
     TraceEnded,
     TraceProgress,
-    TraceRequested,
 )
-from psdist_scheduler.members.membership import Membership
+from psdist_scheduler.decide.members import Membership
+from psdist_scheduler.decide.trace_recording import ANSWER_SECONDS, CLOCK_ROUNDS, Traces
 
 #: Calls: of the command, and the sessions of the members.
 COMMAND, WORKER_0, WORKER_1, SERVER = 1, 10, 11, 20

@@ -8,9 +8,9 @@ import pytest
 
 from psdist.consistency import ASP, BSP, SSP, Consistency
 from psdist.types import Replica
-from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events import worker_events as we
-from psdist_scheduler.events.cluster_state import Member
+from psdist_scheduler.decide import cluster_events as ev
+from psdist_scheduler.decide import effects as ef
+from psdist_scheduler.decide.cluster_state import Member
 from tests.support.scheduler_driver import Driver
 
 LEASE = 10.0
@@ -27,7 +27,7 @@ class Run:
         calls = [self.driver.create(member, consistency=consistency) for member, _ in self.workers]
         self.driver.ask(ev.CommitParameters, self.workers[0][0])
         self.driver.fill()
-        assert all(isinstance(self.driver.told[call][-1], ev.ParametersReady) for call in calls)
+        assert all(isinstance(self.driver.told[call][-1], ef.ParametersReady) for call in calls)
         #: By worker and server, when the path was cut.
         self._cut: dict[tuple[int, int], float] = {}
         #: Workers that do not answer questions.
@@ -61,16 +61,16 @@ class Run:
     def _speak(self, worker: int, session: int) -> None:
         driver = self.driver
         cuts = [
-            we.UnreachableServer(self.replica(s), driver.now - at, REASON)
+            ev.UnreachableServer(self.replica(s), driver.now - at, REASON)
             for (w, s), at in self._cut.items()
             if w == worker and self.servers[s][0].member_id in self.live
         ]
         driver.on(ev.Heartbeat(session, driver.map.epoch, unreachable=tuple(cuts)))
-        asked = [one for one in driver.told[session] if isinstance(one, we.CheckServer)]
+        asked = [one for one in driver.told[session] if isinstance(one, ef.CheckServer)]
         for question in asked[self._answered.get(worker, 0) :]:
             reached = question.server not in {report.server for report in cuts}
             if worker not in self.mute:
-                driver.on(we.ServerChecked(session, question.server, reached))
+                driver.on(ev.ServerChecked(session, question.server, reached))
         self._answered[worker] = len(asked)
 
     @property
@@ -240,7 +240,7 @@ def test_questions_go_to_a_few_workers_and_not_to_those_that_doubt() -> None:
     run = Run(workers=8)
     run.cut(1, 0)
     run.driver.tick(0.25)
-    run.driver.on(ev.Heartbeat(run.workers[1][1], unreachable=(we.UnreachableServer(run.replica(0), 0.0, REASON),)))
+    run.driver.on(ev.Heartbeat(run.workers[1][1], unreachable=(ev.UnreachableServer(run.replica(0), 0.0, REASON),)))
     run.driver.tick(0.25)
     asked = [n for n, (_, session) in enumerate(run.workers) if run.driver.told[session]]
     assert len(asked) == 3 and 1 not in asked

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from psdist.monitoring.run_json import sample_json
-from psdist_scheduler.dashboard.curves import POINTS, Curves, point
+from psdist_scheduler.dashboard.run_state import POINTS, Curves, point
 from tests.support.dashboard_runs import sample
 
 

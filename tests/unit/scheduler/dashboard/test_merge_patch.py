@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psdist_scheduler.dashboard.merge_patch import difference, without_nulls
+from psdist_scheduler.dashboard.run_state import difference, without_nulls
 
 TREES = st.recursive(
     st.integers() | st.text(max_size=3) | st.lists(st.integers(), max_size=3),

@@ -10,8 +10,7 @@ import pytest
 
 from psdist.monitoring.run_json import sample_json, status_json
 from psdist.v1 import scheduler_pb2
-from psdist_scheduler.dashboard.merge_patch import difference
-from psdist_scheduler.dashboard.run_state import RunState
+from psdist_scheduler.dashboard.run_state import RunState, difference
 from tests.support.dashboard_runs import advance, sample, status
 
 WORKER = scheduler_pb2.ROLE_WORKER

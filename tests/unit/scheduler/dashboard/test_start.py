@@ -14,7 +14,7 @@ from psdist.settings.programs import scheduler_settings
 
 
 def test_a_scheduler_without_a_dashboard_imports_none_of_it() -> None:
-    code = "import sys, psdist_scheduler.app; print({'starlette', 'uvicorn', 'anyio'} & sys.modules.keys())"
+    code = "import sys, psdist_scheduler.run.app; print({'starlette', 'uvicorn', 'anyio'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 

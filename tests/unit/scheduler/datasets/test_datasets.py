@@ -11,10 +11,10 @@ import pytest
 from psdist import errors
 from psdist.types import DATA_EPOCHS_MAX, RANGES_MAX, DataPosition, DatasetSpec
 from psdist.wire.limits import DATASETS_MAX, LEASES_MAX
-from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events import worker_events as we
-from psdist_scheduler.events.cluster_state import DataLease, DatasetRecord, Member
-from psdist_scheduler.stores.sqlite_store import SqliteStore
+from psdist_scheduler.decide import cluster_events as ev
+from psdist_scheduler.decide import effects as ef
+from psdist_scheduler.decide.cluster_state import DataLease, DatasetRecord, Member
+from psdist_scheduler.run.sqlite_store import SqliteStore
 from tests.support.scheduler_driver import Driver, caller
 
 SPEC = DatasetSpec("train", 100, 10, data_epochs=2, retries_max=1)
@@ -26,7 +26,7 @@ class Desk:
     def __init__(self, spec: DatasetSpec = SPEC) -> None:
         self.driver = Driver()
         (self.first, self.session), (self.second, self.other_session) = self.driver.join(), self.driver.join()
-        assert isinstance(self.ask(we.OpenDataset, self.first, spec), we.DatasetStanding)
+        assert isinstance(self.ask(ev.OpenDataset, self.first, spec), ef.DatasetStanding)
 
     def ask(self, kind: Any, member: Member, *values: Any) -> Any:
         """A request's answer, or how it was refused."""
@@ -36,10 +36,10 @@ class Desk:
 
     def lease(self, member: Member, done: tuple[int, ...] = (), held: tuple[int, ...] = ()) -> Any:
         """Asks for a range."""
-        return self.ask(we.LeaseRange, member, "train", done, held)
+        return self.ask(ev.LeaseRange, member, "train", done, held)
 
     @property
-    def standing(self) -> we.DatasetStanding:
+    def standing(self) -> ef.DatasetStanding:
         """Return the position of the data set."""
         (standing,) = self.driver.cluster.datasets.standings
         return standing
@@ -121,7 +121,7 @@ def test_the_word_of_an_earlier_life_does_not_count() -> None:
     assert again.lease.place == given.lease.place
     desk.first, _ = desk.driver.join()
     assert isinstance(desk.lease(desk.first, (again.lease.lease_id,)), errors.FencedError)
-    assert isinstance(desk.lease(desk.first, (given.lease.lease_id,)), we.RangeGiven)
+    assert isinstance(desk.lease(desk.first, (given.lease.lease_id,)), ef.RangeGiven)
     assert desk.standing.position == DataPosition(0, (), 1, 0)
 
 
@@ -142,32 +142,32 @@ def test_limits() -> None:
     desk = Desk(replace(SPEC, size=1000))
     held = tuple(desk.lease(desk.first, held=tuple(range(1, n + 1))).lease.lease_id for n in range(LEASES_MAX))
     assert isinstance(desk.lease(desk.first, held=held), errors.LimitExceededError)
-    assert isinstance(desk.lease(desk.first, held[:1], held[1:]), we.RangeGiven)
+    assert isinstance(desk.lease(desk.first, held[:1], held[1:]), ef.RangeGiven)
     for number in range(DATASETS_MAX - 1):
-        assert isinstance(desk.ask(we.OpenDataset, desk.first, replace(SPEC, name=f"d{number}")), we.DatasetStanding)
-    assert isinstance(desk.ask(we.OpenDataset, desk.first, replace(SPEC, name="more")), errors.LimitExceededError)
+        assert isinstance(desk.ask(ev.OpenDataset, desk.first, replace(SPEC, name=f"d{number}")), ef.DatasetStanding)
+    assert isinstance(desk.ask(ev.OpenDataset, desk.first, replace(SPEC, name="more")), errors.LimitExceededError)
     with pytest.raises(errors.LimitExceededError, match="use a larger range_size"):
         DatasetSpec("train", RANGES_MAX + 1, 1)
 
 
 def test_refusals() -> None:
     desk = Desk()
-    assert isinstance(desk.ask(we.LeaseRange, desk.first, "test"), errors.UnknownDatasetError)
-    refused = desk.ask(we.OpenDataset, desk.second, replace(SPEC, seed=4))
+    assert isinstance(desk.ask(ev.LeaseRange, desk.first, "test"), errors.UnknownDatasetError)
+    refused = desk.ask(ev.OpenDataset, desk.second, replace(SPEC, seed=4))
     assert isinstance(refused, errors.SettingsMismatchError) and "seed is 4, not 0" in str(refused)
-    never = desk.ask(we.EndRanges, desk.first, "train", (1,))
+    never = desk.ask(ev.EndRanges, desk.first, "train", (1,))
     assert isinstance(never, errors.InvalidArgumentError) and "never given" in str(never)
     for position in (DataPosition(3), DataPosition(2, ((0, 1),)), DataPosition(0, ((3, 1), (2, 1)))):
-        assert isinstance(desk.ask(we.SetPosition, desk.first, "train", position), errors.InvalidArgumentError)
+        assert isinstance(desk.ask(ev.SetPosition, desk.first, "train", position), errors.InvalidArgumentError)
     call = desk.driver.number()
-    desk.driver.on(we.GetPosition(call, "another", "train"))
+    desk.driver.on(ev.GetPosition(call, "another", "train"))
     assert isinstance(desk.driver.state(call), errors.WrongRunError)
 
 
 def test_data_that_goes_on_for_ever() -> None:
     desk = Desk(replace(SPEC, data_epochs=0))
     far = DataPosition(DATA_EPOCHS_MAX - 1, ((0, 9),))
-    assert isinstance(desk.ask(we.SetPosition, desk.first, "train", far), ev.Done)
+    assert isinstance(desk.ask(ev.SetPosition, desk.first, "train", far), ef.Done)
     given = desk.lease(desk.first)
     assert (given.data_epoch, given.range) == (DATA_EPOCHS_MAX - 1, 9)
 
@@ -177,9 +177,9 @@ def test_the_store_keeps_data_sets(tmp_path: Path) -> None:
     record = DatasetRecord(SPEC, ((3, 5), (13, 20)), leases, ((3, 2),), repeated=2, failed=1, given=9)
     store = SqliteStore(tmp_path / "s", "run")
     store.write(
-        ev.Persist(1, datasets=(DatasetRecord(SPEC, ((0, 20),)), replace(record, spec=replace(SPEC, name="b"))))
+        ef.Persist(1, datasets=(DatasetRecord(SPEC, ((0, 20),)), replace(record, spec=replace(SPEC, name="b"))))
     )
-    store.write(ev.Persist(1, datasets=(record,)))
+    store.write(ef.Persist(1, datasets=(record,)))
     store.close()
     store = SqliteStore(tmp_path / "s", "run")
     stored = store.load()

@@ -8,10 +8,10 @@ import pytest
 
 from psdist import errors
 from psdist.wire.limits import PROTOCOL_VERSION
-from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events.cluster_state import ClusterSettings
-from psdist_scheduler.events.worker_events import Caller
-from psdist_scheduler.members import admission
+from psdist_scheduler.decide import cluster_events as ev
+from psdist_scheduler.decide import member_admission
+from psdist_scheduler.decide.cluster_events import Caller
+from psdist_scheduler.decide.cluster_state import ClusterSettings
 from tests.support.scheduler_driver import Driver
 
 
@@ -40,8 +40,8 @@ def test_workers_that_register_together_share_an_epoch() -> None:
 def test_the_newest_common_protocol_version_counts(
     oldest: int, newest: int, common: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admission, "OLDEST_PROTOCOL", 6)
-    monkeypatch.setattr(admission, "PROTOCOL_VERSION", 7)
+    monkeypatch.setattr(member_admission, "OLDEST_PROTOCOL", 6)
+    monkeypatch.setattr(member_admission, "PROTOCOL_VERSION", 7)
     d = Driver()
     d.on(ev.Register(call := d.number(), newest, "", "worker", oldest_protocol=oldest))
     if common is None:
@@ -52,8 +52,8 @@ def test_the_newest_common_protocol_version_counts(
 
 def test_members_without_a_common_protocol_version_are_not_in_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has one in common with the scheduler."""
-    monkeypatch.setattr(admission, "OLDEST_PROTOCOL", 5)
-    monkeypatch.setattr(admission, "PROTOCOL_VERSION", 8)
+    monkeypatch.setattr(member_admission, "OLDEST_PROTOCOL", 5)
+    monkeypatch.setattr(member_admission, "PROTOCOL_VERSION", 8)
     d = Driver()
 
     def register(oldest: int, newest: int, member_id: str) -> int | str:

@@ -6,10 +6,11 @@ import pytest
 
 from psdist.errors import ExcludedError, LateWorkerError, WorkerLeftError
 from psdist.types import WorkerEntry
-from psdist_scheduler.events.cluster_state import ClusterSettings, Member
-from psdist_scheduler.events.worker_events import Caller, FormGroup, GroupStanding
-from psdist_scheduler.members.formations import CLOSED_SECONDS, GRACE_SECONDS, RETURN_SECONDS, GroupFormations
-from psdist_scheduler.members.membership import Membership
+from psdist_scheduler.decide.cluster_events import Caller, FormGroup
+from psdist_scheduler.decide.cluster_state import ClusterSettings, Member
+from psdist_scheduler.decide.effects import GroupStanding
+from psdist_scheduler.decide.formations import CLOSED_SECONDS, GRACE_SECONDS, RETURN_SECONDS, GroupFormations
+from psdist_scheduler.decide.members import Membership
 
 
 class Run:

@@ -6,8 +6,7 @@ import pytest
 
 from psdist.errors import DuplicateMemberError, FencedError
 from psdist.types import ClusterMap
-from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events import worker_events as we
+from psdist_scheduler.decide import cluster_events as ev
 from tests.support.scheduler_driver import Driver
 
 
@@ -29,7 +28,7 @@ def test_a_second_server_under_a_live_id_is_refused_whatever_its_address() -> No
 def test_the_old_process_of_a_server_that_moved_is_fenced() -> None:
     d = Driver()
     old, _ = d.join("server", member_id="ps", address="10.0.0.1:7")
-    d.on(ev.Leave(d.number(), we.Caller("", "ps", old.incarnation), "closed"))
+    d.on(ev.Leave(d.number(), ev.Caller("", "ps", old.incarnation), "closed"))
     new, _ = d.join("server", member_id="ps", address="10.0.0.2:7")
     assert [(s.address, s.incarnation) for s in d.cluster.map.servers] == [("10.0.0.2:7", old.incarnation + 1)]
     before = map_of(d)

@@ -6,8 +6,9 @@ import pytest
 
 from psdist import errors
 from psdist.v1 import scheduler_pb2 as pb
-from psdist_scheduler import messages
-from psdist_scheduler.events import cluster_events as ev
+from psdist_scheduler.decide import cluster_events as ev
+from psdist_scheduler.decide import effects as ef
+from psdist_scheduler.run import conversions
 from tests.support.scheduler_driver import Driver, caller
 
 
@@ -25,7 +26,7 @@ def ranks(d: Driver, call: int) -> tuple[int, int, int, int]:
 def test_ranks_are_given_by_arrival() -> None:
     d = Driver()
     first = enter(d, "a", processes=3)
-    assert d.state(first) == ev.Waiting("for 1 of 2 nodes to join the rendezvous")
+    assert d.state(first) == ef.Waiting("for 1 of 2 nodes to join the rendezvous")
     second = enter(d, "b", processes=2)
     assert ranks(d, first) == (0, 2, 0, 5)
     assert ranks(d, second) == (1, 2, 3, 5)
@@ -83,7 +84,7 @@ def test_refused_agents(processes: int, nodes: tuple[int, int], error: type[Exce
     d = Driver()
     waiting = enter(d, "a")
     assert isinstance(d.errors[enter(d, "b", processes, nodes)], error)
-    assert isinstance(d.state(waiting), ev.Waiting)
+    assert isinstance(d.state(waiting), ef.Waiting)
 
 
 def gone(d: Driver, rank: int) -> None:
@@ -170,4 +171,4 @@ def test_texts_of_an_agent_are_bounded(name: str) -> None:
     request = pb.RendezvousRequest(agent_id="a", processes=1, nodes_min=1, nodes_max=1)
     setattr(request, name, "x" * 10_000)
     with pytest.raises(errors.LimitExceededError, match=name):
-        messages._rendezvous_event(1, request)
+        conversions._rendezvous_event(1, request)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from psdist_scheduler.events.cluster_events import Heartbeat
-from psdist_scheduler.events.cluster_state import ClusterSettings, Member
-from psdist_scheduler.members.sessions import SESSION_SECONDS, Sessions
-from psdist_scheduler.members.suspicion import RETURN_LEASES
+from psdist_scheduler.decide.cluster_events import Heartbeat
+from psdist_scheduler.decide.cluster_state import ClusterSettings, Member
+from psdist_scheduler.decide.members import RETURN_LEASES, SESSION_SECONDS, Sessions
 
 SETTINGS = ClusterSettings("run", lease_seconds=2.0, worker_lease_seconds=30.0)
 SERVER, WORKER = Member("server-0", "server", 1), Member("worker-0", "worker", 1)

@@ -7,13 +7,7 @@ from typing import Any
 
 import pytest
 
-from psdist_scheduler.members.suspicion import (
-    HEARD_LEASES,
-    LAST_COPY_LEASES,
-    Evidence,
-    excuse,
-    is_lost,
-)
+from psdist_scheduler.decide.losses import HEARD_LEASES, LAST_COPY_LEASES, Evidence, excuse, is_lost
 
 LEASE = 2.0
 

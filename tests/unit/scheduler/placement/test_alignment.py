@@ -9,10 +9,12 @@ import pytest
 
 from psdist.consistency import ASP, BSP
 from psdist.optim import SGD
-from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events.cluster_state import Member
-from psdist_scheduler.events.worker_events import AlignCommand, AlignReported, ResumePush
-from psdist_scheduler.placement.alignment import Alignment
+from psdist_scheduler.decide import cluster_events as ev
+from psdist_scheduler.decide import effects as ef
+from psdist_scheduler.decide.alignment import Alignment
+from psdist_scheduler.decide.cluster_events import AlignReported, ResumePush
+from psdist_scheduler.decide.cluster_state import Member
+from psdist_scheduler.decide.effects import AlignCommand
 from tests.support.scheduler_driver import Driver, caller
 
 
@@ -73,8 +75,8 @@ class Run(Driver):
         """An expelled worker asks for one of its sets, to continue its push."""
         return self.create(worker, name=name, resume=ResumePush(1, step))
 
-    def proposals(self, session: int) -> list[ev.JoinProposal]:
-        return [value for value in self.told[session] if isinstance(value, ev.JoinProposal)]
+    def proposals(self, session: int) -> list[ef.JoinProposal]:
+        return [value for value in self.told[session] if isinstance(value, ef.JoinProposal)]
 
     def answer(self, count: int = 2, *, accepted: bool = True) -> None:
         """Servers answer their newest ``count`` proposals."""
@@ -119,10 +121,10 @@ def test_a_joiner_is_told_what_it_waits_for() -> None:
     run = Run()
     joiner, _ = run.join()
     call = run.create(joiner, name="D")
-    assert run.state(call) == ev.Waiting("for the other workers to reach the start of an iteration")
+    assert run.state(call) == ef.Waiting("for the other workers to reach the start of an iteration")
     for worker in run.workers:
         run.stands(worker, At(8, 8))
-    assert run.state(call) == ev.Waiting("for server-0, server-1 to agree on step 8 of 'D'")
+    assert run.state(call) == ef.Waiting("for server-0, server-1 to agree on step 8 of 'D'")
 
 
 def test_workers_that_are_all_inside_an_iteration_finish_it() -> None:
@@ -189,7 +191,7 @@ def test_a_refusal_withdraws_all_sets_and_looks_for_another_start() -> None:
         run.stands(worker, At(7, 7))
     first = run.proposals(run.servers[0][1])[0]
     run.on(ev.JoinAnswered(run.servers[0][1], first.proposal_id, False, 8))
-    withdrawn = [value for value in run.told[run.servers[1][1]] if isinstance(value, ev.WithdrawJoin)]
+    withdrawn = [value for value in run.told[run.servers[1][1]] if isinstance(value, ef.WithdrawJoin)]
     assert {news.parameters for news in withdrawn} == {"D", "G"}
     for worker in run.workers:
         run.stands(worker, At(8, 8))

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from psdist import errors
 from psdist.types import Layout
-from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events.cluster_state import Member
+from psdist_scheduler.decide import cluster_events as ev
+from psdist_scheduler.decide import effects as ef
+from psdist_scheduler.decide.cluster_state import Member
 from tests.support.scheduler_driver import Driver, caller
 
 
@@ -16,7 +17,7 @@ def uploading(servers: int = 2) -> tuple[Driver, Member, list[int], int]:
     sessions = [d.join("server")[1] for _ in range(servers)]
     worker, _ = d.join()
     call = d.create(worker)
-    assert d.state(call) == ev.Upload()
+    assert d.state(call) == ef.Upload()
     d.has_values = False
     return d, worker, sessions, call
 
@@ -29,8 +30,8 @@ def test_every_primary_is_asked_before_the_values_count() -> None:
     d.answer_check()
     assert d.state(commit) is None and d.map.epoch == epoch
     d.answer_check()
-    assert d.state(commit) == ev.Done()
-    assert d.state(call) == ev.ParametersReady(0)
+    assert d.state(commit) == ef.Done()
+    assert d.state(call) == ef.ParametersReady(0)
 
 
 def test_a_server_without_values_refuses_and_a_later_commit_counts() -> None:
@@ -43,9 +44,9 @@ def test_a_server_without_values_refuses_and_a_later_commit_counts() -> None:
     assert "server-0 has initial values of 0 of its 2 slices of 'mlp': Install all of them" in error.message
     assert d.map.epoch == epoch
     d.answer_check()  # The other's answer is too late, and changes nothing.
-    assert d.map.epoch == epoch and d.state(call) == ev.Upload()
+    assert d.map.epoch == epoch and d.state(call) == ef.Upload()
     d.has_values = True
-    assert d.state(d.ask(ev.CommitParameters, worker)) == ev.Done()
+    assert d.state(d.ask(ev.CommitParameters, worker)) == ef.Done()
 
 
 def test_some_values_are_not_all() -> None:
@@ -64,7 +65,7 @@ def test_a_server_is_asked_again_on_a_new_session() -> None:
     (session, _), *more = d.checks
     assert (session, more) == (again, []) and session not in sessions
     d.answer_check()
-    assert d.state(commit) == ev.Done()
+    assert d.state(commit) == ef.Done()
 
 
 def test_values_that_went_with_a_server_are_uploaded_again() -> None:
@@ -73,12 +74,12 @@ def test_values_that_went_with_a_server_are_uploaded_again() -> None:
     answered = d.checks[0]
     d.on(ev.SessionClosed(sessions[1], "its session broke"))
     assert isinstance(d.errors[commit], errors.StaleEpochError)
-    assert d.told[call].count(ev.Upload()) == 2
+    assert d.told[call].count(ef.Upload()) == 2
     d.on(ev.ValuesAnswered(answered[0], answered[1].number, 1 << 30))
     assert not d.map.parameters[0].ready
     d.checks.clear()
     d.has_values = True
-    assert d.state(d.ask(ev.CommitParameters, worker)) == ev.Done()
+    assert d.state(d.ask(ev.CommitParameters, worker)) == ef.Done()
 
 
 def test_a_commit_of_a_worker_that_is_lost_is_over() -> None:
@@ -98,7 +99,7 @@ def test_a_call_that_broke_is_replaced_by_the_next() -> None:
     d.on(ev.CallEnded(broken))
     while d.checks:
         d.answer_check()
-    assert d.state(commit) == ev.Done()
+    assert d.state(commit) == ef.Done()
 
 
 def test_a_commit_whose_call_ended_is_forgotten() -> None:
@@ -114,7 +115,7 @@ def test_others_learn_who_is_asked() -> None:
     d, worker, _, _ = uploading()
     other = d.create(d.join()[0])
     d.ask(ev.CommitParameters, worker)
-    assert d.state(other) == ev.Waiting("for server-0 to confirm the initial values of 'mlp'")
+    assert d.state(other) == ef.Waiting("for server-0 to confirm the initial values of 'mlp'")
 
 
 def test_nobody_is_asked_about_an_empty_vector() -> None:
@@ -123,4 +124,4 @@ def test_nobody_is_asked_about_an_empty_vector() -> None:
     worker, _ = d.join()
     d.create(worker, layout=Layout(()))
     d.has_values = False
-    assert d.state(d.ask(ev.CommitParameters, worker)) == ev.Done()
+    assert d.state(d.ask(ev.CommitParameters, worker)) == ef.Done()

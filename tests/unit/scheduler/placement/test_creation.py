@@ -10,9 +10,10 @@ from psdist import errors
 from psdist.consistency import BSP
 from psdist.optim import SGD, Adam, override
 from psdist.types import SLICE_ELEMENTS_MAX, SLICE_ELEMENTS_MIN, Layout, Slicing, TensorSpec, choose_slice_elements
-from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events.cluster_state import Member
-from psdist_scheduler.placement.creation import RETURN_GRACE_SECONDS
+from psdist_scheduler.decide import cluster_events as ev
+from psdist_scheduler.decide import effects as ef
+from psdist_scheduler.decide.cluster_state import Member
+from psdist_scheduler.decide.parameter_creation import RETURN_GRACE_SECONDS
 from tests.support.scheduler_driver import Driver, caller, spec
 
 
@@ -28,9 +29,9 @@ def started() -> tuple[Driver, list[Member], list[int]]:
 def test_the_wait_for_a_worker_ends_where_its_script_has_ended(reason: str, is_over: bool) -> None:
     d, workers, sessions = started()
     call = d.create(workers[0])
-    assert d.state(call) == ev.Waiting("for worker-1 (rank 1) to create 'mlp'")
+    assert d.state(call) == ef.Waiting("for worker-1 (rank 1) to create 'mlp'")
     d.on(ev.Leave(d.number(), caller(workers[1]), reason))
-    assert d.state(call) == ev.Waiting("for 1 of 2 workers to register")  # It may return immediately.
+    assert d.state(call) == ef.Waiting("for 1 of 2 workers to register")  # It may return immediately.
     d.now += RETURN_GRACE_SECONDS
     d.beat(*sessions)
     d.tick()
@@ -38,7 +39,7 @@ def test_the_wait_for_a_worker_ends_where_its_script_has_ended(reason: str, is_o
         assert isinstance(d.errors[call], errors.WorkerLeftError)
         assert "worker-1 (rank 1) ended without asking for 'mlp'" in str(d.errors[call])
     else:  # It comes again.
-        assert d.state(call) == ev.Waiting("for 1 of 2 workers to register")
+        assert d.state(call) == ef.Waiting("for 1 of 2 workers to register")
 
 
 def test_workers_that_ended_before_this_one_came_are_no_reason() -> None:
@@ -53,7 +54,7 @@ def test_workers_that_ended_before_this_one_came_are_no_reason() -> None:
     d.now += RETURN_GRACE_SECONDS
     d.beat(session, server)
     d.tick()
-    assert d.state(call) == ev.Waiting("for 1 of 2 workers to register")
+    assert d.state(call) == ef.Waiting("for 1 of 2 workers to register")
 
 
 def test_others_that_have_not_come_yet_are_waited_for() -> None:
@@ -63,9 +64,9 @@ def test_others_that_have_not_come_yet_are_waited_for() -> None:
     second, _ = d.join()
     call = d.create(first)
     d.on(ev.Leave(d.number(), caller(second), "closed"))
-    assert d.state(call) == ev.Waiting("for 2 of 3 workers to register")
+    assert d.state(call) == ef.Waiting("for 2 of 3 workers to register")
     d.join()  # In the place of the one that ended.
-    assert d.state(call) == ev.Waiting("for 1 of 3 workers to register")
+    assert d.state(call) == ef.Waiting("for 1 of 3 workers to register")
     d.join()
     assert "to create 'mlp'" in d.state(call).text
 
@@ -86,7 +87,7 @@ def test_backup_workers_leave_one_to_wait_for(backup: int) -> None:
     d, workers, _ = started()
     calls = [d.create(worker, consistency=BSP(backup_workers=backup)) for worker in workers]
     if backup < 2:
-        assert d.state(calls[0]) == ev.Upload()
+        assert d.state(calls[0]) == ef.Upload()
         return
     for call in calls:
         assert isinstance(d.errors[call], errors.InvalidArgumentError)
@@ -142,7 +143,7 @@ def test_a_set_of_some_workers_waits_for_these_alone() -> None:
     d.join("server")
     first, second, third = (d.join()[0] for _ in range(3))
     call = d.create(first, workers=(0, 2))
-    assert d.state(call) == ev.Waiting(f"for {third} to create 'mlp'")
+    assert d.state(call) == ef.Waiting(f"for {third} to create 'mlp'")
     refused = d.create(second, workers=(0, 2))
     assert isinstance(d.errors[refused], errors.InvalidArgumentError)
     assert "has rank 1, and workers=[0, 2] train 'mlp'" in str(d.errors[refused])
@@ -157,7 +158,7 @@ def test_a_set_of_some_workers_waits_for_these_alone() -> None:
 def test_a_set_waits_for_a_rank_that_has_not_registered() -> None:
     d, workers, _ = started()
     call = d.create(workers[0], workers=(0, 5))
-    assert d.state(call) == ev.Waiting("for a worker of rank 5 to register, which trains 'mlp'")
+    assert d.state(call) == ef.Waiting("for a worker of rank 5 to register, which trains 'mlp'")
 
 
 @pytest.mark.parametrize("ranks", [(1, 0), (0, 0), (-1, 2)])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from psdist.errors import DuplicateMemberError, ServerLostError
-from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events import worker_events as we
+from psdist_scheduler.decide import cluster_events as ev
+from psdist_scheduler.decide import effects as ef
 from tests.support.scheduler_driver import Driver
 
 
@@ -20,7 +20,7 @@ def elastic(nodes: tuple[int, int] = (2, 4), agents: int = 2, processes: int = 1
     world = agents * processes
     workers = [run.join(rank=rank, world_size=world, host="h") for rank in range(world)]
     calls = [run.create(worker) for worker, _ in workers]
-    uploading = next(i for i, call in enumerate(calls) if isinstance(run.state(call), ev.Upload))
+    uploading = next(i for i, call in enumerate(calls) if isinstance(run.state(call), ef.Upload))
     run.ask(ev.CommitParameters, workers[uploading][0])
     run.fill()
     assert run.map.parameters[0].ready
@@ -47,7 +47,7 @@ def test_a_run_of_a_fixed_number_of_nodes_goes_on_with_the_rest() -> None:
 def test_who_is_done_is_not_waited_for_and_who_was_stopped_is(reason: str, paused: bool) -> None:
     run, _ = elastic()
     worker = run.cluster.members.workers[1]
-    run.on(ev.Leave(run.number(), we.Caller("", worker.member_id, worker.incarnation), reason))
+    run.on(ev.Leave(run.number(), ev.Caller("", worker.member_id, worker.incarnation), reason))
     assert bool(run.map.paused) == paused
 
 

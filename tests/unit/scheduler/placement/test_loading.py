@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events import snapshot_events as sn
+from psdist_scheduler.decide import effects as ef
+from psdist_scheduler.decide import snapshot_events as sn
 from tests.support.snapshot_driver import SnapshotDriver, history_of
 from tests.unit.scheduler.placement.test_restore_point import lose, resumed, saved_run
 
@@ -19,7 +19,7 @@ def test_a_worker_that_comes_while_values_are_loaded_begins_at_the_cut() -> None
     assert d.state(call).text == "for server-0 to load shards 0, 2 of 'mlp' from the snapshot"
     d.loading = True
     d.go_on()
-    assert d.state(call) == ev.ParametersReady(7) and [m.first_step for m in d.entry().members] == [7, 7]
+    assert d.state(call) == ef.ParametersReady(7) and [m.first_step for m in d.entry().members] == [7, 7]
 
 
 def test_a_server_lost_while_it_loads_is_replaced() -> None:
@@ -71,7 +71,7 @@ def test_a_scheduler_that_is_started_again_while_values_are_loaded_goes_on() -> 
         again.open(member)
     call = again.create(d.cluster.members.workers[0])
     again.go_on()
-    assert again.entry().ready and again.state(call) == ev.ParametersReady(7)
+    assert again.entry().ready and again.state(call) == ef.ParametersReady(7)
 
 
 def test_what_servers_load_counts_after_a_restart_and_the_loss_of_another() -> None:

@@ -8,9 +8,9 @@ from psdist import ASP, BSP, SSP
 from psdist.consistency import Consistency
 from psdist.types import ParametersMember
 from psdist.wire.limits import DEPARTED_MAX
-from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events import worker_events as we
-from psdist_scheduler.events.cluster_state import Member
+from psdist_scheduler.decide import cluster_events as ev
+from psdist_scheduler.decide import effects as ef
+from psdist_scheduler.decide.cluster_state import Member
 from tests.support.scheduler_driver import Driver, caller
 
 Started = tuple[Driver, list[Member], list[int], list[int]]
@@ -35,13 +35,13 @@ def expel(d: Driver, worker: Member, session: int) -> Member:
 
 
 def proposed(d: Driver, session: int) -> ParametersMember:
-    proposals = [value for value in d.told[session] if isinstance(value, ev.JoinProposal)]
+    proposals = [value for value in d.told[session] if isinstance(value, ef.JoinProposal)]
     return proposals[-1].member
 
 
 def answer(d: Driver, sessions: list[int], *accepted: bool, version_max: int = 0) -> None:
     """The servers' answers to the newest proposal."""
-    proposal = [value for value in d.told[sessions[0]] if isinstance(value, ev.JoinProposal)][-1].proposal_id
+    proposal = [value for value in d.told[sessions[0]] if isinstance(value, ef.JoinProposal)][-1].proposal_id
     for session, one in zip(sessions, accepted, strict=True):
         d.on(ev.JoinAnswered(session, proposal, one, version_max))
 
@@ -49,12 +49,12 @@ def answer(d: Driver, sessions: list[int], *accepted: bool, version_max: int = 0
 def test_bsp_goes_on_at_the_same_step_where_all_servers_accept() -> None:
     d, workers, sessions, servers = started(BSP())
     again = expel(d, workers[1], sessions[1])
-    call = d.create(again, resume=we.ResumePush(1, 7))
+    call = d.create(again, resume=ev.ResumePush(1, 7))
     member = ParametersMember("worker-1", 2, 1, first_step=7, origin=1, first_push=7)
     assert proposed(d, servers[0]) == member
-    assert d.state(call) == ev.Waiting("for server-0, server-1 to agree on step 7 of 'mlp'")
+    assert d.state(call) == ef.Waiting("for server-0, server-1 to agree on step 7 of 'mlp'")
     answer(d, servers, True, True)
-    assert d.state(call) == ev.ParametersReady(7, resumed=True)
+    assert d.state(call) == ef.ParametersReady(7, resumed=True)
     assert d.map.parameters[0].members[1] == member and not d.map.parameters[0].departed
 
 
@@ -63,37 +63,37 @@ def test_servers_are_told_where_one_that_joined_ends(consistency: Consistency) -
     """Servers follow the newest of several maps, in which it may no longer be a member: their proposal would stay."""
     d, workers, sessions, servers = started(consistency)
     again = expel(d, workers[1], sessions[1])
-    d.create(again, consistency=consistency, resume=we.ResumePush(1, 7))
+    d.create(again, consistency=consistency, resume=ev.ResumePush(1, 7))
     answer(d, servers, True, True)
-    assert not any(isinstance(one, ev.WithdrawJoin) for session in servers for one in d.told[session])
+    assert not any(isinstance(one, ef.WithdrawJoin) for session in servers for one in d.told[session])
     d.on(ev.Leave(d.number(), caller(again), "stopped"))
     for session in servers:
-        (withdrawn,) = [one for one in d.told[session] if isinstance(one, ev.WithdrawJoin)]
+        (withdrawn,) = [one for one in d.told[session] if isinstance(one, ef.WithdrawJoin)]
         assert (withdrawn.parameters, withdrawn.worker_id) == ("mlp", "worker-1")
     d.on(ev.Leave(d.number(), caller(workers[0]), "stopped"))
-    assert sum(isinstance(one, ev.WithdrawJoin) for one in d.told[servers[0]]) == 1, "it had joined by no proposal"
+    assert sum(isinstance(one, ef.WithdrawJoin) for one in d.told[servers[0]]) == 1, "it had joined by no proposal"
 
 
 def test_bsp_begins_later_where_a_slice_went_on_without_it() -> None:
     d, workers, sessions, servers = started(BSP())
     again = expel(d, workers[1], sessions[1])
-    call = d.create(again, resume=we.ResumePush(1, 7))
+    call = d.create(again, resume=ev.ResumePush(1, 7))
     answer(d, servers, True, False, version_max=9)
-    assert isinstance(d.told[servers[0]][-2], ev.WithdrawJoin)
+    assert isinstance(d.told[servers[0]][-2], ef.WithdrawJoin)
     assert proposed(d, servers[1]) == ParametersMember("worker-1", 2, 1, first_step=11)
     answer(d, servers, True, True)
-    assert d.state(call) == ev.ParametersReady(11, resumed=False)
+    assert d.state(call) == ef.ParametersReady(11, resumed=False)
 
 
 def test_no_step_is_left_out_if_all_workers_were_expelled() -> None:
     d, workers, sessions, servers = started(BSP(), workers=1)
     d.on(ev.Heartbeat(servers[0], versions=(("mlp", 8),)))
     again = expel(d, workers[0], sessions[0])
-    call = d.create(again, resume=we.ResumePush(1, 7))
+    call = d.create(again, resume=ev.ResumePush(1, 7))
     answer(d, servers, False, True, version_max=8)
     assert proposed(d, servers[0]) == ParametersMember("worker-0", 2, 0, first_step=8)
     answer(d, servers, True, True)
-    assert d.state(call) == ev.ParametersReady(8, resumed=False)
+    assert d.state(call) == ef.ParametersReady(8, resumed=False)
 
 
 def test_bsp_asks_the_new_primary_about_the_same_step() -> None:
@@ -104,23 +104,23 @@ def test_bsp_asks_the_new_primary_about_the_same_step() -> None:
     d.ask(ev.CommitParameters, worker)
     d.fill()
     again = expel(d, worker, session)
-    call = d.create(again, resume=we.ResumePush(1, 4))
+    call = d.create(again, resume=ev.ResumePush(1, 4))
     d.on(ev.JoinAnswered(servers[0], d.told[servers[0]][-1].proposal_id, True, 0))
     d.on(ev.SessionClosed(servers[0], "killed"))
     assert proposed(d, servers[1]).first_step == 4 and proposed(d, servers[1]).origin == 1
     answer(d, servers[1:], True, True)
-    assert d.state(call) == ev.ParametersReady(4, resumed=True)
+    assert d.state(call) == ef.ParametersReady(4, resumed=True)
 
 
 @pytest.mark.parametrize("consistency", [BSP(), ASP()])
 def test_a_push_from_before_a_roll_back_does_not_go_on(consistency: Consistency) -> None:
     d, workers, sessions, servers = started(consistency)
     again = expel(d, workers[1], sessions[1])
-    call = d.create(again, consistency=consistency, resume=we.ResumePush(1, 0, generation=1))
+    call = d.create(again, consistency=consistency, resume=ev.ResumePush(1, 0, generation=1))
     if isinstance(consistency, BSP):
         assert not proposed(d, servers[0]).origin
     else:
-        assert d.state(call) == ev.ParametersReady(0, resumed=False)
+        assert d.state(call) == ef.ParametersReady(0, resumed=False)
 
 
 def test_asp_goes_on_at_once() -> None:
@@ -129,7 +129,7 @@ def test_asp_goes_on_at_once() -> None:
     d.on(ev.SessionClosed(sessions[1], "its session broke"))
     assert d.map.parameters[0].departed == (departed,)
     again, _ = d.join(member_id="worker-1", rank=1)
-    assert d.state(d.create(again, consistency=ASP(), resume=we.ResumePush(1, 3))) == ev.ParametersReady(
+    assert d.state(d.create(again, consistency=ASP(), resume=ev.ResumePush(1, 3))) == ef.ParametersReady(
         0, resumed=True
     )
     entry = d.map.parameters[0]
@@ -140,11 +140,11 @@ def test_asp_goes_on_at_once() -> None:
 def test_ssp_goes_on_from_a_clock_that_servers_agree_on() -> None:
     d, workers, sessions, servers = started(SSP(2))
     again = expel(d, workers[1], sessions[1])
-    call = d.create(again, consistency=SSP(2), resume=we.ResumePush(1, 3))
+    call = d.create(again, consistency=SSP(2), resume=ev.ResumePush(1, 3))
     answer(d, servers, True, False, version_max=40)
     assert proposed(d, servers[0]) == ParametersMember("worker-1", 2, 1, first_step=42, origin=1, first_push=3)
     answer(d, servers, True, True)
-    assert d.state(call) == ev.ParametersReady(42, resumed=True)
+    assert d.state(call) == ef.ParametersReady(42, resumed=True)
 
 
 @pytest.mark.parametrize("consistency", [SSP(1), ASP()])
@@ -154,7 +154,7 @@ def test_a_chain_of_incarnations_is_one_producer(consistency: Consistency) -> No
     for number in (3, 3, 5):
         d.on(ev.SessionClosed(session, "its session broke"))
         worker, session = d.join(member_id="worker-1", rank=1)
-        d.create(worker, consistency=consistency, resume=we.ResumePush(1, number))
+        d.create(worker, consistency=consistency, resume=ev.ResumePush(1, number))
         if isinstance(consistency, SSP):
             answer(d, servers, True, True)
     member = d.map.parameters[0].members[1]
@@ -164,11 +164,11 @@ def test_a_chain_of_incarnations_is_one_producer(consistency: Consistency) -> No
 def test_a_process_that_was_started_again_begins_anew() -> None:
     d, workers, sessions, _ = started(ASP())
     again = expel(d, workers[1], sessions[1])
-    assert d.state(d.create(again, consistency=ASP())) == ev.ParametersReady(0)
+    assert d.state(d.create(again, consistency=ASP())) == ef.ParametersReady(0)
     entry = d.map.parameters[0]
     assert entry.members[1].producer == ("worker-1", 2) and not entry.departed, "nobody can continue its pushes"
     late = expel(d, again, d.cluster.members.sessions.call_of("worker-1"))
-    assert d.state(d.create(late, consistency=ASP(), resume=we.ResumePush(1, 3))) == ev.ParametersReady(0)
+    assert d.state(d.create(late, consistency=ASP(), resume=ev.ResumePush(1, 3))) == ef.ParametersReady(0)
 
 
 def test_who_leaves_has_finished_its_pushes() -> None:
@@ -215,10 +215,10 @@ def test_a_step_that_nobody_pushed_to_is_not_left_out() -> None:
         assert proposed(d, servers[0]).first_step == 7
     for worker in workers:
         for session in servers:
-            for proposal in [value for value in d.told[session] if isinstance(value, ev.JoinProposal)]:
+            for proposal in [value for value in d.told[session] if isinstance(value, ef.JoinProposal)]:
                 if proposal.member.worker_id == worker.member_id:
                     d.on(ev.JoinAnswered(session, proposal.proposal_id, True, 7))
-    assert [d.state(call) for call in calls] == [ev.ParametersReady(7)] * 2
+    assert [d.state(call) for call in calls] == [ef.ParametersReady(7)] * 2
 
 
 def test_a_worker_begins_with_members_that_have_not_begun() -> None:
@@ -232,7 +232,7 @@ def test_a_worker_begins_with_members_that_have_not_begun() -> None:
     answer(d, servers[:1], False, version_max=8)
     assert proposed(d, servers[0]).first_step == 10
     answer(d, servers, True, True)
-    assert d.state(call) == ev.ParametersReady(10)
+    assert d.state(call) == ef.ParametersReady(10)
     d.create(d.join()[0])
     assert proposed(d, servers[0]).first_step == 10  # A present member has not begun.
 
@@ -258,4 +258,4 @@ def test_where_nobody_is_left_the_first_step_is_the_one_that_the_servers_are_at(
     answer(d, servers[:1], False, version_max=8)  # This makes no sense: it would be asked again for ever.
     assert proposed(d, servers[1]).first_step > 8
     answer(d, servers, True, True)
-    assert isinstance(d.state(call), ev.ParametersReady)
+    assert isinstance(d.state(call), ef.ParametersReady)

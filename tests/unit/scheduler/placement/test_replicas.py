@@ -8,8 +8,9 @@ import pytest
 
 from psdist import errors
 from psdist.types import Replica, Shard
-from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events.cluster_state import Member
+from psdist_scheduler.decide import cluster_events as ev
+from psdist_scheduler.decide import effects as ef
+from psdist_scheduler.decide.cluster_state import Member
 from tests.support.scheduler_driver import Driver, caller
 
 
@@ -98,7 +99,7 @@ def test_backups_are_filled_before_anything_is_ready() -> None:
     assert "to hold a copy of shard" in run.d.state(run.calls[0]).text
     run.d.fill()
     assert run.d.map.parameters[0].ready
-    assert run.d.state(run.calls[0]) == ev.ParametersReady(0)
+    assert run.d.state(run.calls[0]) == ef.ParametersReady(0)
     assert run.load() == {"server-0": (4, 8), "server-1": (4, 8)}
 
 
@@ -106,9 +107,9 @@ def test_the_run_waits_for_as_many_servers_as_copies() -> None:
     d = Driver(replicas=2)
     d.join("server")
     call = d.create(d.join()[0])
-    assert d.state(call) == ev.Waiting("for 1 of 2 servers to register")
+    assert d.state(call) == ef.Waiting("for 1 of 2 servers to register")
     d.join("server")
-    assert d.state(call) == ev.Upload()
+    assert d.state(call) == ef.Upload()
 
 
 def test_copies_are_spread_evenly_and_over_hosts() -> None:
@@ -139,7 +140,7 @@ def test_a_commit_outlives_the_scheduler() -> None:
     call = again.create(run.workers[0], slice_elements=400)
     assert "to hold a copy" in again.state(call).text
     again.fill()
-    assert again.state(call) == ev.ParametersReady(0)
+    assert again.state(call) == ef.ParametersReady(0)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -147,17 +148,17 @@ def test_values_that_went_with_a_server_are_uploaded_again(replicas: int) -> Non
     run = Run(servers=3, replicas=replicas, ready=False)
     stale = run.d.map.epoch
     run.kill("server-0")
-    assert run.d.told[run.calls[0]].count(ev.Upload()) == 2
+    assert run.d.told[run.calls[0]].count(ef.Upload()) == 2
     assert not run.d.shards_lost
     moved = [shard for shard in run.shards if shard.term == 2]
     assert len(moved) == 4 and all(shard.primary.server_id != "server-0" for shard in run.shards)
     late = run.d.number()
     run.d.on(ev.CommitParameters(late, caller(run.workers[0]), "mlp", stale))
     assert isinstance(run.d.errors[late], errors.StaleEpochError)
-    assert run.d.told[run.calls[0]].count(ev.Upload()) == 3
-    assert run.d.state(run.d.ask(ev.CommitParameters, run.workers[0])) == ev.Done()
+    assert run.d.told[run.calls[0]].count(ef.Upload()) == 3
+    assert run.d.state(run.d.ask(ev.CommitParameters, run.workers[0])) == ef.Done()
     run.d.fill()
-    assert run.d.state(run.calls[0]) == ev.ParametersReady(0)
+    assert run.d.state(run.calls[0]) == ef.ParametersReady(0)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -176,18 +177,18 @@ def test_values_that_went_with_all_servers_are_uploaded_when_there_are_others(re
         run.server()
     run.d.ask(ev.CommitParameters, run.workers[0])
     run.d.fill()
-    assert run.d.state(run.calls[0]) == ev.ParametersReady(0) and whole(run.shards, replicas)
+    assert run.d.state(run.calls[0]) == ef.ParametersReady(0) and whole(run.shards, replicas)
 
 
 def test_values_are_uploaded_again_while_they_are_copied() -> None:
     run = Run(servers=3, ready=False)
     run.d.ask(ev.CommitParameters, run.workers[0])
     run.kill("server-0")
-    assert run.d.told[run.calls[0]].count(ev.Upload()) == 2
+    assert run.d.told[run.calls[0]].count(ef.Upload()) == 2
     assert all(not shard.filling for shard in run.shards)
     run.d.ask(ev.CommitParameters, run.workers[0])
     run.d.fill()
-    assert run.d.state(run.calls[0]) == ev.ParametersReady(0)
+    assert run.d.state(run.calls[0]) == ef.ParametersReady(0)
     assert whole(run.shards)
 
 
@@ -249,7 +250,7 @@ def test_values_are_asked_of_another_where_their_uploader_has_left() -> None:
     d.ask(ev.CommitParameters, first)
     d.on(ev.Leave(d.number(), caller(first)))
     d.on(ev.SessionClosed(session, "its session broke"))
-    assert d.state(call) == ev.Upload()
+    assert d.state(call) == ef.Upload()
 
 
 def test_a_primary_fills_two_copies_at_a_time() -> None:
@@ -363,11 +364,11 @@ def steps(run: Run) -> None:
 def test_a_drained_server_ends_empty_and_no_copy_is_missed(replicas: int) -> None:
     run = Run(servers=3, replicas=replicas)
     call = run.drain("server-1")
-    assert isinstance(run.d.state(call), ev.Draining)
+    assert isinstance(run.d.state(call), ef.Draining)
     held = run.d.state(call).shards_total
-    assert run.d.state(call) == ev.Draining(f"for {held} shards to be moved from server-1 to other servers", held, held)
+    assert run.d.state(call) == ef.Draining(f"for {held} shards to be moved from server-1 to other servers", held, held)
     steps(run)
-    assert run.d.state(call) == ev.Drained(held)
+    assert run.d.state(call) == ef.Drained(held)
     assert run.load()["server-1"] == (0, 0)
     assert whole(run.shards, replicas)
     epoch = run.d.map.epoch
@@ -379,7 +380,7 @@ def test_a_drain_of_one_of_two_servers_leaves_one_copy() -> None:
     run = Run(servers=2)
     call = run.drain("server-0")
     run.d.hear()
-    assert run.d.state(call) == ev.Drained(8)
+    assert run.d.state(call) == ef.Drained(8)
     assert run.load() == {"server-0": (0, 0), "server-1": (8, 8)}
 
 
@@ -401,7 +402,7 @@ def test_a_drain_that_cannot_be_is_refused_and_changes_nothing() -> None:
     assert "server-0" in str(run.d.errors[run.drain("nobody")])
     assert run.d.map.epoch == epoch
     run.d.on(ev.Leave(run.d.number(), caller(run.workers[0])))
-    assert run.d.state(run.drain("server-0")) == ev.Drained(run.load()["server-0"][1])
+    assert run.d.state(run.drain("server-0")) == ef.Drained(run.load()["server-0"][1])
 
 
 def test_a_drain_goes_on_when_the_workers_are_gone() -> None:
@@ -409,19 +410,19 @@ def test_a_drain_goes_on_when_the_workers_are_gone() -> None:
     run = Run(servers=3)
     call = run.drain("server-1")
     run.d.on(ev.SessionClosed(run.beats[0], "its session broke"))
-    assert isinstance(run.d.state(call), ev.Draining)
+    assert isinstance(run.d.state(call), ef.Draining)
     steps(run)
-    assert isinstance(run.d.state(call), ev.Drained) and run.load()["server-1"] == (0, 0)
+    assert isinstance(run.d.state(call), ef.Drained) and run.load()["server-1"] == (0, 0)
     calls = [run.drain(server) for server in ("server-0", "server-2")]
-    assert all(isinstance(run.d.state(call), ev.Drained) for call in calls)
+    assert all(isinstance(run.d.state(call), ef.Drained) for call in calls)
 
 
 def test_a_drain_does_not_wait_for_values_that_nobody_uploads_any_more() -> None:
     run = Run(servers=3, ready=False)
     call = run.drain("server-1")
-    assert isinstance(run.d.state(call), ev.Draining)
+    assert isinstance(run.d.state(call), ef.Draining)
     run.d.on(ev.Leave(run.d.number(), caller(run.workers[0])))
-    assert isinstance(run.d.state(call), ev.Drained)
+    assert isinstance(run.d.state(call), ef.Drained)
 
 
 def test_a_run_does_not_wait_for_what_was_drained_before_it_began() -> None:
@@ -429,9 +430,9 @@ def test_a_run_does_not_wait_for_what_was_drained_before_it_began() -> None:
     sessions = [d.join("server")[1] for _ in range(4)]
     call, worker = d.number(), d.join()[0]
     d.on(ev.Drain(call, "run", "server-3"))
-    assert d.state(call) == ev.Drained(0)
+    assert d.state(call) == ef.Drained(0)
     create = d.create(worker, slice_elements=400)
-    assert d.state(create) == ev.Upload()
+    assert d.state(create) == ef.Upload()
     assert "server-3" not in d.map.parameters[0].primaries
     late = Driver(d.stored, servers_min=4, replicas=2)
     assert late.cluster.demand.servers_min == 3
@@ -451,7 +452,7 @@ def test_a_server_that_dies_while_drained_is_a_lost_server() -> None:
     run = Run(servers=3)
     call = run.drain("server-0")
     run.kill("server-0")
-    assert isinstance(run.d.state(call), ev.Drained)
+    assert isinstance(run.d.state(call), ef.Drained)
 
 
 def test_a_new_server_gets_its_share_one_shard_at_a_time() -> None:
@@ -518,12 +519,12 @@ def test_scaling_down_drains_the_highest_and_tells_launchers() -> None:
     run = Run(servers=4)
     watch = run.d.number()
     run.d.on(ev.WatchScale(watch, "run"))
-    assert run.d.state(watch) == ev.ScaleNews(0, (), (), "")
+    assert run.d.state(watch) == ef.ScaleNews(0, (), (), "")
     call = run.scale(2)
-    assert run.d.state(call) == ev.Scaled(4, ("server-2", "server-3"), 0, 1)
-    assert run.d.state(watch) == ev.ScaleNews(2, ("server-2", "server-3"), (), "")
+    assert run.d.state(call) == ef.Scaled(4, ("server-2", "server-3"), 0, 1)
+    assert run.d.state(watch) == ef.ScaleNews(2, ("server-2", "server-3"), (), "")
     run.d.fill()
-    assert run.d.state(watch) == ev.ScaleNews(2, ("server-2", "server-3"), ("server-2", "server-3"), "")
+    assert run.d.state(watch) == ef.ScaleNews(2, ("server-2", "server-3"), ("server-2", "server-3"), "")
     assert run.load() == {"server-0": (8, 16), "server-1": (8, 16), "server-2": (0, 0), "server-3": (0, 0)}
     again = Driver(run.d.stored, workers_min=1, replicas=2)
     assert again.cluster.demand.servers_wanted == 2
@@ -531,7 +532,7 @@ def test_scaling_down_drains_the_highest_and_tells_launchers() -> None:
 
 def test_scaling_up_says_what_is_missing() -> None:
     run = Run(servers=2)
-    assert run.d.state(run.scale(5)) == ev.Scaled(2, (), 3, 0)
+    assert run.d.state(run.scale(5)) == ef.Scaled(2, (), 3, 0)
     assert run.d.map.epoch == run.d.cluster.epoch
     error = run.d.errors[run.scale(1)]
     assert isinstance(error, errors.InvalidArgumentError) and "2 is the least" in str(error)
@@ -545,16 +546,16 @@ def test_a_join_begins_anew_with_the_promoted_primaries() -> None:
     run = Run(servers=3)
     late, _ = run.d.join()
     call = run.d.create(late, slice_elements=400)
-    first = {s: [v for v in run.d.told[c] if isinstance(v, ev.JoinProposal)][-1] for s, c in run.sessions.items()}
+    first = {s: [v for v in run.d.told[c] if isinstance(v, ef.JoinProposal)][-1] for s, c in run.sessions.items()}
     for server in ("server-1", "server-2"):
         run.d.on(ev.JoinAnswered(run.sessions[server], first[server].proposal_id, True, 0))
     run.kill("server-0")
-    second = {s: [v for v in run.d.told[c] if isinstance(v, ev.JoinProposal)][-1] for s, c in run.sessions.items()}
+    second = {s: [v for v in run.d.told[c] if isinstance(v, ef.JoinProposal)][-1] for s, c in run.sessions.items()}
     assert second["server-1"].member.first_step >= first["server-1"].member.first_step
     for server in ("server-1", "server-2"):
         values = run.d.told[run.sessions[server]]
-        withdrawn = [v for v in values if isinstance(v, ev.WithdrawJoin)]
+        withdrawn = [v for v in values if isinstance(v, ef.WithdrawJoin)]
         assert [w.proposal_id for w in withdrawn] == [first[server].proposal_id]
         assert values.index(withdrawn[0]) < values.index(second[server])
         run.d.on(ev.JoinAnswered(run.sessions[server], second[server].proposal_id, True, 0))
-    assert run.d.state(call) == ev.ParametersReady(second["server-1"].member.first_step)
+    assert run.d.state(call) == ef.ParametersReady(second["server-1"].member.first_step)

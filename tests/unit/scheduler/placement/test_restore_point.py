@@ -12,10 +12,10 @@ from psdist.consistency import ASP, SSP
 from psdist.errors import PsdistError
 from psdist.snapshots.policy import SavePolicy
 from psdist.types import DataPosition, DatasetSpec, Layout, TensorSpec
-from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events import snapshot_events as sn
-from psdist_scheduler.events import worker_events as we
-from psdist_scheduler.events.cluster_state import Member, RestorePoint
+from psdist_scheduler.decide import cluster_events as ev
+from psdist_scheduler.decide import effects as ef
+from psdist_scheduler.decide import snapshot_events as sn
+from psdist_scheduler.decide.cluster_state import Member, RestorePoint
 from tests.support.scheduler_driver import caller
 from tests.support.snapshot_driver import SnapshotDriver, history_of
 
@@ -69,11 +69,11 @@ def test_an_empty_store_goes_on_from_the_newest(servers: int) -> None:
     assert len(entry.shards) == min(4 * servers, 3)
     d.go_on()
     assert d.entry().ready and d.cluster.registry.get("mlp").version == 7
-    assert [d.state(call) for call in d.told if isinstance(d.state(call), ev.ParametersReady)] == [
-        ev.ParametersReady(7),
-        ev.ParametersReady(7),
+    assert [d.state(call) for call in d.told if isinstance(d.state(call), ef.ParametersReady)] == [
+        ef.ParametersReady(7),
+        ef.ParametersReady(7),
     ]
-    assert not any(isinstance(told, ev.Upload) for answers in d.told.values() for told in answers)
+    assert not any(isinstance(told, ef.Upload) for answers in d.told.values() for told in answers)
 
 
 def test_what_was_resumed_is_saved_under_the_next_number() -> None:
@@ -148,11 +148,11 @@ def test_a_scheduler_without_its_storage_makes_nothing_anew() -> None:
     call = again.create(worker)
     assert again.state(call).text == "for the storage to be read"
     dataset = again.number()
-    again.on(we.OpenDataset(dataset, caller(worker), DATA))
+    again.on(ev.OpenDataset(dataset, caller(worker), DATA))
     assert isinstance(again.errors[dataset], errors.StorageError)
     again.storing = True
     again.go_on()
-    assert again.state(call) == ev.ParametersReady(7)
+    assert again.state(call) == ef.ParametersReady(7)
 
 
 # --- going back -------------------------------------------------------------------------------------------------------
@@ -375,13 +375,13 @@ def test_a_storage_that_does_not_answer_a_server_ends_the_run() -> None:
 # --- data sets --------------------------------------------------------------------------------------------------------
 
 
-def lease(d: SnapshotDriver, worker: Member, now: int, done: dict[int, int] | None = None) -> we.RangeGiven:
+def lease(d: SnapshotDriver, worker: Member, now: int, done: dict[int, int] | None = None) -> ef.RangeGiven:
     """Asks for a range; ``done`` has the next push at which each lease was done."""
     done = done or {}
     at = tuple((("mlp", number),) for number in done.values())
     call = d.number()
-    d.on(we.LeaseRange(call, caller(worker), "train", tuple(done), (), at, (("mlp", now),)))
-    answer: we.RangeGiven = d.state(call)
+    d.on(ev.LeaseRange(call, caller(worker), "train", tuple(done), (), at, (("mlp", now),)))
+    answer: ef.RangeGiven = d.state(call)
     return answer
 
 
@@ -399,7 +399,7 @@ def reading_run(workers: int = 1, **settings: Any) -> tuple[SnapshotDriver, list
     members = d.begin(2, workers)
     d.go_on()
     for worker in members:
-        d.on(we.OpenDataset(d.number(), caller(worker), DATA))
+        d.on(ev.OpenDataset(d.number(), caller(worker), DATA))
     return d, members
 
 
@@ -462,7 +462,7 @@ def test_ranges_of_a_worker_that_left_during_an_attempt_are_in_the_snapshot() ->
     d = SnapshotDriver(workers_min=2)
     one, two = d.begin(2, 2, consistency=ASP())
     d.go_on()
-    d.on(we.OpenDataset(d.number(), caller(one), DATA))
+    d.on(ev.OpenDataset(d.number(), caller(one), DATA))
     d.train(5)
     d.answering = False
     call = d.save()
@@ -471,7 +471,7 @@ def test_ranges_of_a_worker_that_left_during_an_attempt_are_in_the_snapshot() ->
     assert first.lease is not None
     second = lease(d, two, 3, {first.lease.lease_id: 3})
     assert second.lease is not None
-    d.on(we.EndRanges(d.number(), caller(two), "train", (), (second.lease.lease_id,), (), (), (second.lease.lease_id,)))
+    d.on(ev.EndRanges(d.number(), caller(two), "train", (), (second.lease.lease_id,), (), (), (second.lease.lease_id,)))
     d.ask(ev.Leave, two)
     d.answering = True
     for _ in range(10):
@@ -526,12 +526,12 @@ def test_a_resumed_data_set_goes_on_from_the_snapshot() -> None:
     (worker,) = again.begin()
     again.go_on()
     other = again.number()
-    again.on(we.OpenDataset(other, caller(worker), replace(DATA, seed=5)))
+    again.on(ev.OpenDataset(other, caller(worker), replace(DATA, seed=5)))
     assert isinstance(again.errors[other], errors.SettingsMismatchError) and "seed is 5" in str(again.errors[other])
     again.train(3)
     again.saved(again.save())
     assert position(again).done == ((0, 1),), "a data set that nobody opened yet is where it was"
-    again.on(we.OpenDataset(again.number(), caller(worker), DATA))
+    again.on(ev.OpenDataset(again.number(), caller(worker), DATA))
     assert lease(again, worker, 3).range == 1
 
 
@@ -548,7 +548,7 @@ def test_a_run_that_goes_back_takes_its_data_back() -> None:
         held = lease(d, worker, step, {held.lease.lease_id: step})
     lose(d, "server-1")
     (worker,) = rejoin(d)
-    d.on(we.OpenDataset(d.number(), caller(worker), DATA))
+    d.on(ev.OpenDataset(d.number(), caller(worker), DATA))
     assert lease(d, worker, 1).range == 1
 
 

@@ -11,8 +11,9 @@ from psdist import optim
 from psdist.consistency import ASP, BSP, SSP
 from psdist.errors import PsdistError, SettingsMismatchError, SnapshotCorruptError
 from psdist.snapshots.format import Manifest
-from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events import snapshot_events as sn
+from psdist_scheduler.decide import cluster_events as ev
+from psdist_scheduler.decide import effects as ef
+from psdist_scheduler.decide import snapshot_events as sn
 from tests.support.snapshot_driver import SnapshotDriver, commit_of, history_of
 from tests.unit.scheduler.placement.test_restore_point import lose, rejoin, resumed, saved_run
 
@@ -31,7 +32,7 @@ def noted(d: SnapshotDriver) -> list[str]:
 
 def told(d: SnapshotDriver) -> list[str]:
     """Return the notices that workers got when their parameters were ready."""
-    return [d.state(call).notice for call in list(d.told) if isinstance(d.state(call), ev.ParametersReady)]
+    return [d.state(call).notice for call in list(d.told) if isinstance(d.state(call), ef.ParametersReady)]
 
 
 def refused(d: SnapshotDriver, **settings: Any) -> PsdistError:
@@ -241,7 +242,7 @@ def test_all_workers_agree_on_a_reset(first: bool) -> None:
     assert text in error.value.message
     d.create(other, optimizer=ADAM, reset_optimizer=first)
     d.go_on()
-    assert isinstance(d.state(call), ev.ParametersReady) and d.entry().state_since == (7 if first else 0)
+    assert isinstance(d.state(call), ef.ParametersReady) and d.entry().state_since == (7 if first else 0)
     error_of_joiner = refused(d, optimizer=ADAM, reset_optimizer=not first)
     assert "as it exists: reset_optimizer is" in error_of_joiner.message
 

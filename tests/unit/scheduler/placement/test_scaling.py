@@ -6,7 +6,8 @@ import pytest
 
 from psdist import errors
 from psdist.wire.limits import MEMBERS_MAX
-from psdist_scheduler.events import cluster_events as ev
+from psdist_scheduler.decide import cluster_events as ev
+from psdist_scheduler.decide import effects as ef
 from tests.support.scheduler_driver import Driver
 
 
@@ -47,11 +48,11 @@ def test_workers_that_are_not_wanted_any_more_are_not_waited_for() -> None:
     d.join("server")
     workers = [d.join(rank=rank, world_size=3)[0] for rank in range(2)]
     call = d.create(workers[0])
-    assert d.state(call) == ev.Waiting("for 1 of 3 workers to register")
+    assert d.state(call) == ef.Waiting("for 1 of 3 workers to register")
     scale(d, workers=2)
-    assert d.state(call) == ev.Waiting("for worker-1 (rank 1) to create 'mlp'")
+    assert d.state(call) == ef.Waiting("for worker-1 (rank 1) to create 'mlp'")
     scale(d, workers=9)  # More are started meanwhile: those that the run needs are enough.
-    assert d.state(call) == ev.Waiting("for 1 of 3 workers to register")
+    assert d.state(call) == ef.Waiting("for 1 of 3 workers to register")
 
 
 @pytest.mark.parametrize(("servers", "workers"), [(0, 0), (2, 2)])

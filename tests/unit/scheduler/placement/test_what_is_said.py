@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events.cluster_state import Member
+from psdist_scheduler.decide import cluster_events as ev
+from psdist_scheduler.decide.cluster_state import Member
 from tests.support.scheduler_driver import Driver, caller
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from psdist import errors
 from psdist.snapshots.policy import SavePolicy
 from psdist.types import Restore
-from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events import snapshot_events as sn
-from psdist_scheduler.events.cluster_state import Member, RestorePoint
-from psdist_scheduler.placement.restore_point import Resume
-from psdist_scheduler.snapshots.catalog import Catalog, surplus
+from psdist_scheduler.decide import cluster_events as ev
+from psdist_scheduler.decide import snapshot_events as sn
+from psdist_scheduler.decide.cluster_state import Member, RestorePoint
+from psdist_scheduler.decide.restore_point import Resume
+from psdist_scheduler.decide.snapshot_catalog import Catalog, surplus
 from tests.support.scheduler_driver import caller
 from tests.support.snapshot_driver import Ready, SnapshotDriver, commit_of, history_of, ready
 

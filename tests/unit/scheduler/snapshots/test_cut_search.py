@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from psdist.snapshots.policy import SavePolicy
-from psdist_scheduler.events import cluster_events as ev
+from psdist_scheduler.decide import cluster_events as ev
 from tests.support.snapshot_driver import SnapshotDriver, history_of, ready
 
 

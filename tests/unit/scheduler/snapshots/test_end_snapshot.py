@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from psdist_scheduler.snapshots.schedule import EndSnapshot, EndState
+from psdist_scheduler.decide.snapshot_schedule import EndSnapshot, EndState
 from tests.support.snapshot_driver import ready
 
 

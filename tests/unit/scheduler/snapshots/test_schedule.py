@@ -11,8 +11,8 @@ from psdist.consistency import ASP, SSP
 from psdist.optim import SGD, Optimizer
 from psdist.snapshots.policy import SavePolicy
 from psdist.types import Layout, TensorSpec
-from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events import snapshot_events as sn
+from psdist_scheduler.decide import cluster_events as ev
+from psdist_scheduler.decide import snapshot_events as sn
 from tests.support.scheduler_driver import Driver, caller
 from tests.support.snapshot_driver import Ready, SnapshotDriver, history_of, ready, written
 

@@ -6,8 +6,8 @@ import pytest
 
 from psdist.snapshots.policy import SavePolicy
 from psdist.types import DataPosition
-from psdist_scheduler.events import snapshot_events as sn
-from psdist_scheduler.events import worker_events as we
+from psdist_scheduler.decide import cluster_events as ev
+from psdist_scheduler.decide import snapshot_events as sn
 from tests.support.scheduler_driver import caller
 from tests.unit.scheduler.placement.test_restore_point import lease, position, reading_run
 
@@ -38,5 +38,5 @@ def test_a_data_set_that_was_set_elsewhere_is_saved_though_nothing_was_trained()
     d, (worker,) = reading_run()
     d.train(4)
     d.saved(d.save(worker, mlp=4))
-    d.on(we.SetPosition(d.number(), caller(worker), "train", DataPosition(0, ((0, 5),))))
+    d.on(ev.SetPosition(d.number(), caller(worker), "train", DataPosition(0, ((0, 5),))))
     assert d.saved(d.save(worker, mlp=4)).sequence == 2 and position(d).done == ((0, 5),)

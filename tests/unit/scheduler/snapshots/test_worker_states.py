@@ -11,10 +11,9 @@ from psdist.consistency import ASP, Consistency
 from psdist.errors import FencedError, PsdistError, SnapshotFailedError
 from psdist.snapshots.format import WorkerState
 from psdist.snapshots.policy import SavePolicy
-from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events import snapshot_events as sn
-from psdist_scheduler.events import worker_events as we
-from psdist_scheduler.events.cluster_state import Member
+from psdist_scheduler.decide import cluster_events as ev
+from psdist_scheduler.decide import snapshot_events as sn
+from psdist_scheduler.decide.cluster_state import Member
 from tests.support.scheduler_driver import caller
 from tests.support.snapshot_driver import DIGEST, SnapshotDriver, history_of
 from tests.unit.scheduler.placement.test_restore_point import DATA, lease
@@ -105,7 +104,7 @@ def test_a_file_may_come_before_the_answer_that_names_it(consistency: Consistenc
 def test_a_worker_that_leaves_after_its_files_are_written_is_in_the_snapshot() -> None:
     """Check pushes that are marked, and an attempt that waits for a report about data, which the worker takes back."""
     driver = KeeperDriver(2, ASP())
-    driver.on(we.OpenDataset(driver.number(), caller(driver.workers[1]), DATA))
+    driver.on(ev.OpenDataset(driver.number(), caller(driver.workers[1]), DATA))
     lease(driver, driver.workers[1], 0)
     driver.train(5)
     call = driver.save()

@@ -1,1 +1,0 @@
-"""Activity of a run's members: the newest samples, and the summary of the whole run."""

@@ -1,1 +1,0 @@
-"""Protocols over all members: rollback, shutdown, deadlocks, silent and unreachable members."""

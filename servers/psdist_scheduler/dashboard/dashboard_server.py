@@ -1,0 +1,323 @@
+"""The dashboard's server: a thread with an event loop of its own, beside the scheduler's.
+
+Invariant: Nothing in this thread, and nobody who looks at the page, can hold up the scheduler's loop for longer than
+one reading. Connections are bounded in number, and those that make no progress are broken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import hmac
+import logging
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import h11
+import uvicorn
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from psdist import addresses
+from psdist.errors import ConfigurationError, InsecureBindError, PermissionDeniedError, UnauthenticatedError
+from psdist.monitoring.dashboard_link import listen
+from psdist.security import roles
+from psdist.security.roles import Role
+from psdist.security.tokens import Audience, Verifier
+from psdist.settings.config import DashboardEndpoint
+from psdist.wire import limits
+from psdist_scheduler.dashboard.feed import Feed, Reading
+
+logger = logging.getLogger("psdist.scheduler")
+
+_ANSWER_SECONDS: Final = 2.0
+_CLOSE_SECONDS: Final = 1.0
+
+
+class DashboardServer:
+    """The dashboard at an endpoint. Made and closed on the scheduler's event loop.
+
+    read: returns a reading with the samples after a number; runs on that loop.
+    key: opens the dashboard, besides the endpoint's token.
+
+    Raises ConfigurationError if the port cannot be bound, InsecureBindError for a host beyond this machine without a
+    token.
+    """
+
+    def __init__(self, endpoint: DashboardEndpoint, key: str, read: Callable[[int], Reading]) -> None:
+        if not addresses.is_loopback(endpoint.host) and not endpoint.token:
+            raise InsecureBindError(
+                f"--dashboard-host {endpoint.host} would show the run to everybody who can reach it: set PSDIST_TOKEN, "
+                "or leave the dashboard on this machine"
+            )
+        self._scheduler_loop = asyncio.get_running_loop()
+        self._read = read
+        self._socket = _listening(endpoint)
+        port = self._socket.getsockname()[1]
+        host = addresses.own_address() if addresses.is_wildcard(endpoint.host) else endpoint.host
+        self.address = addresses.format_address(host, port)
+        self._access = Access(endpoint.token, key, port)
+        self._server: uvicorn.Server | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="dashboard", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop serving. A server that does not stop ends with the process."""
+        self._closed.set()
+        if self._server is not None:
+            self._server.should_exit = self._server.force_exit = True
+        self._thread.join(_CLOSE_SECONDS)
+
+    def _serve(self) -> None:
+        try:
+            asyncio.run(self._run())
+        except Exception:  # The run continues without its dashboard.
+            logger.exception("the dashboard ended")
+        finally:
+            self._socket.close()
+
+    async def _run(self) -> None:
+        feed = Feed(self._ask)
+        config = uvicorn.Config(
+            application(feed, self._access),
+            http=_BrowserConnection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=int(limits.DASHBOARD_STALL_SECONDS),
+            h11_max_incomplete_event_size=limits.DASHBOARD_REQUEST_BYTES_MAX,
+        )
+        self._server = uvicorn.Server(config)
+        reading = asyncio.create_task(feed.run())
+        try:
+            if not self._closed.is_set():
+                await self._server.serve(sockets=[self._socket])
+        finally:
+            reading.cancel()
+
+    async def _ask(self, after: int) -> Reading:
+        """Return a reading from the scheduler's loop. Raises TimeoutError if that does not answer."""
+        answer: concurrent.futures.Future[Reading] = concurrent.futures.Future()
+
+        def call() -> None:
+            if answer.set_running_or_notify_cancel():
+                try:
+                    answer.set_result(self._read(after))
+                except Exception as error:  # The dashboard's thread raises it.
+                    answer.set_exception(error)
+
+        try:
+            self._scheduler_loop.call_soon_threadsafe(call)
+        except RuntimeError:  # The loop is closed: the process ends.
+            raise TimeoutError from None
+        return await asyncio.wait_for(asyncio.wrap_future(answer), _ANSWER_SECONDS)
+
+
+def _listening(endpoint: DashboardEndpoint) -> socket.socket:
+    if endpoint.descriptor is None:
+        return listen(endpoint.host, endpoint.port)
+    try:
+        return socket.socket(fileno=endpoint.descriptor)
+    except OSError as error:
+        raise ConfigurationError(f"--dashboard-fd {endpoint.descriptor} is no socket: {error.strerror}") from None
+
+
+class _BrowserConnection(H11Protocol):
+    """One connection of a browser. It is broken if it is one too many, makes no progress, or sends a malformed body."""
+
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > limits.DASHBOARD_CONNECTIONS_MAX:
+            transport.abort()
+            return
+        self._watch(0, None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse malformed bytes. The request before them may be answered already, or at this moment: uvicorn would log
+        a traceback for both."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        try:
+            super().send_400_response(msg)
+        except h11.LocalProtocolError:  # The answer has begun.
+            self.transport.close()
+
+    def _watch(self, unsent_before: int, awaiting_before: tuple[bool, Any] | None) -> None:
+        """Look whether the connection makes progress.
+
+        unsent_before: bytes that it had not sent at the last look; 0 at the first one. awaiting_before: whether it
+        awaited a request then, and after which one; a request that never ends must not hold its place.
+        """
+        unsent: int = self.transport.get_write_buffer_size()
+        awaiting = (not unsent and (self.cycle is None or self.cycle.response_complete), self.cycle)
+        if unsent >= unsent_before > 0 or (awaiting[0] and awaiting == awaiting_before):
+            self.transport.abort()
+            return
+        self._timer = self.loop.call_later(limits.DASHBOARD_STALL_SECONDS, self._watch, unsent, awaiting)
+
+
+# --- pages ------------------------------------------------------------------------------------------------------------
+#
+# Pages of the dashboard: its files, the exchange of a token for a cookie, and the stream of events.
+
+_DIRECTORY: Final = Path(__file__).parent / "page"
+_FILES: Final = {
+    "/": ("index.html", "text/html"),
+    "/dashboard.js": ("dashboard.js", "text/javascript"),
+    "/dashboard.css": ("dashboard.css", "text/css"),
+    "/uplot.js": ("uplot.js", "text/javascript"),
+    "/uplot.css": ("uplot.css", "text/css"),
+}
+_HEADERS: Final = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+
+class _EventStream(StreamingResponse):
+    """Server-sent events of a feed, until the browser goes away."""
+
+    def __init__(self, feed: Feed) -> None:
+        super().__init__(feed.events(), media_type="text/event-stream")
+        self._feed = feed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._feed.reading():
+            await super().__call__(scope, receive, send)
+
+
+def application(feed: Feed, access: Access) -> ASGIApp:
+    """Return the dashboard's application."""
+
+    def refusal(request: Request) -> Response | None:
+        if not access.may_read(request.headers):
+            return _refused()
+        if feed.readers >= limits.DASHBOARD_READERS_MAX:
+            return Response(f"{feed.readers} pages follow this run already: close one", status_code=503)
+        return None
+
+    async def session(request: Request) -> Response:
+        if request.method == "GET":
+            return refusal(request) or Response(status_code=204)
+        cookie = access.set_cookie(request.headers.get("authorization", ""))
+        return _refused() if cookie is None else Response(status_code=204, headers={"set-cookie": cookie})
+
+    async def events(request: Request) -> Response:
+        return refusal(request) or _EventStream(feed)
+
+    routes = [Route(path, _file(name, kind)) for path, (name, kind) in _FILES.items()]
+    routes += [Route("/session", session, methods=["GET", "POST"]), Route("/events", events, methods=["GET"])]
+    return _guarded(Starlette(routes=routes), access)
+
+
+def _file(name: str, kind: str) -> Callable[[Request], Awaitable[Response]]:
+    body = (_DIRECTORY / name).read_bytes()
+
+    async def answer(request: Request) -> Response:
+        return Response(body, media_type=kind)
+
+    return answer
+
+
+def _refused() -> Response:
+    return Response("this needs the token of the run", status_code=401, headers={"www-authenticate": "Bearer"})
+
+
+def _guarded(app: ASGIApp, access: Access) -> ASGIApp:
+    """Return ``app`` behind the check of the header ``Host``, with headers that restrict the page in all answers."""
+
+    async def guard(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                added = [(name.encode(), value.encode()) for name, value in _HEADERS.items()]
+                message = {**message, "headers": [*message.get("headers", ()), *added]}
+            await send(message)
+
+        if access.names_host(Headers(scope=scope).get("host", "")):
+            await app(scope, receive, send_with_headers)
+        else:
+            refusal = Response("without a token, name this port by its address", status_code=403)
+            await refusal(scope, receive, send_with_headers)
+
+    return guard
+
+
+# --- access -----------------------------------------------------------------------------------------------------------
+#
+# Access to the dashboard: who may read it.
+#
+# Pure. A run's token, or the key of its link, is exchanged for a cookie that holds the key; a token of a role, for
+# one that holds the token, so that it ends with the token. Without a token only this machine reaches the port, and
+# requests must name it by an address, so that a page in a browser cannot reach it by a name of its own.
+
+
+class Access:
+    """The rules of one dashboard. token, key: empty if the run has no token.
+
+    port: cookies belong to a host, so each dashboard of a host has its own name for them.
+    """
+
+    def __init__(self, token: str, key: str, port: int) -> None:
+        self._verifier = Verifier(token, Audience.SCHEDULER)
+        self._key = key.encode()
+        self.cookie = f"psdist-dashboard-{port}"
+
+    def names_host(self, host: str) -> bool:
+        """Return True if the header ``Host`` may be this."""
+        name = host if host.endswith("]") else host.rpartition(":")[0] or host
+        return not self._verifier.is_open or addresses.literal(name) is not None
+
+    def set_cookie(self, authorization: str) -> str | None:
+        """Return the header ``Set-Cookie`` for a header ``Authorization``; None if that is wrong."""
+        scheme, _, given = authorization.partition(" ")
+        held = self._held(given.strip()) if scheme.lower() == "bearer" and not self._verifier.is_open else ""
+        return f"{self.cookie}={held}; Path=/; HttpOnly; SameSite=Strict" if held else None
+
+    def may_read(self, headers: Mapping[str, str]) -> bool:
+        """Return True if a request with these headers may read the state of the run."""
+        if self._verifier.is_open or self.set_cookie(headers.get("authorization", "")) is not None:
+            return True
+        # Not http.cookies: that drops all cookies if one of them is malformed, and other ports of a host share theirs.
+        given = (part.strip().partition("=") for part in headers.get("cookie", "").split(";"))
+        # The run's own token is in no cookie that was set here.
+        return any(name == self.cookie and value and self._held(value) == value for name, _, value in given)
+
+    def _held(self, shown: str) -> str:
+        """Return the content of the cookie for a browser that has shown the key or a token; empty if neither opens the
+        dashboard."""
+        if hmac.compare_digest(shown.encode(), self._key):
+            return self._key.decode()
+        try:
+            role = self._verifier.role(shown)
+            roles.check(role, roles.DASHBOARD_PAGES)
+        except (UnauthenticatedError, PermissionDeniedError):
+            return ""
+        return self._key.decode() if role is Role.ALL else shown

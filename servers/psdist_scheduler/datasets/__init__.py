@@ -1,1 +1,0 @@
-"""Data sets whose ranges are leased to workers."""

@@ -1,0 +1,470 @@
+"""The scheduler's machine: all machines of a run as one, and the epoch over them. Pure.
+
+``on(event, now)`` changes the state and returns the effects. A refused request changes nothing. Every change of the
+map's content, or of state that a restart needs, makes a new epoch: one ``Persist``, then the news of losses, then one
+``Publish``, then the answers. So nobody learns of anything that is not durable, and the map of an answer is not older
+than the answer. Changes of data sets alone are made durable without an epoch, because the map does not show them.
+Events that arrive together share an epoch (``on_all``).
+
+Invariants: The epoch grows with every change and never otherwise. Effects do not depend on the order of any set.
+
+The decisions themselves are in ``members``, ``placement``, ``datasets``, ``snapshots`` and ``coordination``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Final, get_args
+
+from psdist.errors import FencedError, InvalidArgumentError, PsdistError, RunLostError, copy_error
+from psdist.types import ClusterMap, ServerEntry, WorkerEntry
+from psdist_scheduler.decide import cluster_events as ev
+from psdist_scheduler.decide import effects as ef
+from psdist_scheduler.decide import snapshot_events as sn
+from psdist_scheduler.decide.cluster_events import Event, Heard, StopReported, TraceEvent
+from psdist_scheduler.decide.cluster_state import ClusterSettings, StoredState
+from psdist_scheduler.decide.effects import Broadcast, Effect, Publish, Refuse
+from psdist_scheduler.decide.formations import GroupFormations
+from psdist_scheduler.decide.leased_datasets import SameBatchWarnings
+from psdist_scheduler.decide.lineage import Lineage, lost
+from psdist_scheduler.decide.machines import Machines
+from psdist_scheduler.decide.trace_recording import Traces
+from psdist_scheduler.decide.waiting_calls import WaitingCalls
+
+#: Events that no waiting call depends on. There are thousands of heartbeats, so the planners are not asked after each.
+_PASSING: Final = (
+    ev.Heartbeat,
+    Heard,
+    ev.ServerChecked,
+    ev.EqualContributions,
+    ev.FormGroup,
+    *get_args(TraceEvent),
+)
+_NO_RECORD: Final = (
+    "No snapshot has the training progress either. Start afresh under another --run-id; a scheduler with --store, and "
+    "--storage-path for snapshots, survives this"
+)
+
+
+class Cluster:
+    """One run.
+
+    stored: state that an earlier scheduler stored, if there was one.
+    history: content of the run's storage; None if it was not read.
+    """
+
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        stored: StoredState | None,
+        now: float,
+        history: sn.History | None = None,
+    ) -> None:
+        self.settings = settings
+        self.epoch = stored.epoch if stored is not None else 0
+        if history is not None:
+            # A run that resumes from a snapshot has higher epochs than the run that took it.
+            self.epoch = max(self.epoch, *(commit.epoch for commit in history.commits), 0)
+        self.machines = machines = Machines.build(settings, stored, history, self.epoch, now)
+        self.members, self.demand = machines.members, machines.members.demand
+        self.registry, self.datasets, self.snapshots = machines.registry, machines.datasets, machines.snapshots
+        self.lineage = Lineage(settings.salt, stored)
+        self._same_batches = SameBatchWarnings(self.members, self.registry)
+        self._formations = GroupFormations(self.members, is_restored=stored is not None)
+        self._traces = Traces(self.members)
+        self._calls = WaitingCalls()
+        #: True once members and callers were notified that the run cannot continue.
+        self._has_ended = False
+
+    @property
+    def failed(self) -> PsdistError | None:
+        """Why the run cannot continue; None while it can."""
+        return self.registry.resume.failed
+
+    @property
+    def map(self) -> ClusterMap:
+        return ClusterMap(
+            run_id=self.settings.run_id,
+            epoch=self.epoch,
+            servers=tuple(ServerEntry(m.member_id, m.incarnation, m.address) for m in self.members.servers),
+            workers=tuple(WorkerEntry(m.member_id, m.incarnation, m.rank, m.address) for m in self.members.workers),
+            parameters=self.registry.entries,
+            paused=self.paused,
+            scheduler_id=self.lineage.scheduler_id,
+            ranks_done=self.demand.ranks_done,
+        )
+
+    @property
+    def paused(self) -> str:
+        """Why no step begins: an elastic run has fewer nodes than its minimum. Empty while steps may begin.
+
+        Workers that are done count as present.
+        """
+        begun = any(entry.ready for entry in self.registry.entries)
+        return self.machines.rendezvous.shortage(self.demand.ranks_in_service) if begun else ""
+
+    @property
+    def waits(self) -> list[str]:
+        """One sentence per wait in progress, the oldest first."""
+        return self._calls.texts
+
+    @property
+    def is_ready(self) -> bool:
+        """True while the run has its required members and nothing is lost."""
+        return not (self.registry.lost_text or self.paused or self.demand.shortage(begun=bool(self.registry.entries)))
+
+    @property
+    def phase(self) -> str:
+        """One sentence about the state of the run, with the reason if it is stalled."""
+        if lost := self.registry.lost_text:
+            return lost
+        if wait := self.machines.losses.deferred.wait:
+            return f"held up, waiting {wait}"
+        training = [
+            f"{p.name!r} at {p.version_text}" for p in self.registry.all if p.state == "ready" and p.entry.members
+        ]
+        if self.paused:
+            return f"paused, waiting {self.paused}"
+        if training:
+            shortage = self.demand.shortage(begun=True)
+            degraded = self.machines.replica_manager.degraded()
+            fewer = f"with fewer than wanted, waiting {shortage}" if shortage else ""
+            also = [self.machines.losses.silent.sentence, degraded, fewer]
+            return "; ".join([f"training {', '.join(training)}", *(text for text in also if text)])
+        if shortage := self.demand.shortage():
+            everyone_left = not self.members.workers and self.members.ranks
+            return "all workers are gone" if everyone_left else f"waiting {shortage}"
+        if self.waits:
+            return f"waiting {self.waits[0]}"
+        return "idle: no worker takes part in any parameters"
+
+    def start(self, now: float) -> list[Effect]:
+        """Return the first effects: the first epoch of this scheduler, durable and published."""
+        return self._commit([], now, changed=True)
+
+    def on(self, event: Event, now: float) -> list[Effect]:
+        """Process one event. Raises nothing: a refused request becomes a Refuse."""
+        return self.on_all((event,), now)
+
+    def on_all(self, events: Iterable[Event], now: float) -> list[Effect]:
+        """Process events that arrived together, in their order, as one epoch. Raises nothing.
+
+        If there are several, none may depend on the consequences of another, as registrations of workers do not.
+        """
+        effects: list[Effect] = []
+        accepted = False
+        for event in events:
+            try:
+                effects += self._handle(event, now)
+            except PsdistError as error:
+                effects += [Refuse(call, error)] if (call := getattr(event, "call", 0)) else []
+                continue
+            # Nor does a waiting call depend on the end of a refused one: repeated wrong requests must cost little.
+            is_refused = isinstance(event, ev.CallEnded) and event.refused
+            accepted = accepted or not (is_refused or isinstance(event, _PASSING))
+        if self.failed is not None:
+            return self._end_run(self.failed, effects, now)
+        return self._commit(effects, now) if accepted else effects
+
+    def _end_run(self, error: PsdistError, before: list[Effect], now: float, changed: bool = False) -> list[Effect]:
+        """End a run that cannot continue: notify all members and callers, and take no further action.
+
+        before: effects of the events that led to this.
+        changed: True if there is a new epoch in any case.
+        """
+        effects = before + self.machines.scaling.progress(now)
+        if self._has_ended:
+            return effects
+        self._has_ended = True
+        self._calls.drop_answered(effects)
+        sessions, calls = [*self.members.sessions.by_call], self._calls.all
+        for call in calls:
+            self._end(call)
+        # Only an operator knows whether a lost record comes back. The next scheduler examines the snapshots again.
+        lost = error.message if isinstance(error, RunLostError) else ""
+        changed = changed or self.machines.has_changed
+        self.epoch += changed
+        changes = replace(self._take_changes(), run_lost=lost)
+        log = ef.LogEvent(f"the run ends: {error}", "warning", kind="shutdown")
+        refused = [Refuse(call, copy_error(error)) for call in (*calls, *sessions)]
+        published = [Publish(self.map)] if changed else []
+        return [changes, log, *published, *effects, *refused]
+
+    def validate(self) -> None:
+        self.machines.validate()
+        self._calls.validate()
+        self._formations.validate()
+        assert not self.machines.has_changed and not self.machines.has_changed_aside
+
+    # --- events -------------------------------------------------------------------------------------------------------
+
+    def _handle(self, event: Event, now: float) -> list[Effect]:
+        machines = self.machines
+        if self.failed is not None and not isinstance(event, ev.CallEnded | ev.WatchScale):
+            raise copy_error(self.failed)
+        match event:
+            case ev.Heartbeat():
+                return self._heartbeat(event, now)
+            case Heard(heard):
+                self.members.on_activity(heard, now)
+                return []
+            case ev.Tick():
+                effects, calls = machines.deadlocks.progress()
+                for call in calls:
+                    self._end(call)
+                return effects + machines.losses.tick(now) + self._traces.tick(now)
+            case ev.Register():
+                return self._register(event, now)
+            case ev.SessionOpened():
+                self._check_lineage(event)
+                return self._open_session(event, now)
+            case ev.SessionClosed():
+                return machines.losses.close_session(event, now)
+            case ev.Probed():
+                return machines.losses.on_probed(event, now)
+            case ev.Leave():
+                return machines.losses.leave(event, now)
+            case ev.JoinAnswered():
+                return machines.creation.joins.on_answer(event)
+            case ev.ValuesAnswered():
+                return machines.creation.commits.on_answer(event)
+            case ev.ReplicaFilled():
+                return machines.replica_manager.on_filled(event)
+            case ev.ReplicaUnreachable():
+                return machines.replica_manager.on_unreachable(event, now)
+            case ev.GiveUp():
+                self.members.check_run(event.run_id)
+                return machines.losses.start.give_up(event)
+            case ev.Drain() | ev.Stop():
+                return machines.exit_requests.hold(event, now)
+            case StopReported():
+                return machines.coordinated_shutdown.on_report(event)
+            case ev.ServerChecked():
+                return machines.losses.on_checked(event, now)
+            case ev.CallChecked():
+                machines.deadlocks.on_checked(event)
+                return []
+            case ev.EqualContributions():
+                return self._same_batches.on_report(event)
+            case ev.AlignReported():
+                return machines.creation.joins.alignment.on_report(event, now)
+            case ev.Scale():
+                return machines.scaling.scale(event)
+            case ev.WatchScale():
+                return machines.scaling.watch(event)
+            case ev.CommitParameters():
+                return machines.creation.commit(event, self.members.check_caller(event.caller))
+            case ev.OpenDataset() | ev.LeaseRange() | ev.EndRanges() | ev.GetPosition() | ev.SetPosition():
+                return self._data(event)
+            case ev.FormGroup():
+                return self._formations.form(event, self.members.check_caller(event.caller), now)
+            case ev.CallEnded():
+                self._end(event.call)
+                return self._traces.end_call(event.call)
+            case ev.TraceRequested() | ev.SpansReported() | ev.ClockReported():
+                return self._trace(event, now)
+            case ev.Create() | ev.Describe() | ev.EnterBarrier() | ev.EnterRendezvous():
+                return self._wait(event, now)
+            case _:
+                return self._snapshot(event, now)
+
+    def _register(self, event: ev.Register, now: float) -> list[Effect]:
+        losses = self.machines.losses
+        losses.on_register(event, now)
+        member, effects = self.machines.admission.register(event, self.registry.lost_owners, now)
+        return effects + losses.replace_at_address(member, now)
+
+    def _open_session(self, event: ev.SessionOpened, now: float) -> list[Effect]:
+        """Open a member's session. All machines that send commands repeat theirs on it."""
+        machines = self.machines
+        member, effects = self.members.open_session(event, now)
+        if member.role == "server":
+            effects += machines.creation.joins.on_session(member.member_id)
+        else:
+            machines.coordinated_shutdown.on_session(member)
+            machines.creation.joins.alignment.on_session(member)
+        effects += self.snapshots.on_session(member, self.epoch, now)
+        return effects + machines.exit_requests.on_session(event.call)
+
+    def _check_lineage(self, event: ev.SessionOpened) -> None:
+        """Raise RunLostError if a member comes from a part of the run that is not on record.
+
+        The run ends with it, unless it resumed from a snapshot, or is training: then a member of its past has come too
+        late. Raises InvalidArgumentError for a map that this very process would have published later: nothing is lost,
+        and the member is wrong.
+        """
+        lineage, resume = self.lineage, self.registry.resume
+        why = lineage.missing(event, self.epoch)
+        if not why:
+            return
+        if event.scheduler_id == lineage.scheduler_id:
+            raise InvalidArgumentError(f"{why}: say the epoch of the newest map that it has received")
+        is_older = lineage.knows(event.scheduler_id)
+        if not is_older and resume.base.restore is not None and not resume.base.generation:
+            directory = resume.base.restore.directory
+            remedy = f"The run resumes from snapshot {directory}, and what was trained after it is lost: start again"
+            raise lost(why, remedy, snapshot=directory)
+        # Members that this scheduler knows are back, or it began with an empty store, so the unknown member is late.
+        is_known = lineage.is_first or bool(self.members.sessions.by_call)
+        if not is_older and is_known and any(entry.ready for entry in self.registry.entries):
+            raise lost(why, "The run was started again without it")
+        error = lost(why, "Give the scheduler the newest store of this run (--store)" if is_older else _NO_RECORD)
+        resume.fail(error)
+        raise copy_error(error)
+
+    def _snapshot(self, event: sn.SnapshotEvent, now: float) -> list[Effect]:
+        snapshots, rollback = self.snapshots, self.machines.rollback
+        match event:
+            case sn.Save():
+                effects = snapshots.save(event, now)
+                self._calls.add(event.call, event.worker_id)
+                return effects
+            case sn.StatesAnnounced():
+                return snapshots.states.on_announced(event)
+            case sn.StateOffered() | sn.StateWritten():
+                return snapshots.states.on_upload(event, snapshots.attempt, now)
+            case sn.GetState():
+                return snapshots.states.get(event, self.registry.resume.found)
+            case sn.Prepared() | sn.Marked() | sn.Written() | sn.PartFailed():
+                return snapshots.on_report(event, now)
+            case sn.Committed():
+                effects, newer = snapshots.on_committed(event, now)
+                return effects if newer is None else effects + rollback.roll_back_to_newer(newer, self.epoch + 1, now)
+            case sn.CommitFailed():
+                return snapshots.on_commit_failed(event, now)
+            case sn.Pruned():
+                return snapshots.catalog.on_pruned(event)
+            case sn.Loaded():
+                return self.machines.creation.on_loaded(event)
+            case sn.LoadFailed():
+                return rollback.on_load_failed(event)
+            case sn.HistoryRead():
+                return rollback.on_history_read(event, self.epoch + 1, now)
+
+    def _wait(self, event: ev.Create | ev.Describe | ev.EnterBarrier | ev.EnterRendezvous, now: float) -> list[Effect]:
+        """Process a call that may have to wait."""
+        machines = self.machines
+        if isinstance(event, ev.EnterRendezvous):
+            self.members.check_run(event.run_id)
+            effects = machines.rendezvous.enter(event, now)
+            self._calls.add(event.call, "")
+            return effects
+        worker = self.members.check_caller(event.caller)
+        self._calls.check(worker)
+        match event:
+            case ev.Create():
+                effects = machines.creation.create(event, worker)
+                self.snapshots.end_snapshot.forget()
+            case ev.Describe():
+                effects = machines.creation.describe(event, worker)
+            case ev.EnterBarrier():
+                effects = machines.barriers.enter(event, worker)
+        self._calls.add(event.call, worker.member_id)
+        if not isinstance(event, ev.Describe):
+            machines.deadlocks.on_activity(worker, event.activity, event.call)
+        return effects
+
+    def _data(self, event: ev.DataEvent) -> list[Effect]:
+        if isinstance(event, ev.GetPosition):
+            self.members.check_run(event.run_id)
+            return self.datasets.get_position(event)
+        worker = self.members.check_caller(event.caller)
+        match event:
+            case ev.OpenDataset():
+                return self.datasets.open(event)
+            case ev.LeaseRange():
+                return self.datasets.lease(event, worker)
+            case ev.EndRanges():
+                return self.datasets.end(event, worker)
+            case ev.SetPosition():
+                return self.datasets.set_position(event, worker)
+
+    def _heartbeat(self, event: ev.Heartbeat, now: float) -> list[Effect]:
+        member = self.members.by_session(event.call)
+        if member is None:
+            return []
+        self.members.sessions.on_heartbeat(event, member.member_id, now)
+        if member.role == "worker":
+            self.machines.deadlocks.on_activity(member, event.activity)
+            return self.machines.losses.unreachable.on_report(member, event.unreachable, now)
+        unreachable, server = self.machines.losses.unreachable, member.replica
+        for worker_id, incarnation, age in event.heard:
+            self.members.on_activity([(worker_id, incarnation)], now - age)
+            unreachable.on_heard(server, (worker_id, incarnation), now - age)
+        for name, version in event.versions:
+            if (p := self.registry.get(name)) is not None:
+                p.on_version(member.member_id, event.epoch, version)
+        if event.progress is not None and (attempt := self.snapshots.attempt) is not None:
+            attempt.on_progress(member.member_id, event.progress, now)
+        return []
+
+    def _trace(self, event: TraceEvent, now: float) -> list[Effect]:
+        effects = self._traces.on(event, now)
+        if isinstance(event, ev.TraceRequested):
+            self._calls.add(event.call, "")
+        return effects
+
+    def _end(self, call: int) -> None:
+        self._calls.end_call(call)
+        self.machines.end_call(call)
+
+    # --- what follows -------------------------------------------------------------------------------------------------
+
+    def _commit(self, effects: list[Effect], now: float, changed: bool = False) -> list[Effect]:
+        """Let each planner act once, and return the effects in the order that the module docstring promises.
+
+        Each planner comes after those whose decisions it uses:
+
+        1. Losses, promotions and rollbacks: all others then see only live members. The run may end here.
+        2. Creation and joins among those members. Then replicas, so that sets just placed get their backups in the same
+           epoch.
+        3. Shutdown: it requests snapshots. Then snapshots, then the exits that waited for one.
+        4. Alignment: it sends commands on behalf of joins, shutdown and snapshots.
+        5. Scaling, barriers, rendezvous and data sets, which nothing else depends on.
+        """
+        machines, epoch = self.machines, self.epoch + 1
+        effects += machines.losses.progress(now)
+        effects += machines.rollback.roll_back_if_lost(epoch, now)
+        if self.failed is None:
+            effects += self._end_calls_of_the_gone() + machines.replica_manager.lose(epoch)
+            machines.rollback.end_if_lost()
+            effects += machines.losses.start.progress(now)
+        if self.failed is not None:
+            return self._end_run(self.failed, effects, now, changed)
+        effects += machines.creation.progress(epoch, now) + machines.replica_manager.plan(epoch, now)
+        effects += machines.exit_requests.request_snapshots(now) + machines.coordinated_shutdown.progress(now)
+        # A scheduler that starts belongs to its own epoch now: numbers derived from it must exceed all that its
+        # predecessor used.
+        effects += machines.snapshots.progress(self.epoch + changed, now) + machines.exit_requests.release(now)
+        effects += machines.creation.joins.alignment.progress(now)
+        effects += machines.scaling.progress(now) + machines.barriers.progress()
+        if machines.rendezvous.world_size:
+            live = [worker.rank for worker in self.members.workers]
+            done = [worker.rank for worker in self.demand.workers_done]
+            machines.rendezvous.update_presence(self.members.ranks, live, done, now)
+        effects += machines.rendezvous.progress(now, max(self.members.next_rank, self.demand.ranks_used))
+        if changed or self.members.changed:
+            effects += machines.datasets.lose(self.members.is_live)
+        changed = changed or machines.has_changed
+        self.epoch += changed
+        machines.replica_manager.published(self.epoch)
+        first = [self._take_changes()] if changed or machines.has_changed_aside else []
+        news = [effect for effect in effects if isinstance(effect, Broadcast)]
+        rest: list[Effect] = [effect for effect in effects if not isinstance(effect, Broadcast)]
+        published = [Publish(self.map)] if changed else []
+        self._calls.drop_answered(rest)
+        return [*first, *news, *published, *rest, *self._calls.report(machines.waits(now), now)]
+
+    def _take_changes(self) -> ef.Persist:
+        return replace(self.machines.take_changes(self.epoch), schedulers=self.lineage.take_change())
+
+    def _end_calls_of_the_gone(self) -> list[Effect]:
+        effects: list[Effect] = []
+        gone = {i: m for i in self.members.changed if (m := self.members.get(i)) is not None and not m.live}
+        for call, member_id in self._calls.of_members(gone):
+            member = gone[member_id]
+            text = f"{member} was fenced: it {member.state_text}; register again"
+            effects.append(Refuse(call, FencedError(text, member_id=member_id)))
+            self._end(call)
+        return effects

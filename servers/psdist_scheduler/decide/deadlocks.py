@@ -1,0 +1,344 @@
+"""Detects deadlocks among workers, and ends their calls. Pure.
+
+A script may wait at a barrier while another one, which counts its loop differently, waits for its push. Only an error
+helps then. Workers report what their scripts wait for and, in the same message, their next pushes. Calls that wait here
+carry the same report. According to these reports, a worker waits for others that have not pushed, or not called.
+
+A cycle of such waits is real, although the reports are not simultaneous. The first of its workers to continue after its
+report could do so only because the worker that it waited for pushed, or called, after its own report, and thus
+continued before it. Only waits that cannot end by themselves count. Calls with a time limit, and clients used by
+several threads, report no wait.
+
+Calls of a group travel between workers, so one that is missing may be on its way. A cycle with such a wait counts once
+each worker that lacks the call has confirmed that it has not made it, and still waits as it reported.
+
+A message of any rank may come from each of them, so its receiver is held up only if all of them are. With such waits a
+deadlock is a knot: a set in which each worker waits for another one, or for a message of any, and for none outside.
+
+Other reasons for a stalled run, such as a script that never calls, are reported by ``Cluster.waits``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from psdist.consistency import BSP, SSP
+from psdist.errors import MutualWaitError
+from psdist.types import ParametersEntry, ParametersMember
+from psdist_scheduler.decide.barriers import Barriers
+from psdist_scheduler.decide.cluster_events import Activity, CallChecked, GroupCall
+from psdist_scheduler.decide.cluster_state import Member
+from psdist_scheduler.decide.effects import Answer, CheckCall, DeadlockFound, Effect, LogEvent, Refuse
+from psdist_scheduler.decide.members import Membership
+from psdist_scheduler.decide.parameter_sets import Registry, awaited_workers
+
+_REMEDY = (
+    "None of them can continue. Let all workers make the same calls in the same order, and count loops by the "
+    "parameters' step rather than by a counter of the script, which a dropped push does not change"
+)
+
+_GROUPS_NAMED: Final = 8
+
+#: Id and incarnation of a worker, and the sequence of its wait.
+_Waiting = tuple[str, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class WaitFor:
+    """Edges of the wait-for graph from one worker to the workers that it waits for.
+
+    text: reason for the wait, to follow the word "waits".
+    call: the call that waits here; 0 for none.
+    group_call: the call of a group that it waits for, or None.
+    """
+
+    worker: Member
+    text: str
+    awaited: tuple[str, ...]
+    sequence: int
+    call: int = 0
+    group_call: GroupCall | None = None
+
+    @property
+    def identity(self) -> _Waiting:
+        """The worker, and the sequence of its wait."""
+        return (*self.worker.identity, self.sequence)
+
+    @property
+    def takes_any(self) -> bool:
+        """True if one of the awaited workers can end the wait by itself."""
+        return self.group_call is not None and bool(self.group_call.sources)
+
+
+@dataclass(slots=True)
+class Deadlocks:
+    """Activities of workers. A cycle among them is reported once."""
+
+    _members: Membership
+    _registry: Registry
+    _barriers: Barriers
+    #: Newest activity of each worker, with the incarnation that reported it.
+    _activities: dict[str, tuple[int, Activity]] = field(default_factory=dict)
+    #: Activity that came with each open call.
+    _calls: dict[int, Activity] = field(default_factory=dict)
+    #: Pairs of waits. The worker of the second was asked, on this session, if it lacks the call of the first: True once
+    #: it has confirmed that.
+    _checks: dict[tuple[_Waiting, _Waiting], int | Literal[True]] = field(default_factory=dict)
+
+    def on_activity(self, worker: Member, activity: Activity | None, call: int = 0) -> None:
+        """Record a worker's activity. call: the call that it came with, if that waits for an answer."""
+        if activity is None:
+            return
+        known = self._activities.get(worker.member_id)
+        if known is None or (known[0], known[1].age) < (worker.incarnation, activity.age):
+            self._activities[worker.member_id] = worker.incarnation, activity
+        if call:
+            self._calls[call] = activity
+
+    def on_checked(self, event: CallChecked) -> None:
+        """Record that a worker lacks the call that it was asked about."""
+        worker = self._members.by_session(event.call)
+        if worker is not None:
+            waiting = event.worker_id, event.incarnation, event.waiting
+            check = waiting, (*worker.identity, event.sequence)
+            if check in self._checks:
+                self._checks[check] = True
+
+    def end_call(self, call: int) -> None:
+        self._calls.pop(call, None)
+
+    def progress(self) -> tuple[list[Effect], list[int]]:
+        """End the calls of deadlocked workers. Returns the effects, and the calls that no longer wait here."""
+        for worker_id, (incarnation, _) in list(self._activities.items()):
+            if not self._members.is_live(worker_id, incarnation):
+                del self._activities[worker_id]
+        waits = {wait.worker.member_id: wait for wait in self._waits()}
+        awaited = {worker_id: wait.awaited for worker_id, wait in waits.items()}
+        lasting = {wait.identity for wait in waits.values()}
+        self._checks = {check: state for check, state in self._checks.items() if lasting.issuperset(check)}
+        effects: list[Effect] = []
+        calls: list[int] = []
+        takers = {worker_id for worker_id, wait in waits.items() if wait.takes_any}
+        while knot := _find_knot(awaited, takers):
+            found = {waits[worker_id]: [waits[other] for other in others] for worker_id, others in knot.items()}
+            if unconfirmed := self._unconfirmed(found, effects):
+                for wait, other in unconfirmed:
+                    left = tuple(one for one in awaited[wait.worker.member_id] if one != other.worker.member_id)
+                    awaited[wait.worker.member_id] = () if wait.takes_any else left
+                continue
+            for worker_id in knot:
+                del awaited[worker_id]
+            text = _text(found)
+            # A worker that makes the missing call after its error must not release the others without one.
+            keys = dict.fromkeys(wait.group_call.group.hex() for wait in found if wait.group_call is not None)
+            groups = {f"group_{number}": key for number, key in enumerate(list(keys)[:_GROUPS_NAMED])}
+            error = MutualWaitError(f"{text}. {_REMEDY}", **groups)
+            effects.append(LogEvent(f"deadlock: {text}", "warning"))
+            # Waits for steps end first: a rank whose group has ended may push, which would end them without an error.
+            for wait in sorted(found, key=lambda wait: wait.group_call is not None):
+                del self._activities[wait.worker.member_id]
+                if wait.call:
+                    calls.append(wait.call)
+                    effects.append(Refuse(wait.call, error))
+                else:
+                    session = self._members.sessions.call_of(wait.worker.member_id)
+                    effects.append(Answer(session, DeadlockFound(wait.sequence, error)))
+        return effects, calls
+
+    def _unconfirmed(
+        self, knot: Mapping[WaitFor, Sequence[WaitFor]], effects: list[Effect]
+    ) -> list[tuple[WaitFor, WaitFor]]:
+        """Return the waits for calls of groups that an awaited worker of a knot has not confirmed, with that worker's.
+
+        effects: takes questions to those that have not been asked.
+        """
+        found = []
+        for wait, other in ((wait, other) for wait, others in knot.items() for other in others):
+            check = wait.identity, other.identity
+            if (call := wait.group_call) is None or self._checks.get(check) is True:
+                continue
+            found.append((wait, other))
+            session = self._members.sessions.call_of(other.worker.member_id)
+            if session and self._checks.get(check) != session:
+                self._checks[check] = session
+                counts = call.counts_of(other.worker.member_id)
+                question = CheckCall(other.sequence, *wait.identity, call.group, call.message, *counts)
+                effects.append(Answer(session, question))
+        return found
+
+    def _waits(self) -> Iterator[WaitFor]:
+        """Yield all known waits for other workers."""
+        groups: dict[tuple[str, str, int, bool], tuple[str, ...]] = {}
+        for worker_id, (_, activity) in self._activities.items():
+            worker = self._members.get(worker_id)
+            if worker is not None and (call := activity.group_call) is not None:
+                others = tuple(
+                    other for other, incarnation in call.awaited if self._members.is_live(other, incarnation)
+                )
+                if not call.sources or len(others) == len(call.awaited):  # Else its loss ends the wait.
+                    yield WaitFor(worker, call.text, _others(others, worker), activity.sequence, group_call=call)
+            if worker is None or activity.kind not in ("step", "clock"):
+                continue
+            key = (activity.kind, activity.parameters, activity.number, activity.parameters in activity.partial)
+            if key not in groups:
+                groups[key] = tuple(self._behind(activity))
+            what = "in step" if activity.kind == "step" else "at clock"
+            text = f"{what} {activity.number} of {activity.parameters!r}"
+            yield WaitFor(worker, text, _others(groups[key], worker), activity.sequence)
+        yield from self._call_waits()
+
+    def _call_waits(self) -> Iterator[WaitFor]:
+        absent_from: dict[str, tuple[str, ...]] = {}
+        for name, arrival in self._barriers.arrivals:
+            if name not in absent_from:
+                absent_from[name] = tuple(worker.member_id for worker in self._barriers.absent(name))
+            yield from self._call_wait(arrival.call, arrival.worker, f"at barrier {name!r}", absent_from[name])
+        # A worker that rejoins opens all of its sets together: its calls for the others may be in transit.
+        rejoining = {p.creators[call].member_id for p in self._registry.all for call in p.resumes if call in p.creators}
+        for p in self._registry.all:
+            if p.record is None:
+                called = {worker.member_id for worker in (*p.creators.values(), *p.describers.values())}
+                awaited = [worker.member_id for worker in awaited_workers(p, self._members)]
+                absent = tuple(worker_id for worker_id in awaited if worker_id not in called | rejoining)
+                for call, worker in p.creators.items():
+                    yield from self._call_wait(call, worker, f"to create {p.name!r}", absent)
+
+    def _call_wait(self, call: int, worker: Member, text: str, awaited: tuple[str, ...]) -> Iterator[WaitFor]:
+        said, known = self._calls.get(call), self._activities.get(worker.member_id)
+        if said is None or said.kind != "call" or known is None or known[0] != worker.incarnation:
+            return
+        if known[1].kind == "call" and known[1].sequence == said.sequence:
+            yield WaitFor(worker, text, awaited, said.sequence, call)
+
+    def _behind(self, activity: Activity) -> Iterator[str]:
+        """Yield members that reported that they have not pushed what ``activity`` waits for.
+
+        A worker that pushed a part may wait for just the slices that another one also pushed. So it waits for those
+        that have pushed nothing.
+        """
+        p = self._registry.get(activity.parameters)
+        if p is None or p.record is None or not _waits_for_all(p.entry):
+            return
+        whole = p.name not in activity.partial
+        for member in p.entry.members:
+            next_push = self._next(member, p.name, whole=whole)
+            if next_push is not None and _progress(member, next_push, activity.kind) < activity.number + (
+                activity.kind == "step"
+            ):
+                yield member.worker_id
+
+    def _next(self, member: ParametersMember, parameters: str, *, whole: bool) -> int | None:
+        """Return the number of the member's next push, as it last reported; None if it did not.
+
+        whole: True to count a partial push as the next one.
+        """
+        incarnation, activity = self._activities.get(member.worker_id, (0, None))
+        if activity is None or incarnation != member.incarnation:
+            return None
+        # Sorted, and there may be a thousand of them for each of a thousand workers.
+        at = bisect_left(activity.next, (parameters,))
+        if at == len(activity.next) or activity.next[at][0] != parameters:
+            return None
+        return activity.next[at][1] + (not whole and parameters in activity.partial)
+
+
+def _waits_for_all(entry: ParametersEntry) -> bool:
+    """Return True if a single member that does not push can hold up the others."""
+    consistency = entry.spec.consistency
+    return isinstance(consistency, SSP) or (isinstance(consistency, BSP) and not consistency.backup_workers)
+
+
+def _progress(member: ParametersMember, next_push: int, kind: str) -> int:
+    """Return the steps that a member has contributed to, or its clock. A member before its first step is not
+    awaited."""
+    if kind == "clock":
+        return member.first_step + next_push - member.first_push
+    return max(next_push, member.first_step)
+
+
+def _others(awaited: Sequence[str], worker: Member) -> tuple[str, ...]:
+    return tuple(other for other in awaited if other != worker.member_id)
+
+
+def _find_knot(awaited: Mapping[str, Sequence[str]], takers: Set[str]) -> dict[str, Sequence[str]]:
+    """Return workers that wait for each other, with those that each waits for; empty if there are none.
+
+    takers: workers that continue once one of those that they wait for does. Without any, the workers are a cycle.
+    """
+    if not takers & awaited.keys():
+        circle = _find_circle(awaited)
+        return {one: [circle[(at + 1) % len(circle)]] for at, one in enumerate(circle)}
+    stuck = set(awaited)
+    while free := {one for one in stuck if not _is_stuck(awaited[one], stuck, is_taker=one in takers)}:
+        stuck -= free
+    # Each of them is held up by one that is stuck too, or by all of its sources.
+    held = {
+        one: others if one in takers else [next(other for other in others if other in stuck)]
+        for one, others in awaited.items()
+        if one in stuck
+    }
+    # Without those that only wait for the others.
+    knot = _reached(next(iter(held)), held) if held else []
+    while smaller := next((path for one in knot if len(path := _reached(one, held)) < len(knot)), None):
+        knot = smaller
+    return {one: held[one] for one in knot}
+
+
+def _is_stuck(others: Sequence[str], stuck: Set[str], *, is_taker: bool) -> bool:
+    """Return True if a worker cannot continue before one of ``stuck`` does."""
+    if is_taker:
+        return bool(others) and stuck >= set(others)
+    return not stuck.isdisjoint(others)
+
+
+def _reached(start: str, held: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the workers that hold up ``start``, directly or not, and itself."""
+    found = {start: None}
+    ahead = [start]
+    while ahead:
+        for other in held[ahead.pop()]:
+            if other not in found:
+                found[other] = None
+                ahead.append(other)
+    return list(found)
+
+
+def _find_circle(awaited: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the ids of workers in a cycle, each waiting for the next; empty if there is no cycle."""
+    done: set[str] = set()
+    for start in awaited:
+        path: list[str] = []
+        ahead: list[Iterator[str]] = []
+        if start not in done:
+            path, ahead = [start], [iter(awaited[start])]
+        while path:
+            following = next(ahead[-1], None)
+            if following is None:
+                done.add(path.pop())
+                ahead.pop()
+            elif following in path:
+                return path[path.index(following) :]
+            elif following in awaited and following not in done:
+                path.append(following)
+                ahead.append(iter(awaited[following]))
+    return []
+
+
+def _text(knot: Mapping[WaitFor, Sequence[WaitFor]]) -> str:
+    """Describe a knot. A cycle: "worker-0 (rank 0) waits at barrier 'end' for worker-1 (rank 1), which waits in step 7
+    of 'p' for worker-0"."""
+    if any(len(others) > 1 for others in knot.values()):
+        waits = [f"{wait.worker} waits {wait.text} for {_named(others)}" for wait, others in knot.items()]
+        return "; ".join(waits)
+    first, *rest = knot
+    parts = [f"{first.worker} waits {first.text} for "]
+    parts += [f"{wait.worker}, which waits {wait.text} for " for wait in rest]
+    return "".join([*parts, first.worker.member_id])
+
+
+def _named(others: Sequence[WaitFor]) -> str:
+    *rest, last = (other.worker.member_id for other in others)
+    return f"{', '.join(rest)} or {last}" if rest else last

@@ -1,1 +1,0 @@
-"""Events and effects of the scheduler's machines, and the state that they share."""

@@ -1,1 +1,0 @@
-"""Members of the run: registration, leases, ranks, barriers."""

@@ -1,1 +1,0 @@
-"""Parameter sets and their shards: creation, joins, replicas, scaling, and the starting point of a run."""

@@ -1,0 +1,171 @@
+"""Interface of the store: state that a restarted scheduler needs, made durable before anybody acts on it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+
+import msgspec
+from google.protobuf.message import DecodeError
+
+from psdist.v1 import common_pb2, scheduler_pb2
+from psdist.wire import convert
+from psdist_scheduler.decide.cluster_state import (
+    BarrierRecord,
+    DataLease,
+    DatasetRecord,
+    EventRecord,
+    Member,
+    Node,
+    ParametersRecord,
+    RestorePoint,
+    SchedulerProcess,
+    StoredState,
+)
+from psdist_scheduler.decide.effects import Persist
+
+
+class Store:
+    """Interface of the store, and a store that keeps nothing. Calls block; only one is made at a time."""
+
+    #: True if ``write_events`` keeps them.
+    keeps_events = False
+
+    def load(self) -> StoredState | None:
+        """Return the stored state; None if there is none yet."""
+        return None
+
+    def write(self, changes: Persist) -> None:
+        """Make the changes durable, all or none, before returning."""
+
+    def load_events(self) -> list[EventRecord]:
+        """Return the stored history of the run, oldest first."""
+        return []
+
+    def write_events(self, records: Sequence[EventRecord]) -> None:
+        """Add to the history. A failure is only logged: the run does not depend on it."""
+
+    def discard(self) -> None:
+        """Delete the stored state and close the store, because the run has ended."""
+        self.close()
+
+    def close(self) -> None:
+        """Release the store for another scheduler."""
+
+    def check(self) -> None:
+        """Return if this process may still write. Raises LeadershipLostError; does not block."""
+
+
+# --- changes ----------------------------------------------------------------------------------------------------------
+#
+# Bytes of a change to the scheduler's state (``Persist``), for stores that keep a log of changes.
+#
+# MessagePack with a fixed form: the fields of ``_Changes``. Optimizers, layouts and settings are protobuf messages in
+# it, as in the SQLite file. Content that does not parse is refused.
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameters:
+    entry: bytes
+    layout: bytes
+    uploader: str
+    committed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Changes:
+    epoch: int
+    members: tuple[Member, ...]
+    parameters: tuple[_Parameters, ...]
+    nodes: tuple[Node, ...]
+    servers_wanted: int | None
+    datasets: tuple[tuple[str, bytes, str], ...]
+    forgotten: tuple[str, ...]
+    base: RestorePoint | None
+    barriers: tuple[BarrierRecord, ...]
+    schedulers: tuple[SchedulerProcess, ...]
+    run_lost: str
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(_Changes)
+
+
+def encode(changes: Persist) -> bytes:
+    """Return the bytes of ``changes``."""
+    same = {field.name: getattr(changes, field.name) for field in fields(_Changes)}
+    return _ENCODER.encode(
+        _Changes(
+            **same
+            | {
+                "parameters": tuple(map(_parameters_row, changes.parameters)),
+                "datasets": tuple(map(dataset_row, changes.datasets)),
+            }
+        )
+    )
+
+
+def decode(data: bytes) -> Persist:
+    """Return the changes that ``data`` holds. Raises ValueError if it is not a change of this form."""
+    try:
+        read = _DECODER.decode(data)
+        same = {field.name: getattr(read, field.name) for field in fields(_Changes)}
+        return Persist(
+            **same
+            | {
+                "parameters": tuple(map(_parameters, read.parameters)),
+                "datasets": tuple(dataset_of(spec, text) for _, spec, text in read.datasets),
+            }
+        )
+    except (msgspec.MsgspecError, DecodeError, LookupError, TypeError) as error:
+        raise ValueError(f"it is not a change of the scheduler's state: {error}") from None
+
+
+def whole(state: StoredState, forgotten: Sequence[str] = ()) -> Persist:
+    """Return ``state`` as one change of nothing."""
+    return Persist(
+        state.epoch, state.members, state.parameters, state.nodes, state.servers_wanted, state.datasets,
+        tuple(forgotten), state.base, state.barriers, state.schedulers, state.run_lost,
+    )  # fmt: skip
+
+
+def _parameters_row(record: ParametersRecord) -> _Parameters:
+    return _Parameters(
+        convert.entry_to_proto(record.entry).SerializeToString(),
+        convert.layout_to_proto(record.layout).SerializeToString(),
+        record.uploader,
+        record.committed,
+    )
+
+
+def _parameters(row: _Parameters) -> ParametersRecord:
+    return ParametersRecord(
+        entry=convert.entry_from_proto(common_pb2.ParametersEntry.FromString(row.entry)),
+        layout=convert.layout_from_proto(common_pb2.Layout.FromString(row.layout)),
+        uploader=row.uploader,
+        committed=row.committed,
+    )
+
+
+# --- dataset rows -----------------------------------------------------------------------------------------------------
+#
+# Rows of data sets, as stores keep them.
+
+
+def dataset_row(record: DatasetRecord) -> tuple[str, bytes, str]:
+    """Return a data set's name, its settings as a protobuf message, and its state as JSON."""
+    spec = convert.dataset_to_proto(record.spec).SerializeToString()
+    names = [field.name for field in fields(record)]
+    state = dict(zip(names, astuple(record), strict=True))
+    del state["spec"]
+    return record.spec.name, spec, json.dumps(state, separators=(",", ":"))
+
+
+def dataset_of(spec: bytes, text: str) -> DatasetRecord:
+    """Return the data set of a row. Raises DecodeError, ValueError, LookupError or TypeError if it is none."""
+    state = json.loads(text)
+    stretches = {name: tuple((first, second) for first, second in state[name]) for name in ("free", "attempts")}
+    leases = tuple(DataLease(*lease) for lease in state["leases"])
+    settings = convert.dataset_from_proto(scheduler_pb2.DatasetSpec.FromString(spec))
+    return DatasetRecord(settings, **state | stretches | {"leases": leases})

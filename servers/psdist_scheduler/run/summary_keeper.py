@@ -1,0 +1,253 @@
+"""Keeps the summary of a run, and writes it into the run's storage every minute and at the end.
+
+Nothing waits for the writes: a storage that fails or hangs is only warned about.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import platform
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from importlib import metadata
+from typing import Any, Final
+
+import msgspec
+
+from psdist import __version__
+from psdist.cgroups import usable_cores
+from psdist.errors import PsdistError, StorageError
+from psdist.monitoring import run_summary as form
+from psdist.monitoring.run_summary import MeanValue, Point, Summary, WorkerPart
+from psdist.snapshots.storage import Storage
+from psdist.v1 import scheduler_pb2 as pb
+from psdist_scheduler.decide.cluster_state import EventRecord
+
+logger = logging.getLogger("psdist.scheduler")
+
+#: Time between two writes.
+WRITE_SECONDS: Final = 60.0
+#: Time for the last write, and for reading the predecessor's summary.
+STORAGE_SECONDS: Final = 2.0
+
+_PACKAGES: Final = ("numpy", "numba", "grpcio", "protobuf", "torch", "jax")
+
+
+class SummaryKeeper:
+    """Adds samples to the summary. previous: the summary that a predecessor of this scheduler has kept."""
+
+    def __init__(self, run_id: str, now: float, previous: Summary | None = None) -> None:
+        self._summary = previous or Summary(run_id=run_id, started=now, written=now)
+        self._summary.state, self._summary.reason = "running", ""
+        self._summary.environment = environment()
+        if previous is not None:
+            self._summary.schedulers += 1
+
+    @property
+    def is_empty(self) -> bool:
+        """True if no worker has trained yet."""
+        return not self._summary.curves.points
+
+    def add(self, sample: pb.RunSample, modes: Mapping[str, str]) -> None:
+        """Add a sample. modes: kind of consistency by parameter set."""
+        if not sample.workers or (self.is_empty and not any(worker.pushes for worker in sample.workers)):
+            return
+        point = _point(sample, modes)
+        curves = self._summary.curves
+        add_point(curves.points, point, curves.period_seconds)
+        if len(curves.points) > form.POINTS_KEPT:
+            self._summary.curves = merged(curves)
+        for worker in sample.workers:
+            self._add_worker(worker)
+
+    def _add_worker(self, worker: pb.WorkerSample) -> None:
+        parts = self._summary.workers
+        if worker.worker_id not in parts and len(parts) >= form.MEMBERS_KEPT:
+            return
+        part = parts.setdefault(worker.worker_id, WorkerPart())
+        for phase in ("compute", "push", "wait", "pull"):
+            setattr(part.phases, phase, getattr(part.phases, phase) + getattr(worker, f"{phase}_seconds"))
+        part.pushes += sum(worker.pushes.values())
+        part.dropped += worker.dropped
+        part.push_bytes += sum(each.push_bytes for each in worker.traffic)
+        part.pull_bytes += sum(each.pull_bytes for each in worker.traffic)
+
+    def document(
+        self, status: Mapping[str, Any], events: Iterable[EventRecord], now: float, state: str = "", reason: str = ""
+    ) -> bytes:
+        """Return the summary as it is now. status: ``status_json``. events: all that are kept, oldest first."""
+        summary = self._summary
+        summary.written = now
+        summary.state, summary.reason = state or "running", reason
+        summary.configuration = _configuration(status)
+        summary.members = msgspec.convert(_newest_members(status["members"]), list[form.MemberPart])
+        summary.parameters = msgspec.convert(status["parameters"][: form.MEMBERS_KEPT], list[form.ParametersPart])
+        snapshots = status["snapshots"]["committed"] if status["snapshots"] else []
+        summary.snapshots = msgspec.convert(snapshots[: form.MEMBERS_KEPT], list[form.SnapshotPart])
+        summary.history = _history(list(events))
+        return form.to_bytes(summary)
+
+
+def _point(sample: pb.RunSample, modes: Mapping[str, str]) -> Point:
+    point = Point(time=sample.time, seconds=max((worker.seconds for worker in sample.workers), default=0.0))
+    for worker in sample.workers:
+        for name, count in worker.pushes.items():
+            if name in point.steps or len(point.steps) < form.NAMES_KEPT:
+                before = point.steps.get(name, 0.0)
+                point.steps[name] = max(before, count) if modes.get(name) == "bsp" else before + count
+        point.samples += worker.samples_per_second * worker.seconds
+        point.bytes += sum(each.push_bytes + each.pull_bytes for each in worker.traffic)
+        for name, value in worker.reported.items():
+            if math.isfinite(value):
+                _add_mean(point.reported, name, MeanValue(value, 1.0))
+    return point
+
+
+def _add_mean(means: dict[str, MeanValue], name: str, new: MeanValue) -> None:
+    if (old := means.get(name)) is None:
+        if len(means) < form.NAMES_KEPT:
+            means[name] = new
+        return
+    weight = old.weight + new.weight
+    # Their difference may exceed the largest number, and JSON has none for infinity.
+    mean = old.value * (old.weight / weight) + new.value * (new.weight / weight)
+    means[name] = MeanValue(mean, weight)
+
+
+def _merge(point: Point, later: Point) -> None:
+    """Add a later point to this one."""
+    point.seconds += later.seconds
+    for name, count in later.steps.items():
+        if name in point.steps or len(point.steps) < form.NAMES_KEPT:
+            point.steps[name] = point.steps.get(name, 0.0) + count
+    point.samples += later.samples
+    point.bytes += later.bytes
+    for name, mean in later.reported.items():
+        _add_mean(point.reported, name, mean)
+
+
+def add_point(points: list[Point], new: Point, period: float) -> None:
+    """Add a point, or merge it into the last one. A clock that is set back makes a point that is before the last."""
+    if points and abs(new.time - points[-1].time) < period - 0.5:
+        _merge(points[-1], new)
+    else:
+        points.append(new)
+
+
+def merged(curves: form.RunCurves) -> form.RunCurves:
+    """Merge points to twice the period, or more, until at most three quarters of ``POINTS_KEPT`` remain.
+
+    A run that pauses often has points further apart, so that a merge may change nothing at first.
+    """
+    points, period = curves.points, curves.period_seconds
+    while len(points) > form.POINTS_KEPT * 3 // 4:
+        period *= 2
+        fewer: list[Point] = []
+        for point in points:
+            add_point(fewer, point, period)
+        points = fewer
+    return form.RunCurves(period, points)
+
+
+def _history(records: list[EventRecord]) -> form.HistoryPart:
+    newest = records[-form.EVENTS_KEPT :]
+    parts = [form.EventPart(one.number, one.time, one.kind, one.warning, one.text) for one in newest]
+    return form.HistoryPart(records[-1].number - len(newest) if records else 0, parts)
+
+
+def _configuration(status: Mapping[str, Any]) -> dict[str, str | int]:
+    names = ("workers_min", "servers_min", "servers_wanted", "replicas")
+    snapshots = status["snapshots"]
+    storage = {"storage": snapshots["storage"], "snapshots": snapshots["policy"]} if snapshots else {}
+    return {name: status[name] for name in names} | storage
+
+
+def _newest_members(members: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the live members first, then those that have gone, at most ``MEMBERS_KEPT``."""
+    return sorted(members, key=lambda member: member["state"] != "live")[: form.MEMBERS_KEPT]
+
+
+def environment() -> dict[str, str]:
+    """Return texts about this host and its packages."""
+    found = {
+        "psdist": __version__,
+        "Python": platform.python_version(),
+        "system": platform.platform(),
+        "host": platform.node(),
+        "processor": _processor(),
+        "cores": f"{usable_cores()} of {os.cpu_count()}",
+        "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB",
+    }
+    for package in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
+
+
+def _processor() -> str:
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+# --- the storage ------------------------------------------------------------------------------------------------------
+
+
+async def load(storage: Storage, run_id: str) -> Summary | None:
+    """Return the newest readable summary of a run; None without one. A storage that fails is only warned about."""
+    try:
+        async with asyncio.timeout(STORAGE_SECONDS):
+            for _, path in await form.paths(storage, run_id):
+                try:
+                    return await form.read(storage, path)
+                except PsdistError as error:
+                    logger.warning("skipped a summary of this run: %s", error)
+    except (StorageError, TimeoutError) as error:
+        logger.warning("the run's summary is a new one, since the storage cannot be read: %s", error or "no answer")
+    return None
+
+
+class SummaryWriter:
+    """Writes summaries, each before its predecessor is removed.
+
+    document: returns the bytes to write, or None if there is nothing to write. True asks for the last ones.
+    """
+
+    def __init__(self, storage: Storage, run_id: str, document: Callable[[bool], bytes | None]) -> None:
+        self._storage = storage
+        self._run_id = run_id
+        self._document = document
+        self._failing = False
+        self._busy = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Write once a minute, forever."""
+        while True:
+            await asyncio.sleep(WRITE_SECONDS)
+            await self.write()
+
+    async def write(self, *, last: bool = False) -> None:
+        """Write the summary now. A failing storage raises nothing: the first of several failures is logged."""
+        if (data := self._document(last)) is None:
+            return
+        try:
+            async with self._busy, asyncio.timeout(WRITE_SECONDS):
+                old = await form.paths(self._storage, self._run_id)
+                await self._storage.create(form.path_of(self._run_id, old[0][0] + 1 if old else 1, data), data)
+                await self._storage.delete(path for _, path in old)
+            self._failing = False
+        except (PsdistError, OSError, TimeoutError) as error:
+            if not self._failing:
+                logger.warning("the run's summary was not written, and psdist report lacks the newest part: %s", error)
+            self._failing = True
+
+    async def write_last(self) -> None:
+        """Write the summary for the last time, unless that takes too long."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STORAGE_SECONDS):
+                await self.write(last=True)

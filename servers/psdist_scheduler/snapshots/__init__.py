@@ -1,1 +1,0 @@
-"""Snapshots: schedule, attempt in progress, waiting callers, catalog."""

@@ -1,1 +1,0 @@
-"""Stores: where the scheduler keeps the state that the next one needs."""
