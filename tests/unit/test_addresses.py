@@ -39,18 +39,15 @@ def unresolved() -> socket.gaierror:
     return socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
 
-@pytest.mark.parametrize(
-    ("candidates", "chosen"),
-    [
+def test_the_first_address_that_others_can_use_is_chosen() -> None:
+    for candidates, chosen in [
         (["10.0.0.3", "192.168.0.1"], "10.0.0.3"),
         (["127.0.0.1", "10.0.0.3"], "10.0.0.3"),
         (["127.0.1.1", "169.254.1.1", "fe80::1%eth0", "ff02::1", "::1", "0.0.0.0", "2001:db8::7"], "2001:db8::7"),
         (["fe80::1", "::1"], ""),
         ([], ""),
-    ],
-)
-def test_the_first_address_that_others_can_use_is_chosen(candidates: list[str], chosen: str) -> None:
-    assert addresses.choose(candidates) == chosen
+    ]:
+        assert addresses.choose(candidates) == chosen
 
 
 @pytest.mark.parametrize(

@@ -18,81 +18,81 @@ from psdist.errors import InvalidArgumentError
 OPTIMIZERS = list(optim.OPTIMIZERS.values())
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: optim.SGD(lr=-1.0), "sgd lr=-1.0"),
-        (lambda: optim.SGD(lr=math.nan), "sgd lr=nan"),
-        (lambda: optim.Adam(lr=math.inf), "adam lr=inf"),
-        (lambda: optim.Adam(lr=1e39), "adam lr=1e+39"),
-        (lambda: optim.Adam(lr=10**400), "adam lr=1000"),
-        (lambda: optim.Adam(lr="0.1"), "adam lr='0.1'"),
-        (lambda: optim.Adam(lr=True), "adam lr=True"),
-        (lambda: optim.Adam(betas=(1.0, 0.9)), "adam beta1=1.0"),
-        (lambda: optim.Adam(betas=(0.9, 1.5)), "adam beta2=1.5"),
-        (lambda: optim.Adam(betas=(0.9,)), "adam betas=(0.9,)"),
-        (lambda: optim.Adam(betas=0.9), "adam betas=0.9"),
-        (lambda: optim.AdamW(eps=0.0), "adamw eps=0.0"),
-        (lambda: optim.Adagrad(eps=1e-50), "adagrad eps=1e-50"),
-        (lambda: optim.Adagrad(initial_accumulator_value=-0.1), "initial_accumulator_value=-0.1"),
-        (lambda: optim.RMSprop(alpha=1.0), "rmsprop alpha=1.0"),
-        (lambda: optim.RMSprop(centered="yes"), "rmsprop centered='yes'"),
-        (lambda: optim.SGD(nesterov=2, momentum=0.9), "sgd nesterov=2"),
-        (lambda: optim.Lion(betas=(-0.1, 0.9)), "betas[0]=-0.1"),
-        (lambda: optim.FTRL(lr=0.0), "ftrl lr=0.0"),
-        (lambda: optim.FTRL(l1=-1.0), "ftrl l1=-1.0"),
-        (lambda: optim.SGD(nesterov=True), "nesterov=True needs momentum"),
-        (lambda: optim.SGD(nesterov=True, momentum=0.9, dampening=0.1), "dampening=0"),
-        (lambda: optim.SGD(max_grad_norm=-1.0), "max_grad_norm=-1.0"),
-        (lambda: optim.SGD(schedule="cosine"), "'cosine' is not a psdist.optim schedule"),
-        (lambda: optim.SGD(schedule=optim.Schedule()), "is not a psdist.optim schedule"),
-        (lambda: optim.SGD(overrides=(optim.override("*", beta1=0.5),)), "SGD has no hyperparameter 'beta1'"),
-        (lambda: optim.SGD(overrides=(optim.override("*", nesterov=True),)), "nesterov=True needs momentum"),
-        (
-            lambda: optim.SGD(overrides=(optim.override("*", maximize=0.5),)),
-            "sgd maximize=0.5 is out of range: use True",
-        ),
-        (lambda: optim.override("*", lr=True), "lr=True"),
-        (
-            lambda: optim.SGD(overrides=(optim.override("*", end_factor=0.1),)),
-            "end_factor needs a schedule that has one",
-        ),
-        (lambda: optim.Adam(amsgrad="yes"), "adam amsgrad='yes'"),
-        (lambda: optim.ASGD(alpha=-1.0), "asgd alpha=-1.0"),
-        (lambda: optim.ASGD(t0=math.inf), "asgd t0=inf"),
-        (lambda: optim.Rprop(lr=0.0), "rprop lr=0.0"),
-        (lambda: optim.Rprop(etas=(0.0, 1.2)), "rprop etaminus=0.0"),
-        (lambda: optim.Rprop(etas=(1.0, 1.2)), "rprop etaminus=1.0"),
-        (lambda: optim.Rprop(etas=(0.5, 1.0)), "rprop etaplus=1.0 is out of range: use more than 1"),
-        (lambda: optim.Rprop(step_sizes=(0.0, 50)), "rprop step_size_min=0.0"),
-        (lambda: optim.Rprop(step_sizes=(1e-6, 1e-40)), "rprop step_size_max=1e-40"),
-        (lambda: optim.Adamax(eps=0.0), "adamax eps=0.0"),
-        (lambda: optim.NAdam(momentum_decay=-1.0), "nadam momentum_decay=-1.0"),
-        (lambda: optim.NAdam(betas=(1.0, 0.9)), "nadam beta1=1.0"),
-        (lambda: optim.RAdam(betas=(0.9, 1.0)), "radam beta2=1.0"),
-        (lambda: optim.Adadelta(rho=1.5), "adadelta rho=1.5 is out of range: use 0 to 1"),
-        (lambda: optim.Adadelta(eps=0.0), "adadelta eps=0.0"),
-        (lambda: optim.Adam(overrides=(optim.override("*", beta1=1.0),)), "adam beta1=1.0"),
-        (lambda: optim.SGD(overrides=("*",)), "make it with psdist.optim.override"),
-        (lambda: optim.SGD(overrides=optim.override("*", lr=1.0)), "a tuple of override"),
-        (lambda: optim.SGD(overrides=(optim.override("*", lr=1.0),) * 257), "overrides=257"),
-        (lambda: optim.override("", lr=1.0), "override pattern ''"),
-        (lambda: optim.override("a" * 257, lr=1.0), "1 to 256 characters"),
-        (lambda: optim.override("*.bias"), "changes nothing"),
-        (lambda: optim.override("*.bias", lr="x"), "lr='x'"),
-        (lambda: optim.Constant(warmup_steps=-1), "warmup_steps=-1"),
-        (lambda: optim.Constant(warmup_steps=2.5), "warmup_steps=2.5"),
-        (lambda: optim.Constant(warmup_start=1.5), "warmup_start=1.5"),
-        (lambda: optim.Linear(0), "total_steps=0"),
-        (lambda: optim.Cosine(10, end_factor=math.nan), "end_factor=nan"),
-        (lambda: optim.Step(0), "every=0"),
-        (lambda: optim.Polynomial(0), "total_steps=0"),
-    ],
-)
-def test_bad_value_is_named(make: Any, words: str) -> None:
-    with pytest.raises(InvalidArgumentError) as caught:
-        make()
-    assert words in caught.value.message
+BAD_VALUES = [
+    (lambda: optim.SGD(lr=-1.0), "sgd lr=-1.0"),
+    (lambda: optim.SGD(lr=math.nan), "sgd lr=nan"),
+    (lambda: optim.Adam(lr=math.inf), "adam lr=inf"),
+    (lambda: optim.Adam(lr=1e39), "adam lr=1e+39"),
+    (lambda: optim.Adam(lr=10**400), "adam lr=1000"),
+    (lambda: optim.Adam(lr="0.1"), "adam lr='0.1'"),
+    (lambda: optim.Adam(lr=True), "adam lr=True"),
+    (lambda: optim.Adam(betas=(1.0, 0.9)), "adam beta1=1.0"),
+    (lambda: optim.Adam(betas=(0.9, 1.5)), "adam beta2=1.5"),
+    (lambda: optim.Adam(betas=(0.9,)), "adam betas=(0.9,)"),
+    (lambda: optim.Adam(betas=0.9), "adam betas=0.9"),
+    (lambda: optim.AdamW(eps=0.0), "adamw eps=0.0"),
+    (lambda: optim.Adagrad(eps=1e-50), "adagrad eps=1e-50"),
+    (lambda: optim.Adagrad(initial_accumulator_value=-0.1), "initial_accumulator_value=-0.1"),
+    (lambda: optim.RMSprop(alpha=1.0), "rmsprop alpha=1.0"),
+    (lambda: optim.RMSprop(centered="yes"), "rmsprop centered='yes'"),
+    (lambda: optim.SGD(nesterov=2, momentum=0.9), "sgd nesterov=2"),
+    (lambda: optim.Lion(betas=(-0.1, 0.9)), "betas[0]=-0.1"),
+    (lambda: optim.FTRL(lr=0.0), "ftrl lr=0.0"),
+    (lambda: optim.FTRL(l1=-1.0), "ftrl l1=-1.0"),
+    (lambda: optim.SGD(nesterov=True), "nesterov=True needs momentum"),
+    (lambda: optim.SGD(nesterov=True, momentum=0.9, dampening=0.1), "dampening=0"),
+    (lambda: optim.SGD(max_grad_norm=-1.0), "max_grad_norm=-1.0"),
+    (lambda: optim.SGD(schedule="cosine"), "'cosine' is not a psdist.optim schedule"),
+    (lambda: optim.SGD(schedule=optim.Schedule()), "is not a psdist.optim schedule"),
+    (lambda: optim.SGD(overrides=(optim.override("*", beta1=0.5),)), "SGD has no hyperparameter 'beta1'"),
+    (lambda: optim.SGD(overrides=(optim.override("*", nesterov=True),)), "nesterov=True needs momentum"),
+    (
+        lambda: optim.SGD(overrides=(optim.override("*", maximize=0.5),)),
+        "sgd maximize=0.5 is out of range: use True",
+    ),
+    (lambda: optim.override("*", lr=True), "lr=True"),
+    (
+        lambda: optim.SGD(overrides=(optim.override("*", end_factor=0.1),)),
+        "end_factor needs a schedule that has one",
+    ),
+    (lambda: optim.Adam(amsgrad="yes"), "adam amsgrad='yes'"),
+    (lambda: optim.ASGD(alpha=-1.0), "asgd alpha=-1.0"),
+    (lambda: optim.ASGD(t0=math.inf), "asgd t0=inf"),
+    (lambda: optim.Rprop(lr=0.0), "rprop lr=0.0"),
+    (lambda: optim.Rprop(etas=(0.0, 1.2)), "rprop etaminus=0.0"),
+    (lambda: optim.Rprop(etas=(1.0, 1.2)), "rprop etaminus=1.0"),
+    (lambda: optim.Rprop(etas=(0.5, 1.0)), "rprop etaplus=1.0 is out of range: use more than 1"),
+    (lambda: optim.Rprop(step_sizes=(0.0, 50)), "rprop step_size_min=0.0"),
+    (lambda: optim.Rprop(step_sizes=(1e-6, 1e-40)), "rprop step_size_max=1e-40"),
+    (lambda: optim.Adamax(eps=0.0), "adamax eps=0.0"),
+    (lambda: optim.NAdam(momentum_decay=-1.0), "nadam momentum_decay=-1.0"),
+    (lambda: optim.NAdam(betas=(1.0, 0.9)), "nadam beta1=1.0"),
+    (lambda: optim.RAdam(betas=(0.9, 1.0)), "radam beta2=1.0"),
+    (lambda: optim.Adadelta(rho=1.5), "adadelta rho=1.5 is out of range: use 0 to 1"),
+    (lambda: optim.Adadelta(eps=0.0), "adadelta eps=0.0"),
+    (lambda: optim.Adam(overrides=(optim.override("*", beta1=1.0),)), "adam beta1=1.0"),
+    (lambda: optim.SGD(overrides=("*",)), "make it with psdist.optim.override"),
+    (lambda: optim.SGD(overrides=optim.override("*", lr=1.0)), "a tuple of override"),
+    (lambda: optim.SGD(overrides=(optim.override("*", lr=1.0),) * 257), "overrides=257"),
+    (lambda: optim.override("", lr=1.0), "override pattern ''"),
+    (lambda: optim.override("a" * 257, lr=1.0), "1 to 256 characters"),
+    (lambda: optim.override("*.bias"), "changes nothing"),
+    (lambda: optim.override("*.bias", lr="x"), "lr='x'"),
+    (lambda: optim.Constant(warmup_steps=-1), "warmup_steps=-1"),
+    (lambda: optim.Constant(warmup_steps=2.5), "warmup_steps=2.5"),
+    (lambda: optim.Constant(warmup_start=1.5), "warmup_start=1.5"),
+    (lambda: optim.Linear(0), "total_steps=0"),
+    (lambda: optim.Cosine(10, end_factor=math.nan), "end_factor=nan"),
+    (lambda: optim.Step(0), "every=0"),
+    (lambda: optim.Polynomial(0), "total_steps=0"),
+]
+
+
+def test_bad_value_is_named() -> None:
+    for make, words in BAD_VALUES:
+        with pytest.raises(InvalidArgumentError) as caught:
+            make()
+        assert words in caught.value.message
 
 
 def test_numbers_are_normalized() -> None:
@@ -213,9 +213,8 @@ SGD_VALUES = optim.SGD().values()
 LINEAR_VALUES = as_numbers(optim.Linear(3))
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
+def test_bad_words_from_the_wire() -> None:
+    for make, words in [
         (lambda: optim.schedule_from_values("x" * 99, {}), "schedule kind 'xxx"),
         (lambda: optim.schedule_from_values("linear", {}), "Linear needs warmup_steps, warmup_start, total_steps"),
         (lambda: optim.schedule_from_values("linear", LINEAR_VALUES | {"total_steps": 2.5}), "total_steps=2.5"),
@@ -241,12 +240,10 @@ LINEAR_VALUES = as_numbers(optim.Linear(3))
             lambda: optim.schedule_from_values("constant", {"warmup_steps": 0}),
             "Constant needs warmup_start, which is missing: give all of warmup_steps, warmup_start",
         ),
-    ],
-)
-def test_bad_words_from_the_wire(make: Any, words: str) -> None:
-    with pytest.raises(InvalidArgumentError) as caught:
-        make()
-    assert words in caught.value.message
+    ]:
+        with pytest.raises(InvalidArgumentError) as caught:
+            make()
+        assert words in caught.value.message
 
 
 # --- schedules --------------------------------------------------------------------------------------------------------
@@ -266,29 +263,27 @@ def torch_schedule(schedule: optim.Schedule, optimizer: torch.optim.Optimizer) -
     return lrs.ConstantLR(optimizer, 1.0)
 
 
-@pytest.mark.parametrize("warmup", [0, 7])
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        optim.Constant(),
-        optim.Linear(20, 0.1),
-        optim.Cosine(40, 0.05),
-        optim.Step(9, 0.5),
-        optim.Polynomial(20, 2.0),
-    ],
-    ids=lambda schedule: schedule.kind,
-)
-def test_schedule_is_torchs(schedule: optim.Schedule, warmup: int) -> None:
-    schedule = replace(schedule, warmup_steps=warmup)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    theirs = torch_schedule(schedule, optimizer)
-    if warmup:
-        first = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / 3, 1.0, warmup)
-        theirs = torch.optim.lr_scheduler.SequentialLR(optimizer, [first, theirs], [warmup])
-    for step in range(40):
-        assert schedule.factor(step) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9, abs=1e-12), step
-        optimizer.step()
-        theirs.step()
+def test_schedule_is_torchs() -> None:
+    for warmup in [0, 7]:
+        for schedule in [
+            optim.Constant(),
+            optim.Linear(20, 0.1),
+            optim.Cosine(40, 0.05),
+            optim.Step(9, 0.5),
+            optim.Polynomial(20, 2.0),
+        ]:
+            schedule = replace(schedule, warmup_steps=warmup)
+            optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+            theirs = torch_schedule(schedule, optimizer)
+            if warmup:
+                first = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / 3, 1.0, warmup)
+                theirs = torch.optim.lr_scheduler.SequentialLR(optimizer, [first, theirs], [warmup])
+            for step in range(40):
+                assert schedule.factor(step) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9, abs=1e-12), (
+                    step
+                )
+                optimizer.step()
+                theirs.step()
 
 
 def test_a_step_that_grows_without_limit_is_infinite() -> None:

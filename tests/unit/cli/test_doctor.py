@@ -148,12 +148,10 @@ def test_a_host_name_that_does_not_resolve_is_found(monkeypatch: pytest.MonkeyPa
     assert found.level == "warn" and "--advertise" in found.remedy
 
 
-@pytest.mark.parametrize(
-    ("theirs", "level"), [(1000.5, "ok"), (1003.5, "ok"), (1010, "warn"), (990, "warn"), (4600, "fail"), (0, "ok")]
-)
-def test_clocks_are_compared(theirs: float, level: str) -> None:
-    found = check_clock(theirs, 1000, 1002)  # The answer took 2 s.
-    assert found.level == level and (level == "ok" or "NTP" in found.remedy)
+def test_clocks_are_compared() -> None:
+    for theirs, level in [(1000.5, "ok"), (1003.5, "ok"), (1010, "warn"), (990, "warn"), (4600, "fail"), (0, "ok")]:
+        found = check_clock(theirs, 1000, 1002)  # The answer took 2 s.
+        assert found.level == level and (level == "ok" or "NTP" in found.remedy)
 
 
 async def test_a_wrong_name_a_closed_port_and_a_firewall_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from psdist.collectives.core.header import NOWHERE, BufferPosition
 from psdist.collectives.core.plan import Bytes
 from psdist.collectives.core.registered_buffers import RegisteredBuffers
 from psdist.collectives.memory.buffers import BufferType
-from psdist.errors import DTypeMismatchError, InvalidArgumentError, PsdistError
+from psdist.errors import DTypeMismatchError, InvalidArgumentError
 
 
 def memories() -> list[Bytes]:
@@ -46,9 +46,8 @@ def test_a_buffer_lasts_as_long_as_any_view_of_it() -> None:
     assert len(buffers) == 0
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype", "error"),
-    [
+def test_types_that_no_buffer_has_are_refused() -> None:
+    for shape, dtype, error in [
         (-1, "float32", InvalidArgumentError),
         ((3, 2.5), "float32", InvalidArgumentError),
         ("abc", "float32", InvalidArgumentError),
@@ -58,11 +57,9 @@ def test_a_buffer_lasts_as_long_as_any_view_of_it() -> None:
         (3, "U7", DTypeMismatchError),
         (3, "no dtype", DTypeMismatchError),
         (3, ">f4", DTypeMismatchError),
-    ],
-)
-def test_types_that_no_buffer_has_are_refused(shape: object, dtype: str, error: type[PsdistError]) -> None:
-    with pytest.raises(error, match=r"shape=|dtype"):
-        BufferType.checked(shape, dtype)
+    ]:
+        with pytest.raises(error, match=r"shape=|dtype"):
+            BufferType.checked(shape, dtype)
 
 
 def test_sizes_in_bytes() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -33,19 +32,36 @@ def test_the_text_is_what_a_user_would_write() -> None:
     assert pull_codec_from_text("TopK()") == TopK() and pull_codec_from_text("Int8(block=32)") == Int8(32)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "TopK", "TopK(0.01)", "TopK(ratio=)", "TopK(ratio=0.01,warm_up=1)", "TopK(ratio=2)", "TopK(ratio=1e999)",
-        "TopK(ratio=--1)", "TopK(size=3)", "Int8(block=1.5)", "Int8(block=7)", "Int8(seed=-1)", "Int8(stochastic=1)",
-        "Int8() ", "Int8(block=32, )", "Int8(__class__=1)", "PowerSGD(rank=4)", "Float32()", "BFloat16()", "x" * 1000,
-        "TopK(ratio=0.01, warm_up=3)", "TopK(ratio=0.01, momentum=0.9)", "Int8(residual_decay=0.5)", "()",
-        "Int8(block=1e)", f"TopK(ratio=0.{'0' * 300}1)",
-    ],
-)  # fmt: skip
-def test_another_text_is_refused(text: str) -> None:
-    with pytest.raises(PsdistError):
-        pull_codec_from_text(text)
+def test_another_text_is_refused() -> None:
+    for text in [
+        "TopK",
+        "TopK(0.01)",
+        "TopK(ratio=)",
+        "TopK(ratio=0.01,warm_up=1)",
+        "TopK(ratio=2)",
+        "TopK(ratio=1e999)",
+        "TopK(ratio=--1)",
+        "TopK(size=3)",
+        "Int8(block=1.5)",
+        "Int8(block=7)",
+        "Int8(seed=-1)",
+        "Int8(stochastic=1)",
+        "Int8() ",
+        "Int8(block=32, )",
+        "Int8(__class__=1)",
+        "PowerSGD(rank=4)",
+        "Float32()",
+        "BFloat16()",
+        "x" * 1000,
+        "TopK(ratio=0.01, warm_up=3)",
+        "TopK(ratio=0.01, momentum=0.9)",
+        "Int8(residual_decay=0.5)",
+        "()",
+        "Int8(block=1e)",
+        f"TopK(ratio=0.{'0' * 300}1)",
+    ]:
+        with pytest.raises(PsdistError):
+            pull_codec_from_text(text)
 
 
 @given(st.text())
@@ -54,9 +70,8 @@ def test_any_text_is_a_codec_or_refused(text: str) -> None:
         pull_codec_from_text(text)
 
 
-@pytest.mark.parametrize(
-    ("codec", "error"),
-    [
+def test_codecs_that_cannot_send_weights() -> None:
+    for codec, error in [
         (BFloat16(), UnknownCodecError),
         (PowerSGD(), UnknownCodecError),
         (Chain(TopK(), Int8()), UnknownCodecError),
@@ -64,8 +79,6 @@ def test_any_text_is_a_codec_or_refused(text: str) -> None:
         (TopK(residual_decay=0.9), InvalidArgumentError),
         (TopK(momentum=0.5), InvalidArgumentError),
         (TopK(warm_up=2), InvalidArgumentError),
-    ],
-)
-def test_codecs_that_cannot_send_weights(codec: Codec, error: Any) -> None:
-    with pytest.raises(error):
-        pull_codec_to_text(codec)
+    ]:
+        with pytest.raises(error):
+            pull_codec_to_text(codec)

@@ -85,9 +85,8 @@ def test_world_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
     assert list(DistributedSampler(3, shuffle=False)) == [0, 1, 2]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_a_value_out_of_range_is_refused() -> None:
+    for arguments, message in [
         ({"dataset": -1}, "dataset size=-1"),
         ({"dataset": iter([1])}, "has no length"),
         ({"dataset": 5, "num_replicas": 0, "rank": 0}, "num_replicas=0"),
@@ -95,11 +94,9 @@ def test_world_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
         ({"dataset": 5, "num_replicas": 2, "rank": -1}, "rank=-1"),
         ({"dataset": 5, "num_replicas": 1, "rank": 0, "seed": -3}, "seed=-3"),
         ({"dataset": 5, "num_replicas": 1.0, "rank": 0}, "num_replicas=1.0"),
-    ],
-)
-def test_a_value_out_of_range_is_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=message):
-        DistributedSampler(**arguments)
+    ]:
+        with pytest.raises(InvalidArgumentError, match=message):
+            DistributedSampler(**arguments)
 
 
 def test_epoch_must_be_a_whole_number_from_zero() -> None:
@@ -123,25 +120,20 @@ def test_a_position_is_text_and_back() -> None:
     assert DataPosition.from_json(position.to_json()) == position
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_other_text_is_no_position() -> None:
+    for text in [
         *("", "[]", "{}", '{"done": 3}', '{"done": [[1]]}', '{"done": [], "data_epoch": -1}', '{"done": [["a", 1]]}'),
         *('{"done": [], "more": 1}', '{"done": [], "data_epoch": 1.5}'),
-    ],
-)
-def test_other_text_is_no_position(text: str) -> None:
-    with pytest.raises(InvalidArgumentError, match="not a position"):
-        DataPosition.from_json(text)
+    ]:
+        with pytest.raises(InvalidArgumentError, match="not a position"):
+            DataPosition.from_json(text)
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
+def test_data_sets_that_cannot_be() -> None:
+    values: Any
+    for values in [
         *({"size": 0}, {"range_size": 0}, {"seed": -1}, {"data_epochs": -1}, {"retries_max": -1}, {"size": 1.0}),
         *({"size": True}, {"name": "a b"}, {"size": 1 << 62}, {"shuffle": 1}),
-    ],
-)
-def test_data_sets_that_cannot_be(values: dict[str, Any]) -> None:
-    with pytest.raises((InvalidArgumentError, LimitExceededError)):
-        DatasetSpec(**({"name": "train", "size": 10, "range_size": 2} | values))
+    ]:
+        with pytest.raises((InvalidArgumentError, LimitExceededError)):
+            DatasetSpec(**({"name": "train", "size": 10, "range_size": 2} | values))

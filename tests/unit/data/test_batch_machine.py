@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -94,9 +93,8 @@ def test_default_bounds_grow_by_a_quarter() -> None:
     assert len(bounds) < 100
 
 
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
+def test_wrong_limits_are_refused() -> None:
+    for changes, text in [
         ({"samples_max": 0}, "max_batch_size=0 is out of range"),
         ({"tokens_max": 0}, "max_tokens=0 is out of range"),
         ({"capacity": 3}, "capacity=3 is out of range: use a whole number from 4 to"),
@@ -107,11 +105,9 @@ def test_default_bounds_grow_by_a_quarter() -> None:
         ({"padding": "bucket", "bounds": ()}, 'padding="bucket" pads to the bounds of buckets'),
         ({"seconds": 0.0}, "timeout_ms=0 is not possible"),
         ({"seconds": float("nan")}, "timeout_ms=nan is not possible"),
-    ],
-)
-def test_wrong_limits_are_refused(changes: dict[str, Any], text: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=text):
-        replace(GOOD, **changes)
+    ]:
+        with pytest.raises(InvalidArgumentError, match=text):
+            replace(GOOD, **changes)
 
 
 def test_samples_that_fit_in_no_batch_are_refused_and_change_nothing() -> None:

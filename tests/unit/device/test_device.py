@@ -28,10 +28,10 @@ def test_names(name: str, number: int) -> None:
     assert device_number(name) == number
 
 
-@pytest.mark.parametrize("name", ["", "gpu", "cuda:", "cuda:-1", "cuda:x", "cuda0", "cpu"])
-def test_other_names_are_refused(name: str) -> None:
-    with pytest.raises(InvalidArgumentError, match="cuda:N"):
-        device_number(name)
+def test_other_names_are_refused() -> None:
+    for name in ["", "gpu", "cuda:", "cuda:-1", "cuda:x", "cuda0", "cpu"]:
+        with pytest.raises(InvalidArgumentError, match="cuda:N"):
+            device_number(name)
 
 
 def test_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:

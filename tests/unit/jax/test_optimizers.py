@@ -6,7 +6,6 @@ by 2e-6 in these steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -100,31 +99,30 @@ def compare(theirs: optax.GradientTransformation, ours: Optimizer) -> None:
         assert np.abs(value - expected[name]).max() <= 1e-6, name
 
 
-@pytest.mark.parametrize(("function", "arguments"), CASES, ids=str)
-def test_weights_are_those_of_optax(function: str, arguments: dict[str, Any]) -> None:
-    compare(getattr(optax, function)(0.01, **arguments), getattr(psdist.jax, function)(0.01, **arguments))
+def test_weights_are_those_of_optax() -> None:
+    for function, arguments in CASES:
+        compare(getattr(optax, function)(0.01, **arguments), getattr(psdist.jax, function)(0.01, **arguments))
 
 
-@pytest.mark.parametrize(("function", "arguments"), SCHEDULES, ids=str)
-def test_rates_are_those_of_optax(function: str, arguments: tuple[Any, ...]) -> None:
-    ours, theirs = getattr(psdist.jax, function)(*arguments), getattr(optax, function)(*arguments)
-    with jax.enable_x64(True):
-        expected = jax.vmap(theirs)(jnp.arange(STEPS)) if len(arguments) > 1 else jnp.full(STEPS, theirs(0))
-    assert [ours(step) for step in range(STEPS)] == pytest.approx(expected.tolist(), rel=1e-6, abs=1e-9)
+def test_rates_are_those_of_optax() -> None:
+    for function, arguments in SCHEDULES:
+        ours, theirs = getattr(psdist.jax, function)(*arguments), getattr(optax, function)(*arguments)
+        with jax.enable_x64(True):
+            expected = jax.vmap(theirs)(jnp.arange(STEPS)) if len(arguments) > 1 else jnp.full(STEPS, theirs(0))
+        assert [ours(step) for step in range(STEPS)] == pytest.approx(expected.tolist(), rel=1e-6, abs=1e-9)
 
 
-@pytest.mark.parametrize("function", ["sgd", "adam", "adamw", "lion", "adagrad", "adadelta", "adamax"])
-def test_a_schedule_is_that_of_optax(function: str) -> None:
-    arguments = (0.0, 0.05, 20, 120, 0.001)
-    compare(
-        getattr(optax, function)(optax.warmup_cosine_decay_schedule(*arguments)),
-        getattr(psdist.jax, function)(psdist.jax.warmup_cosine_decay_schedule(*arguments)),
-    )
+def test_a_schedule_is_that_of_optax() -> None:
+    for function in ["sgd", "adam", "adamw", "lion", "adagrad", "adadelta", "adamax"]:
+        arguments = (0.0, 0.05, 20, 120, 0.001)
+        compare(
+            getattr(optax, function)(optax.warmup_cosine_decay_schedule(*arguments)),
+            getattr(psdist.jax, function)(psdist.jax.warmup_cosine_decay_schedule(*arguments)),
+        )
 
 
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
+def test_what_servers_cannot_follow_is_refused() -> None:
+    for call, said in [
         (lambda: psdist.jax.adam(optax.constant_schedule(0.1)), "learning_rate is a function.* set lr_factor"),
         (lambda: psdist.jax.adam(0.1, eps_root=1e-8), "adam: eps_root=1e-08 is not supported: use 0, or keep"),
         (lambda: psdist.jax.adamw(0.1, nesterov=True), "adamw: nesterov=True is not supported"),
@@ -144,11 +142,9 @@ def test_a_schedule_is_that_of_optax(function: str) -> None:
         (lambda: psdist.jax.exponential_decay(0.1, 5, 0.5, end_value=0.0), "end_value=0.0 is not supported: use None"),
         (lambda: psdist.jax.warmup_constant_schedule(0.2, 0.1, 5), "init_value=0.2 is not supported: use at most peak"),
         (lambda: psdist.jax.cosine_decay_schedule(0.1, 0), "total_steps=0 is out of range"),
-    ],
-)
-def test_what_servers_cannot_follow_is_refused(call: Callable[[], object], said: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=said):
-        call()
+    ]:
+        with pytest.raises(InvalidArgumentError, match=said):
+            call()
 
 
 def test_a_mask_names_leaves_as_parameters_do() -> None:

@@ -77,9 +77,8 @@ def test_keys_that_look_the_same_are_refused() -> None:
         names({Key("a"): 0.0, Key("a"): 1.0})
 
 
-@pytest.mark.parametrize(
-    ("tree", "said"),
-    [
+def test_what_is_no_tree_of_floats_is_refused() -> None:
+    for tree, said in [
         ({}, "call: the tree has no leaves. Give a tree of floating-point arrays"),
         ({"a": None}, "the tree has no leaves"),
         ({"a": 1.0}, r"leaf \['a'\] is of type float and not an array"),
@@ -87,11 +86,9 @@ def test_keys_that_look_the_same_are_refused() -> None:
         ({"n": jnp.arange(3)}, r"leaf \['n'\] has dtype int32, but only float32, .*, float64 are trained"),
         ({"k": jax.random.key(0)}, r"leaf \['k'\] has dtype key<fry>"),
         ({"d": np.zeros(3)}, r"leaf \['d'\] has dtype float64, .* cast it to float32, or set"),
-    ],
-)
-def test_what_is_no_tree_of_floats_is_refused(tree: Any, said: str) -> None:
-    with pytest.raises((InvalidArgumentError, DTypeMismatchError), match=said):
-        TreeForm(tree, "call")
+    ]:
+        with pytest.raises((InvalidArgumentError, DTypeMismatchError), match=said):
+            TreeForm(tree, "call")
 
 
 def test_tracers_are_refused() -> None:

@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
-import pytest
 import uvloop
 
 from psdist.errors import InvalidArgumentError, LimitExceededError, PsdistError
@@ -213,11 +212,11 @@ CASES: list[Callable[[], Awaitable[None]]] = [
 ]
 
 
-@pytest.mark.parametrize("new_loop", LOOPS, ids=["asyncio", "uvloop"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_connection(case: Callable[[], Awaitable[None]], new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
-    with asyncio.Runner(loop_factory=new_loop) as runner:
-        runner.run(case())
+def test_connection() -> None:
+    for new_loop in LOOPS:
+        for case in CASES:
+            with asyncio.Runner(loop_factory=new_loop) as runner:
+                runner.run(case())
 
 
 # --- a path that is cut -----------------------------------------------------------------------------------------------
@@ -237,21 +236,16 @@ class KernelsWord:
         return self._info[:size]
 
 
-@pytest.mark.parametrize(
-    ("retransmits", "probes", "since_ms", "is_cut_off"),
-    [
+def test_what_the_kernel_says_tells_slow_from_cut_off() -> None:
+    for retransmits, probes, since_ms, is_cut_off in [
         (0, 0, 3_600_000, False),  # Idle for an hour.
         (2, 0, 1_500, False),  # Some packets were lost.
         (5, 0, 6_000, True),  # Nothing is acknowledged.
         (0, 5, 6_000, True),  # Nobody answers probes of a window.
         (9, 0, 300, False),  # The other side's kernel lives.
-    ],
-)
-def test_what_the_kernel_says_tells_slow_from_cut_off(
-    retransmits: int, probes: int, since_ms: int, is_cut_off: bool
-) -> None:
-    connection = FrameConnection(Any)
-    connection._transport = KernelsWord(retransmits, probes, since_ms)
-    assert connection.is_cut_off is is_cut_off
-    connection._transport = KernelsWord(retransmits, probes, since_ms, socket.AF_UNIX)
-    assert not connection.is_cut_off
+    ]:
+        connection = FrameConnection(Any)
+        connection._transport = KernelsWord(retransmits, probes, since_ms)
+        assert connection.is_cut_off is is_cut_off
+        connection._transport = KernelsWord(retransmits, probes, since_ms, socket.AF_UNIX)
+        assert not connection.is_cut_off

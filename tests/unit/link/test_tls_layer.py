@@ -10,7 +10,6 @@ import struct
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -339,11 +338,11 @@ CASES: list[Callable[[TlsFiles], Awaitable[None]]] = [
 ]
 
 
-@pytest.mark.parametrize("new_loop", LOOPS, ids=["asyncio", "uvloop"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_connection(case: Any, new_loop: Callable[[], asyncio.AbstractEventLoop], files: TlsFiles) -> None:
-    with asyncio.Runner(loop_factory=new_loop) as runner:
-        runner.run(case(files))
+def test_connection(files: TlsFiles) -> None:
+    for new_loop in LOOPS:
+        for case in CASES:
+            with asyncio.Runner(loop_factory=new_loop) as runner:
+                runner.run(case(files))
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

@@ -107,9 +107,8 @@ def changed(**fields: Any) -> bytes:
     return json.dumps({**json.loads(to_line(FAST)), **fields}).encode()
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
+def test_anything_else_is_no_line() -> None:
+    for line in [
         b"",
         b"x",
         b"\xff",
@@ -137,8 +136,6 @@ def changed(**fields: Any) -> bytes:
         changed(seconds=[1, 2, 3, math.inf]),
         changed(bytes=[1, -1]),
         changed(staleness=[1, 1.5]),
-    ],
-)
-def test_anything_else_is_no_line(line: bytes) -> None:
-    with pytest.raises(MalformedPayloadError, match="line of metrics"):
-        from_line(line)
+    ]:
+        with pytest.raises(MalformedPayloadError, match="line of metrics"):
+            from_line(line)

@@ -80,9 +80,8 @@ def test_a_link_with_int8_gets_a_sparse_codec_and_one_with_that_gets_fewer_pushe
     assert (result.bottleneck, result.change.setting) == ("link", "batches_per_push")
 
 
-@pytest.mark.parametrize(
-    ("sending", "push", "pull", "remaining"),
-    [
+def test_a_codec_shortens_sending_and_the_receiving_that_it_does_not_hide() -> None:
+    for sending, push, pull, remaining in [
         (0.0, 1.0, 1.0, 0.25),
         (0.7, 1.0, 1.0, 0.25),
         (1.0, 1.0, 1.0, 0.25),
@@ -90,12 +89,8 @@ def test_a_link_with_int8_gets_a_sparse_codec_and_one_with_that_gets_fewer_pushe
         (0.8, 1.0, 0.25, 0.4),
         (1.0, 1.0, 0.25, 0.25),  # All answers arrive while the gradient is sent.
         (1.0, 0.25, 1.0, 1.0),  # Sending takes all the time, and is not shortened.
-    ],
-)
-def test_a_codec_shortens_sending_and_the_receiving_that_it_does_not_hide(
-    sending: float, push: float, pull: float, remaining: float
-) -> None:
-    assert _remaining_link(2.0, 2 * sending, push, pull, 0.25) == pytest.approx(remaining)
+    ]:
+        assert _remaining_link(2.0, 2 * sending, push, pull, 0.25) == pytest.approx(remaining)
 
 
 def test_only_the_direction_without_a_codec_is_proposed() -> None:
@@ -143,18 +138,18 @@ def test_a_worker_with_a_slow_link_of_its_own_is_a_straggler() -> None:
     assert (result.bottleneck, result.culprit) == ("straggler", "worker-0")
 
 
-@pytest.mark.parametrize("workers", [2, 3, 5])
-@pytest.mark.parametrize("faster", [-0.001, 0.001])
-def test_a_slow_sender_is_the_straggler_though_the_others_receive_as_long(workers: int, faster: float) -> None:
-    slow, other = period(0.5, 0.1, push=0.349, pull=0.05), period(0.5, 0.1, push=0.05, pull=0.349 + faster)
-    result = explained(status(workers), samples(*[other] * (workers - 1), slow))
-    assert (result.bottleneck, result.culprit) == ("straggler", f"worker-{workers - 1}")
-    assert result.parts["straggler"] == pytest.approx(0.299)
-    evidence = "has a slow link: it computes and sends for 449 ms, the others for 150 ms"
-    assert f"worker-{workers - 1} {evidence}" in result.evidence
-    # The sender is the one that a backup worker replaces.
-    result = explained(status(workers, backup=1), samples(*[other] * (workers - 1), slow))
-    assert result.parts["straggler"] == 0
+def test_a_slow_sender_is_the_straggler_though_the_others_receive_as_long() -> None:
+    for workers in [2, 3, 5]:
+        for faster in [-0.001, 0.001]:
+            slow, other = period(0.5, 0.1, push=0.349, pull=0.05), period(0.5, 0.1, push=0.05, pull=0.349 + faster)
+            result = explained(status(workers), samples(*[other] * (workers - 1), slow))
+            assert (result.bottleneck, result.culprit) == ("straggler", f"worker-{workers - 1}")
+            assert result.parts["straggler"] == pytest.approx(0.299)
+            evidence = "has a slow link: it computes and sends for 449 ms, the others for 150 ms"
+            assert f"worker-{workers - 1} {evidence}" in result.evidence
+            # The sender is the one that a backup worker replaces.
+            result = explained(status(workers, backup=1), samples(*[other] * (workers - 1), slow))
+            assert result.parts["straggler"] == 0
 
 
 @pytest.mark.parametrize(("consistency", "gain"), [("bsp", 0.5 / 0.2), ("ssp", (2 / 0.2 + 1 / 0.5) * 0.5 / 3)])
@@ -216,9 +211,9 @@ def test_long_steps_lengthen_the_window() -> None:
     assert result.seconds == pytest.approx(100.0)
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
+def test_reasons_to_wait() -> None:
+    change: Any
+    for change, reason in [
         ({"members": []}, "the run has no live worker"),
         ({"parameters": []}, "no worker has created a parameter set yet"),
         ({"samples": []}, "has reported 0 of 10 s of its training"),
@@ -228,12 +223,10 @@ def test_long_steps_lengthen_the_window() -> None:
             {"samples": samples(period(20.0, 0.1)), "waiting_for": ["for worker-1 to push"]},
             "worker-0 has completed 1 of 5 steps in 12 s; the run waits for worker-1 to push",
         ),
-    ],
-)
-def test_reasons_to_wait(change: dict[str, Any], reason: str) -> None:
-    found = change.pop("samples", samples(period(0.5, 0.1)))
-    result = explain(status(1) | change, found, 10.0)
-    assert isinstance(result, Pending) and reason in result.reason
+    ]:
+        found = change.pop("samples", samples(period(0.5, 0.1)))
+        result = explain(status(1) | change, found, 10.0)
+        assert isinstance(result, Pending) and reason in result.reason
 
 
 def test_a_run_without_server_reports_is_explained_without_its_kernels() -> None:

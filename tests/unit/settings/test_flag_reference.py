@@ -18,18 +18,18 @@ def test_the_page_has_what_the_code_declares() -> None:
     assert path.read_text(encoding="utf-8") == page(), "run: python -m tests.flag_reference > docs/flags.md"
 
 
-@pytest.mark.parametrize("program", LINES)
-def test_the_help_has_every_flag_with_its_default(program: str, capsys: pytest.CaptureFixture[str]) -> None:
-    line: CommandLine = LINES[program]
-    with pytest.raises(SystemExit) as ended:
-        line.parse(["--help", *["STORAGE"][: len(line.words)]], {})
-    words = " ".join(capsys.readouterr().out.split())
-    assert ended.value.code == 0
-    for flag in line.flags:
-        assert flag.name in words
-        # argparse may break a line within a word with a hyphen.
-        told = f"{flag.help} (default {flag.default_text})" if flag.default_text else flag.help
-        assert _squeezed(told) in _squeezed(words), flag.name
+def test_the_help_has_every_flag_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    for program in LINES:
+        line: CommandLine = LINES[program]
+        with pytest.raises(SystemExit) as ended:
+            line.parse(["--help", *["STORAGE"][: len(line.words)]], {})
+        words = " ".join(capsys.readouterr().out.split())
+        assert ended.value.code == 0
+        for flag in line.flags:
+            assert flag.name in words
+            # argparse may break a line within a word with a hyphen.
+            told = f"{flag.help} (default {flag.default_text})" if flag.default_text else flag.help
+            assert _squeezed(told) in _squeezed(words), flag.name
 
 
 def _squeezed(text: str) -> str:
@@ -49,23 +49,18 @@ def test_without_flags_programs_have_the_declared_defaults() -> None:
     assert (server.transport, server.device) == (by_name["--transport"], by_name["--device"])
 
 
-@pytest.mark.parametrize(
-    ("program", "given", "meant"),
-    [
+def test_a_misspelled_flag_is_answered_with_the_one_that_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    for program, given, meant in [
         ("psdist run", "--nproc", "--nproc-per-node"),
         ("psdist run", "--nproc-per-nod", "--nproc-per-node"),
         ("psdist-worker", "--n-nodes", "--nnodes"),
         ("psdist-worker", "--max_restart", "--max-restarts"),
         ("psdist-server", "--schedular", "--scheduler"),
         ("psdist-scheduler", "--min-worker", "--min-workers"),
-    ],
-)
-def test_a_misspelled_flag_is_answered_with_the_one_that_was_meant(
-    program: str, given: str, meant: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        LINES[program].parse([given, "2", "train.py"] if LINES[program].script else [given, "2"], {})
-    assert f"no flag {given}: did you mean {meant}?" in capsys.readouterr().err
+    ]:
+        with pytest.raises(SystemExit):
+            LINES[program].parse([given, "2", "train.py"] if LINES[program].script else [given, "2"], {})
+        assert f"no flag {given}: did you mean {meant}?" in capsys.readouterr().err
 
 
 def test_a_flag_that_is_like_no_other_is_only_refused(capsys: pytest.CaptureFixture[str]) -> None:

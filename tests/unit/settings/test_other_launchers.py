@@ -13,9 +13,8 @@ _BATCH = _ALLOCATION | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 _STEP = _BATCH | {"SLURM_STEP_ID": "0"}
 
 
-@pytest.mark.parametrize(
-    "environ",
-    [
+def test_one_process_may_train_alone() -> None:
+    for environ in [
         {},
         _ALLOCATION,
         _BATCH,
@@ -25,15 +24,12 @@ _STEP = _BATCH | {"SLURM_STEP_ID": "0"}
         {"PMI_SIZE": "1", "PMI_RANK": "0"},
         {"WORLD_SIZE": "1"},
         {"WORLD_SIZE": ""},
-    ],
-)
-def test_one_process_may_train_alone(environ: dict[str, str]) -> None:
-    check_alone(environ, "")
+    ]:
+        check_alone(environ, "")
 
 
-@pytest.mark.parametrize(
-    ("environ", "words"),
-    [
+def test_one_of_several_processes_is_refused_with_the_remedy() -> None:
+    for environ, words in [
         ({"WORLD_SIZE": "4", "RANK": "0"}, "WORLD_SIZE is 4"),
         (_STEP | {"SLURM_STEP_NUM_TASKS": "4"}, "srun started 4 processes"),
         ({"OMPI_COMM_WORLD_SIZE": "2", "PMIX_RANK": "0"}, "mpirun started 2 processes"),
@@ -41,19 +37,17 @@ def test_one_process_may_train_alone(environ: dict[str, str]) -> None:
         ({"PMIX_RANK": "3"}, "PMIX_RANK is 3"),
         (_ALLOCATION | {"SLURM_PROCID": "1"}, "SLURM_PROCID is 1"),
         ({"HOROVOD_SIZE": "2"}, "HOROVOD_SIZE is 2"),
-    ],
-)
-def test_one_of_several_processes_is_refused_with_the_remedy(environ: dict[str, str], words: str) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        check_alone(environ, "set PSDIST_SCHEDULER=HOST:PORT")
-    text = str(caught.value)
-    assert words in text and "no scheduler is named" in text
-    assert "psdist run" in text and "psdist-worker" in text and "PSDIST_SCHEDULER=HOST:PORT" in text
-    assert (
-        "unset" in text
-        and "alone=True" in text
-        and ("srun --ntasks-per-node=1 psdist-worker" in text) == ("SLURM" in text)
-    )
+    ]:
+        with pytest.raises(ConfigurationError) as caught:
+            check_alone(environ, "set PSDIST_SCHEDULER=HOST:PORT")
+        text = str(caught.value)
+        assert words in text and "no scheduler is named" in text
+        assert "psdist run" in text and "psdist-worker" in text and "PSDIST_SCHEDULER=HOST:PORT" in text
+        assert (
+            "unset" in text
+            and "alone=True" in text
+            and ("srun --ntasks-per-node=1 psdist-worker" in text) == ("SLURM" in text)
+        )
 
 
 _SRUN = _BATCH | {
@@ -71,9 +65,8 @@ _JSRUN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("environ", "launcher", "place"),
-    [
+def test_a_task_has_the_place_that_its_launcher_gave() -> None:
+    for environ, launcher, place in [
         (_SRUN, "srun", (5, 7, 1, 2)),
         (_SRUN | {"SLURM_NODEID": "3", "SLURM_PROCID": "6", "SLURM_LOCALID": "0"}, "srun", (6, 7, 0, 1)),
         (_SRUN | {"SLURM_STEP_TASKS_PER_NODE": "?"}, "srun", (5, 7, 1, 2)),
@@ -83,14 +76,10 @@ _JSRUN = {
         (_HYDRA, "mpiexec", (2, 4, 0, 2)),
         (_SRUN | _HYDRA, "mpiexec", (2, 4, 0, 2)),
         (_JSRUN, "jsrun", (1, 2, 1, 2)),
-    ],
-)
-def test_a_task_has_the_place_that_its_launcher_gave(
-    environ: dict[str, str], launcher: str, place: tuple[int, ...]
-) -> None:
-    task = find_task(environ)
-    assert task is not None and task.launcher == launcher
-    assert (task.rank, task.count, task.local_rank, task.local_count) == place
+    ]:
+        task = find_task(environ)
+        assert task is not None and task.launcher == launcher
+        assert (task.rank, task.count, task.local_rank, task.local_count) == place
 
 
 @pytest.mark.parametrize("environ", [{}, _BATCH, _BATCH | {"SLURM_STEP_NUM_TASKS": "1"}, {"PMI_SIZE": "x"}])
@@ -108,12 +97,9 @@ def test_a_place_has_sensible_defaults() -> None:
     assert LauncherTask("srun", "R", "N", 1, 2).local_count == 1
 
 
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [("n7", "n7"), ("n[3,5-9],m1", "n3"), ("r[01-02]c[3-4]", "r01c3"), ("a,b", "a"), ("", "")],
-)
-def test_the_first_node_of_a_step(nodes: str, first: str) -> None:
-    assert first_node({"SLURM_STEP_NODELIST": nodes}) == first
+def test_the_first_node_of_a_step() -> None:
+    for nodes, first in [("n7", "n7"), ("n[3,5-9],m1", "n3"), ("r[01-02]c[3-4]", "r01c3"), ("a,b", "a"), ("", "")]:
+        assert first_node({"SLURM_STEP_NODELIST": nodes}) == first
 
 
 def test_a_run_that_is_started_several_times_by_one_command_is_refused() -> None:

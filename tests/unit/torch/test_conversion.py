@@ -26,9 +26,8 @@ def names(module: nn.Module) -> dict[nn.Parameter, str]:
     return {parameter: name for name, parameter in module.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    ("make", "expected"),
-    [
+def test_settings_are_kept() -> None:
+    for make, expected in [
         (lambda p: torch.optim.SGD(p, lr=0.1), optim.SGD(lr=0.1)),
         (
             lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01, foreach=True),
@@ -54,20 +53,17 @@ def names(module: nn.Module) -> dict[nn.Parameter, str]:
             optim.Rprop(etas=(0.4, 1.5), step_sizes=(1e-5, 1.0)),
         ),
         (lambda p: torch.optim.ASGD(p, lambd=0.1, t0=100), optim.ASGD(lambd=0.1, t0=100.0)),
-    ],
-)
-def test_settings_are_kept(make: Callable[[Any], torch.optim.Optimizer], expected: optim.Optimizer) -> None:
-    module = model()
-    assert convert_optimizer(make(module.parameters()), names(module)) == expected
+    ]:
+        module = model()
+        assert convert_optimizer(make(module.parameters()), names(module)) == expected
 
 
 class Own(torch.optim.SGD):
     """A subclass, which may do anything."""
 
 
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
+def test_what_has_no_counterpart_is_named() -> None:
+    for make, said in [
         (lambda p: torch.optim.LBFGS(p), r"torch\.optim\.lbfgs\.LBFGS has no counterpart"),
         (lambda p: torch.optim.SparseAdam(p), "SparseAdam has no counterpart"),
         (lambda p: torch.optim.Adafactor(p), "Adafactor has no counterpart"),
@@ -76,12 +72,10 @@ class Own(torch.optim.SGD):
         (lambda p: torch.optim.Rprop(p, lr=0.0), "rprop lr=0"),
         (lambda p: Own(p), "Own has no counterpart"),
         (lambda p: torch.optim.RMSprop(p, differentiable=True), "differentiable=True"),
-    ],
-)
-def test_what_has_no_counterpart_is_named(make: Callable[[Any], torch.optim.Optimizer], said: str) -> None:
-    module = model()
-    with pytest.raises(InvalidArgumentError, match=said):
-        convert_optimizer(make(list(module.parameters())), names(module))
+    ]:
+        module = model()
+        with pytest.raises(InvalidArgumentError, match=said):
+            convert_optimizer(make(list(module.parameters())), names(module))
 
 
 def test_an_optimizer_that_has_made_steps_is_refused() -> None:
@@ -175,33 +169,30 @@ def test_every_optimizer_of_torch_is_converted_or_refused() -> None:
     assert known == {one.__name__ for one in _SPECIFICATIONS}
 
 
-@pytest.mark.parametrize("make", _SPECIFICATIONS, ids=lambda kind: kind.__name__)
-def test_defaults_are_torchs(make: type[torch.optim.Optimizer]) -> None:
-    module = model()
-    optimizer = make(module.parameters())  # type: ignore[call-arg]
-    assert convert_optimizer(optimizer, names(module)) == _SPECIFICATIONS[make]()
+def test_defaults_are_torchs() -> None:
+    for make in _SPECIFICATIONS:
+        module = model()
+        optimizer = make(module.parameters())  # type: ignore[call-arg]
+        assert convert_optimizer(optimizer, names(module)) == _SPECIFICATIONS[make]()
 
 
-@pytest.mark.parametrize(
-    ("kind", "one", "others"),
-    [
+def test_groups_may_differ_in_every_setting() -> None:
+    for kind, one, others in [
         (torch.optim.SGD, {"momentum": 0.5}, {}),
         (torch.optim.SGD, {"momentum": 0.5, "nesterov": True}, {"momentum": 0.9}),
         (torch.optim.RMSprop, {"centered": True}, {"momentum": 0.9}),
         (torch.optim.Adagrad, {"initial_accumulator_value": 0.5}, {}),
         (torch.optim.AdamW, {"amsgrad": True}, {"maximize": True}),
         (torch.optim.Rprop, {"etas": (0.4, 1.5)}, {"step_sizes": (1e-4, 2.0)}),
-    ],
-)
-def test_groups_may_differ_in_every_setting(kind: Any, one: dict[str, Any], others: dict[str, Any]) -> None:
-    module = model()
-    first, *rest = module.parameters()
-    optimizer = kind([{"params": [first], **one}, {"params": rest, **others}], lr=0.1)
-    spec = convert_optimizer(optimizer, names(module))
-    expected = [_SPECIFICATIONS[kind](lr=0.1, **given).values() for given in (one, others)]
-    found = settings(spec, module)
-    assert found["first.weight"] == expected[0]
-    assert all(values == expected[1] for name, values in found.items() if name != "first.weight")
+    ]:
+        module = model()
+        first, *rest = module.parameters()
+        optimizer = kind([{"params": [first], **one}, {"params": rest, **others}], lr=0.1)
+        spec = convert_optimizer(optimizer, names(module))
+        expected = [_SPECIFICATIONS[kind](lr=0.1, **given).values() for given in (one, others)]
+        found = settings(spec, module)
+        assert found["first.weight"] == expected[0]
+        assert all(values == expected[1] for name, values in found.items() if name != "first.weight")
 
 
 def test_groups_may_differ_in_how_weights_decay() -> None:
@@ -229,21 +220,22 @@ SCHEDULERS: dict[str, Callable[[Any], lr_scheduler.LRScheduler]] = {
 }
 
 
-@pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.filterwarnings("ignore:The epoch parameter in")
-def test_schedulers_give_the_same_rates(make: Callable[[Any], lr_scheduler.LRScheduler]) -> None:
-    optimizer = torch.optim.SGD(model().parameters(), lr=0.1)
-    scheduler = make(optimizer)
-    schedule = convert_scheduler(scheduler)
-    for step in range(30):
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * schedule.factor(step), rel=1e-6, abs=1e-9), step
-        scheduler.step()
+def test_schedulers_give_the_same_rates() -> None:
+    for make in SCHEDULERS.values():
+        optimizer = torch.optim.SGD(model().parameters(), lr=0.1)
+        scheduler = make(optimizer)
+        schedule = convert_scheduler(scheduler)
+        for step in range(30):
+            assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * schedule.factor(step), rel=1e-6, abs=1e-9), (
+                step
+            )
+            scheduler.step()
 
 
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
+def test_other_schedulers_are_named() -> None:
+    for make, said in [
         (lambda o: lr_scheduler.LambdaLR(o, lambda step: 1.0), "LambdaLR cannot be converted"),
         (lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=10), "OneCycleLR cannot be converted"),
         (lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.StepLR(o, 3)]), "ChainedScheduler cannot be converted"),
@@ -262,12 +254,10 @@ def test_schedulers_give_the_same_rates(make: Callable[[Any], lr_scheduler.LRSch
             ),
             "its milestone 5 is not the warm-up's total_iters=4",
         ),
-    ],
-)
-def test_other_schedulers_are_named(make: Callable[[Any], lr_scheduler.LRScheduler], said: str) -> None:
-    remedy = "pass it as scheduler= to psdist.torch.DistributedOptimizer, which sends its rates"
-    with pytest.raises(InvalidArgumentError, match=f"{re.escape(said)}.*{remedy}"):
-        convert_scheduler(make(torch.optim.SGD(model().parameters(), lr=0.1)))
+    ]:
+        remedy = "pass it as scheduler= to psdist.torch.DistributedOptimizer, which sends its rates"
+        with pytest.raises(InvalidArgumentError, match=f"{re.escape(said)}.*{remedy}"):
+            convert_scheduler(make(torch.optim.SGD(model().parameters(), lr=0.1)))
 
 
 def test_a_scheduler_is_named_before_the_settings_that_it_writes() -> None:

@@ -65,15 +65,20 @@ def plain(value: Any) -> Any:
     return "T" if isinstance(value, Tensor) else [plain(one) for one in value] if isinstance(value, list) else value
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "named", "tensors", "options"),
-    [
+def test_a_call_takes_the_forms_of_c10d() -> None:
+    options: Any
+    for name, given, named, tensors, options in [
         ("allreduce", ([T], c10d.AllreduceOptions()), {}, [["T"]], {}),
         ("allreduce", ([T, T],), {}, [["T", "T"]], {}),
         ("allreduce", (T,), {}, [["T"]], {}),
         ("allreduce", (T, dist.ReduceOp.MAX), {}, [["T"]], {"reduceOp": dist.ReduceOp.MAX}),
-        ("allreduce", ([T],), {"op": dist.ReduceOp.MIN, "timeout": SOON}, [["T"]],
-         {"reduceOp": dist.ReduceOp.MIN, "timeout": SOON}),
+        (
+            "allreduce",
+            ([T],),
+            {"op": dist.ReduceOp.MIN, "timeout": SOON},
+            [["T"]],
+            {"reduceOp": dist.ReduceOp.MIN, "timeout": SOON},
+        ),
         ("allreduce", (), {"tensor": T}, [["T"]], {}),
         ("allreduce", (), {"tensors": [T], "opts": c10d.AllreduceOptions()}, [["T"]], {}),
         ("broadcast", (T,), {"root": 1}, [["T"]], {"rootRank": 1}),
@@ -92,22 +97,17 @@ def plain(value: Any) -> Any:
         ("barrier", (SOON,), {}, [], {"timeout": SOON}),
         ("barrier", (), {"timeout": SOON}, [], {"timeout": SOON}),
         ("barrier", (c10d.BarrierOptions(),), {}, [], {}),
-    ],
-)  # fmt: skip
-def test_a_call_takes_the_forms_of_c10d(
-    name: str, given: tuple[Any, ...], named: dict[str, Any], tensors: list[Any], options: dict[str, Any]
-) -> None:
-    *found, opts = getattr(Recorder(), name)(*given, **named)
-    assert [plain(value) for value in found] == tensors
-    assert type(opts) is FORMS[name].options
-    assert {key: getattr(opts, key) for key in DEFAULTS if hasattr(opts, key)} == {
-        key: value for key, value in (DEFAULTS | options).items() if hasattr(opts, key)
-    }
+    ]:
+        *found, opts = getattr(Recorder(), name)(*given, **named)
+        assert [plain(value) for value in found] == tensors
+        assert type(opts) is FORMS[name].options
+        assert {key: getattr(opts, key) for key in DEFAULTS if hasattr(opts, key)} == {
+            key: value for key, value in (DEFAULTS | options).items() if hasattr(opts, key)
+        }
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "named"),
-    [
+def test_another_form_is_a_type_error() -> None:
+    for name, given, named in [
         ("allreduce", (), {}),
         ("allreduce", (T,), {"speed": 3}),
         ("allreduce", (T,), {"op": "sum"}),
@@ -115,20 +115,17 @@ def test_a_call_takes_the_forms_of_c10d(
         ("broadcast", (T, 0, SOON, 1, 1), {}),
         ("allgather", (T, T), {}),
         ("barrier", (T,), {}),
-    ],
-)
-def test_another_form_is_a_type_error(name: str, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-    with pytest.raises(TypeError):
-        getattr(Recorder(), name)(*given, **named)
+    ]:
+        with pytest.raises(TypeError):
+            getattr(Recorder(), name)(*given, **named)
 
 
 SPARSE = torch.eye(2).to_sparse()
 CHECKS = Checks("allgather", 2)
 
 
-@pytest.mark.parametrize(
-    ("check", "text"),
-    [
+def test_bad_arguments_are_refused_in_the_words_of_c10d() -> None:
+    for check, text in [
         (lambda: CHECKS.root(2), "psdist::allgather: invalid root rank: 2: ranks of this group are 0 to 1"),
         (lambda: CHECKS.root(-1), "invalid root rank: -1"),
         (lambda: CHECKS.root_tensor(0, []), "invalid root tensor: 0: the list has 0 tensors"),
@@ -161,12 +158,10 @@ CHECKS = Checks("allgather", 2)
         (lambda: CHECKS.splits(T, [2]), "Number of tensor splits not equal to group size: 1 and 2"),
         (lambda: CHECKS.splits(T, [2, 1]), r"Split sizes doesn't match total dim 0 size: \[2, 1\] and 2"),
         (lambda: CHECKS.splits(torch.ones(3), []), "dim 0 does not divide equally across group size: 3 rows, 2 ranks"),
-    ],
-)
-def test_bad_arguments_are_refused_in_the_words_of_c10d(check: Any, text: str) -> None:
-    with pytest.raises((InvalidArgumentError, DTypeMismatchError), match=text) as caught:
-        check()
-    assert isinstance(caught.value, RuntimeError) and isinstance(caught.value, ValueError)
+    ]:
+        with pytest.raises((InvalidArgumentError, DTypeMismatchError), match=text) as caught:
+            check()
+        assert isinstance(caught.value, RuntimeError) and isinstance(caught.value, ValueError)
 
 
 def test_memory_formats_are_contiguous() -> None:
@@ -192,15 +187,15 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("shape", [(2, 3), (), (0, 3)], ids=str)
-def test_an_array_on_a_tensor_leaves_it_resizable(kind: torch.dtype, shape: tuple[int, ...]) -> None:
-    tensor = torch.zeros(shape, dtype=kind)
-    as_array(tensor)[...] = True
-    is_bytes = kind in (torch.float8_e4m3fn, torch.float8_e5m2)  # numpy lacks them.
-    found, dtype = (tensor.view(torch.uint8), torch.uint8) if is_bytes else (tensor, kind)
-    assert torch.equal(found, torch.ones(shape, dtype=dtype))
-    memory = TensorMemory(tensor.t() if tensor.dim() == 2 else tensor)
-    memory.finish()
-    tensor.resize_(100)
-    tensor.untyped_storage().resize_(0)
+def test_an_array_on_a_tensor_leaves_it_resizable() -> None:
+    for kind in KINDS:
+        for shape in [(2, 3), (), (0, 3)]:
+            tensor = torch.zeros(shape, dtype=kind)
+            as_array(tensor)[...] = True
+            is_bytes = kind in (torch.float8_e4m3fn, torch.float8_e5m2)  # numpy lacks them.
+            found, dtype = (tensor.view(torch.uint8), torch.uint8) if is_bytes else (tensor, kind)
+            assert torch.equal(found, torch.ones(shape, dtype=dtype))
+            memory = TensorMemory(tensor.t() if tensor.dim() == 2 else tensor)
+            memory.finish()
+            tensor.resize_(100)
+            tensor.untyped_storage().resize_(0)

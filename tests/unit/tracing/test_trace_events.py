@@ -91,9 +91,8 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "events",
-    [
+def test_the_check_of_the_format_finds() -> None:
+    for events in [
         [x()],
         [*NAMES, x(ts=-1)],
         [*NAMES, x(ts="0")],
@@ -103,9 +102,7 @@ NAMES = [
         [*NAMES, *NAMES, x()],
         [*NAMES, {"ph": "M", "name": "colour", "pid": 1, "tid": 0, "args": {}}],
         [*NAMES, x(ts=float("nan"))],
-    ],
-)
-def test_the_check_of_the_format_finds(events: list[dict[str, Any]]) -> None:
-    check_trace(json.dumps({"traceEvents": [*NAMES, x(), x(ts=8)], "displayTimeUnit": "ms", "otherData": {}}))
-    with pytest.raises((AssertionError, KeyError)):
-        check_trace(json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {}}))
+    ]:
+        check_trace(json.dumps({"traceEvents": [*NAMES, x(), x(ts=8)], "displayTimeUnit": "ms", "otherData": {}}))
+        with pytest.raises((AssertionError, KeyError)):
+            check_trace(json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {}}))

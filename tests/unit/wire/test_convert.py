@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from psdist import optim
 from psdist.consistency import BSP
 from psdist.types import GroupRange, ParametersEntry, ParametersSpec, Replica, Shard
@@ -18,11 +16,11 @@ def entry(count: int, ready: bool = False, ranges: tuple[GroupRange, ...] | None
     return ParametersEntry(spec, 20 * max(1, count), (Shard(Replica("server-0", 1)),), ranges=ranges, ready=ready)
 
 
-@pytest.mark.parametrize("count", [0, 1, 63, 64, 20_000])
-def test_ranges_come_back_as_they_were(count: int) -> None:
-    mine = entry(count)
-    data = convert.entry_to_proto(mine).SerializeToString()
-    assert convert.entry_from_proto(common_pb2.ParametersEntry.FromString(data)) == mine
+def test_ranges_come_back_as_they_were() -> None:
+    for count in [0, 1, 63, 64, 20_000]:
+        mine = entry(count)
+        data = convert.entry_to_proto(mine).SerializeToString()
+        assert convert.entry_from_proto(common_pb2.ParametersEntry.FromString(data)) == mine
 
 
 def test_ranges_of_a_later_epoch_are_not_converted_again() -> None:

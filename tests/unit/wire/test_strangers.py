@@ -23,19 +23,16 @@ STATISTICS = f"/{SERVICE.full_name}/GetStatistics"
 MEMBER, STRANGER = RemoteEnd("10.0.0.1", 5000), RemoteEnd("10.0.0.2", 5000)
 
 
-@pytest.mark.parametrize(
-    ("text", "peer"),
-    [
+def test_names_of_peers() -> None:
+    for text, peer in [
         ("ipv4:10.0.0.1:5000", RemoteEnd("10.0.0.1", 5000)),
         ("ipv6:%5B::1%5D:443", RemoteEnd("::1", 443)),
         ("ipv6:[fe80::1%25eth0]:443", RemoteEnd("fe80::1%eth0", 443)),
         ("ipv6:[::ffff:10.0.0.1]:5000", RemoteEnd("10.0.0.1", 5000)),
         ("unix:/run/socket", None),
         ("unknown", None),
-    ],
-)
-def test_names_of_peers(text: str, peer: RemoteEnd | None) -> None:
-    assert parse_peer(text) == peer
+    ]:
+        assert parse_peer(text) == peer
 
 
 def test_the_oldest_connections_of_an_address_with_too_many_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,9 +100,9 @@ def test_a_push_that_is_made_again_is_the_same_bytes() -> None:
     assert not encoder.encode(push, gradient(3), EVERY), "of a push that is over nothing is encoded"
 
 
-@pytest.mark.parametrize(
-    "codec",
-    [
+def test_a_residual_waits_while_its_tensor_has_no_gradient() -> None:
+    """The residual of the other tensors is that without it: the codec treats each tensor separately."""
+    for codec in [
         Int8(block=64),
         OneBit(),
         TopK(0.05),
@@ -110,30 +110,26 @@ def test_a_push_that_is_made_again_is_the_same_bytes() -> None:
         ChunkedTopK(k=2, chunk=64),
         PowerSGD(rank=2),
         RandomK(0.05, error_feedback=True),
-    ],
-    ids=repr,
-)
-def test_a_residual_waits_while_its_tensor_has_no_gradient(codec: Codec) -> None:
-    """The residual of the other tensors is that without it: the codec treats each tensor separately."""
-    encoders = [encoder_of(PerTensor({"*": codec}, min_elements=64, min_vector=64)) for _ in range(2)]
-    for encoder in encoders:
-        pushed(encoder, gradient(0))
-    one, other = encoders
-    start, stop = LAYOUT.offsets[3], LAYOUT.offsets[4]  # "w2"
-    mine = slice(start, stop)
-    residual, velocity = one.state()["residual"].copy(), one.state()["velocity"].copy()
-    flat = gradient(1)
-    flat[mine] = 0.0
-    one.begin_push().absent = ((start, stop),)
-    sent = pushed(one, flat)
-    without = pushed(other, flat)
-    assert residual[mine].any() and not sent[mine].any()
-    assert (one.state()["residual"][mine] == residual[mine]).all()
-    assert (one.state()["velocity"] == velocity)[mine].all() if velocity.size else True
-    others = np.ones(LAYOUT.total, bool)
-    others[mine] = False
-    assert (sent == without)[others].all()
-    assert (one.state()["residual"] == other.state()["residual"])[others].all()
+    ]:
+        encoders = [encoder_of(PerTensor({"*": codec}, min_elements=64, min_vector=64)) for _ in range(2)]
+        for encoder in encoders:
+            pushed(encoder, gradient(0))
+        one, other = encoders
+        start, stop = LAYOUT.offsets[3], LAYOUT.offsets[4]  # "w2"
+        mine = slice(start, stop)
+        residual, velocity = one.state()["residual"].copy(), one.state()["velocity"].copy()
+        flat = gradient(1)
+        flat[mine] = 0.0
+        one.begin_push().absent = ((start, stop),)
+        sent = pushed(one, flat)
+        without = pushed(other, flat)
+        assert residual[mine].any() and not sent[mine].any()
+        assert (one.state()["residual"][mine] == residual[mine]).all()
+        assert (one.state()["velocity"] == velocity)[mine].all() if velocity.size else True
+        others = np.ones(LAYOUT.total, bool)
+        others[mine] = False
+        assert (sent == without)[others].all()
+        assert (one.state()["residual"] == other.state()["residual"])[others].all()
 
 
 def test_slices_that_abstain_keep_their_residual() -> None:
@@ -166,9 +162,8 @@ def test_in_any_order_and_in_pieces_the_bytes_are_the_same() -> None:
     assert one.residual.tobytes() == other.residual.tobytes()
 
 
-@pytest.mark.parametrize(
-    "codec",
-    [
+def test_an_encoder_goes_on_from_its_state() -> None:
+    for codec in [
         Int8(stochastic=True, seed=3, error_feedback=True),
         Int4(residual_decay=0.5),
         TopK(0.05, momentum=0.9, warm_up=4),
@@ -177,23 +172,20 @@ def test_in_any_order_and_in_pieces_the_bytes_are_the_same() -> None:
         OneBit(),
         RandomK(0.1, seed=2),
         PerTensor({"w1": PowerSGD(2), "*": Int8()}, min_vector=64),
-    ],
-    ids=repr,
-)
-def test_an_encoder_goes_on_from_its_state(codec: Codec) -> None:
-    one, other = encoder_of(codec, rank=1), encoder_of(codec, rank=1)
-    pushed(other, gradient(9))
-    for step in range(3):
-        pushed(one, gradient(step))
-    under_way = one.begin_push()
-    one.encode(under_way, gradient(7), EVERY)  # The state does not include it.
-    other.restore({name: array.copy() for name, array in one.state().items()})
-    one.discard_push()
-    for step in range(3, 6):
-        assert pushed(one, gradient(step)).tobytes() == pushed(other, gradient(step)).tobytes()
-    other.restore({})
-    first = encoder_of(codec, rank=1)
-    assert pushed(other, gradient(0)).tobytes() == pushed(first, gradient(0)).tobytes()
+    ]:
+        one, other = encoder_of(codec, rank=1), encoder_of(codec, rank=1)
+        pushed(other, gradient(9))
+        for step in range(3):
+            pushed(one, gradient(step))
+        under_way = one.begin_push()
+        one.encode(under_way, gradient(7), EVERY)  # The state does not include it.
+        other.restore({name: array.copy() for name, array in one.state().items()})
+        one.discard_push()
+        for step in range(3, 6):
+            assert pushed(one, gradient(step)).tobytes() == pushed(other, gradient(step)).tobytes()
+        other.restore({})
+        first = encoder_of(codec, rank=1)
+        assert pushed(other, gradient(0)).tobytes() == pushed(first, gradient(0)).tobytes()
 
 
 def test_the_arrays_of_a_state_stay_until_the_push_after_it_is_over() -> None:
@@ -247,34 +239,30 @@ def test_of_another_codecs_state_the_residual_is_used() -> None:
     assert not other.residual.any()
 
 
-@pytest.mark.parametrize(
-    "first",
-    [
-        *(Int8(block=64), TopK(0.1), TopK(0.1, momentum=0.9), ChunkedTopK(5, 64, bits=2)),
-        *(Chain(TopK(0.9), BFloat16()), Chain(TopK(0.2), Int8(), chunk=128), TopK(1.0)),
-    ],
-    ids=repr,
-)
-def test_a_refused_gradient_is_encoded_again_from_its_replacement(first: Codec) -> None:
+def test_a_refused_gradient_is_encoded_again_from_its_replacement() -> None:
     """Check a gradient whose earlier regions and slices had been encoded before the one that the codec cannot
     represent."""
-    codec = PerTensor({"w3": Float16(), "*": first}, min_elements=64, min_vector=64)
-    encoder, other = encoder_of(codec), encoder_of(codec)
-    pushed(encoder, gradient(0))
-    pushed(other, gradient(0))
-    too_large = gradient(1)
-    too_large[-1] = 1e6
-    push = encoder.begin_push()
-    # It is under way, so it does not change, nor do the regions that it shares.
-    assert encoder.encode(push, gradient(2), (0,))
-    with pytest.raises(NonFiniteGradientError):
-        encoder.encode(push, too_large, EVERY)
-    assert set(push.payloads) == {0}
-    assert encoder.encode(push, gradient(2), EVERY)
-    expected = other.begin_push()
-    assert other.encode(expected, gradient(2), EVERY) and push.payloads == expected.payloads
-    assert encoder.end_push() and other.end_push()
-    assert encoder.residual.tobytes() == other.residual.tobytes()
+    for first in [
+        *(Int8(block=64), TopK(0.1), TopK(0.1, momentum=0.9), ChunkedTopK(5, 64, bits=2)),
+        *(Chain(TopK(0.9), BFloat16()), Chain(TopK(0.2), Int8(), chunk=128), TopK(1.0)),
+    ]:
+        codec = PerTensor({"w3": Float16(), "*": first}, min_elements=64, min_vector=64)
+        encoder, other = encoder_of(codec), encoder_of(codec)
+        pushed(encoder, gradient(0))
+        pushed(other, gradient(0))
+        too_large = gradient(1)
+        too_large[-1] = 1e6
+        push = encoder.begin_push()
+        # It is under way, so it does not change, nor do the regions that it shares.
+        assert encoder.encode(push, gradient(2), (0,))
+        with pytest.raises(NonFiniteGradientError):
+            encoder.encode(push, too_large, EVERY)
+        assert set(push.payloads) == {0}
+        assert encoder.encode(push, gradient(2), EVERY)
+        expected = other.begin_push()
+        assert other.encode(expected, gradient(2), EVERY) and push.payloads == expected.payloads
+        assert encoder.end_push() and other.end_push()
+        assert encoder.residual.tobytes() == other.residual.tobytes()
 
 
 def test_what_overflows_is_refused_or_forgotten() -> None:

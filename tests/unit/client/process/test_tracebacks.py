@@ -217,9 +217,8 @@ def test_causes_are_shortened_too() -> None:
     assert "partition.py" not in text and text.count("Traceback") == 2 and "direct cause" in text
 
 
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [
+def test_errors_that_would_come_again() -> None:
+    for error, status in [
         (ConfigurationError(""), 78),
         (ShapeMismatchError(""), 78),
         (SettingsMismatchError(""), 78),
@@ -231,10 +230,8 @@ def test_causes_are_shortened_too() -> None:
         (WaitTimeoutError(""), 0),
         (psdist.PsdistError(""), 0),
         (ValueError(""), 0),
-    ],
-)
-def test_errors_that_would_come_again(error: BaseException, status: int) -> None:
-    assert exit_status.status_of(error) == status
+    ]:
+        assert exit_status.status_of(error) == status
 
 
 def test_an_error_of_an_installed_library_is_printed_whole() -> None:

@@ -77,12 +77,12 @@ def test_a_run_that_goes_back_is_nobodys_fault(on_drop: OnDrop, caplog: pytest.L
     assert [bool(raises(drops, why)) for why in (SILENT, BACK, SILENT, BACK, SILENT)] == [False] * 4 + [True]
 
 
-@pytest.mark.parametrize("value", ["", "Warn", "error", None, 1, ["warn"]])
-def test_other_values_are_refused(value: object) -> None:
-    with pytest.raises(InvalidArgumentError, match="is unknown: use one of warn, raise, ignore"):
-        check_on_drop(value)
-    for known in ("warn", "raise", "ignore"):
-        check_on_drop(known)
+def test_other_values_are_refused() -> None:
+    for value in ["", "Warn", "error", None, 1, ["warn"]]:
+        with pytest.raises(InvalidArgumentError, match="is unknown: use one of warn, raise, ignore"):
+            check_on_drop(value)
+        for known in ("warn", "raise", "ignore"):
+            check_on_drop(known)
 
 
 @pytest.mark.parametrize(("on_drop", "level"), [("warn", logging.WARNING), ("ignore", logging.INFO)])

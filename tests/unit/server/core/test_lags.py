@@ -22,56 +22,58 @@ def some_ranges(rng: random.Random) -> Ranges:
     return tuple(zip(edges[::2], edges[1::2], strict=True))
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_lags_count_each_element(seed: int) -> None:
-    rng = random.Random(seed)
-    counts, lags = [0] * SIZE, Lags()
-    for _ in range(10):
+def test_lags_count_each_element() -> None:
+    for seed in range(30):
+        rng = random.Random(seed)
+        counts, lags = [0] * SIZE, Lags()
+        for _ in range(10):
+            absent = some_ranges(rng)
+            lags = advanced(lags, absent)
+            for element in elements(absent):
+                counts[element] += 1
+            found = {element: lag for start, stop, lag in lags for element in range(start, stop)}
+            assert found == {element: count for element, count in enumerate(counts) if count}
+            assert not any((one[1], one[2]) == (other[0], other[2]) for one, other in pairwise(lags)), "one range"
+            assert all(start < stop for start, stop, _ in lags) and list(lags) == sorted(lags)
+
+
+def test_pieces_are_all_other_elements() -> None:
+    for seed in range(30):
+        rng = random.Random(seed)
         absent = some_ranges(rng)
-        lags = advanced(lags, absent)
-        for element in elements(absent):
-            counts[element] += 1
-        found = {element: lag for start, stop, lag in lags for element in range(start, stop)}
-        assert found == {element: count for element, count in enumerate(counts) if count}
-        assert not any((one[1], one[2]) == (other[0], other[2]) for one, other in pairwise(lags)), "one range"
-        assert all(start < stop for start, stop, _ in lags) and list(lags) == sorted(lags)
+        lags = advanced(advanced((), some_ranges(rng)), some_ranges(rng))
+        runs = ((0, 7, 0), (7, 19, 2), (19, SIZE, 1))
+        found = {
+            element: (group, lag)
+            for start, stop, group, lag in pieces(runs, lags, absent)
+            for element in range(start, stop)
+        }
+        lag_of = {element: lag for start, stop, lag in lags for element in range(start, stop)}
+        group_of = {element: group for start, stop, group in runs for element in range(start, stop)}
+        assert found == {
+            element: (group_of[element], lag_of.get(element, 0)) for element in set(range(SIZE)) - elements(absent)
+        }
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_pieces_are_all_other_elements(seed: int) -> None:
-    rng = random.Random(seed)
-    absent = some_ranges(rng)
-    lags = advanced(advanced((), some_ranges(rng)), some_ranges(rng))
-    runs = ((0, 7, 0), (7, 19, 2), (19, SIZE, 1))
-    found = {
-        element: (group, lag)
-        for start, stop, group, lag in pieces(runs, lags, absent)
-        for element in range(start, stop)
-    }
-    lag_of = {element: lag for start, stop, lag in lags for element in range(start, stop)}
-    group_of = {element: group for start, stop, group in runs for element in range(start, stop)}
-    assert found == {
-        element: (group_of[element], lag_of.get(element, 0)) for element in set(range(SIZE)) - elements(absent)
-    }
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_only_elements_without_any_gradient_are_common(seed: int) -> None:
-    rng = random.Random(seed)
-    parts = [some_ranges(rng) for _ in range(rng.randrange(1, 4))]
-    assert elements(common(parts)) == set.intersection(*map(elements, parts))
+def test_only_elements_without_any_gradient_are_common() -> None:
+    for seed in range(30):
+        rng = random.Random(seed)
+        parts = [some_ranges(rng) for _ in range(rng.randrange(1, 4))]
+        assert elements(common(parts)) == set.intersection(*map(elements, parts))
 
 
 def test_nobody_leaves_out_nothing() -> None:
     assert common([]) == ()
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_a_slice_has_its_part_of_the_ranges(seed: int) -> None:
-    rng = random.Random(seed)
-    ranges = some_ranges(rng)
-    start, stop = sorted(rng.sample(range(SIZE), 2))
-    assert {start + one for one in elements(within(ranges, start, stop))} == elements(ranges) & set(range(start, stop))
+def test_a_slice_has_its_part_of_the_ranges() -> None:
+    for seed in range(30):
+        rng = random.Random(seed)
+        ranges = some_ranges(rng)
+        start, stop = sorted(rng.sample(range(SIZE), 2))
+        assert {start + one for one in elements(within(ranges, start, stop))} == elements(ranges) & set(
+            range(start, stop)
+        )
 
 
 @pytest.mark.parametrize(

@@ -226,25 +226,25 @@ MIXED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "given", "other"), MIXED, ids=[kind for kind, _, _ in MIXED])
-def test_groups_may_differ_in_every_setting(kind: str, given: dict[str, Any], other: dict[str, Any]) -> None:
-    first, second = (torch.nn.Parameter(torch.from_numpy(start())) for _ in "ab")
-    if kind == "Adagrad":  # torch reads the initial value from its defaults.
-        theirs = [getattr(torch.optim, kind)([one], **given | own) for one, own in ((first, {}), (second, other))]
-    else:
-        theirs = [getattr(torch.optim, kind)([{"params": [first]}, {"params": [second], **other}], **given)]
-    rule = Rule(getattr(optim, kind)(**given, overrides=(optim.override("b", **other),)))
-    weights = np.concatenate([start(), start()])
-    states = tuple(np.empty(2 * SIZE, np.float32) for _ in rule.state_names)
-    runs = [(0, SIZE, 0), (SIZE, 2 * SIZE, 1)]
-    rule.initialize(weights, states, runs)
-    for step in range(STEPS):
-        first.grad, second.grad = torch.from_numpy(gradient(step)), torch.from_numpy(gradient(step))
-        for one in theirs:
-            one.step()
-        update(rule, weights, states, np.tile(gradient(step), 2), step, runs=runs)
-    assert distance(weights[:SIZE], first.detach().numpy()) < 1e-6
-    assert distance(weights[SIZE:], second.detach().numpy()) < 1e-6
+def test_groups_may_differ_in_every_setting() -> None:
+    for kind, given, other in MIXED:
+        first, second = (torch.nn.Parameter(torch.from_numpy(start())) for _ in "ab")
+        if kind == "Adagrad":  # torch reads the initial value from its defaults.
+            theirs = [getattr(torch.optim, kind)([one], **given | own) for one, own in ((first, {}), (second, other))]
+        else:
+            theirs = [getattr(torch.optim, kind)([{"params": [first]}, {"params": [second], **other}], **given)]
+        rule = Rule(getattr(optim, kind)(**given, overrides=(optim.override("b", **other),)))
+        weights = np.concatenate([start(), start()])
+        states = tuple(np.empty(2 * SIZE, np.float32) for _ in rule.state_names)
+        runs = [(0, SIZE, 0), (SIZE, 2 * SIZE, 1)]
+        rule.initialize(weights, states, runs)
+        for step in range(STEPS):
+            first.grad, second.grad = torch.from_numpy(gradient(step)), torch.from_numpy(gradient(step))
+            for one in theirs:
+                one.step()
+            update(rule, weights, states, np.tile(gradient(step), 2), step, runs=runs)
+        assert distance(weights[:SIZE], first.detach().numpy()) < 1e-6
+        assert distance(weights[SIZE:], second.detach().numpy()) < 1e-6
 
 
 @against_torch
@@ -281,22 +281,20 @@ CHANGES: list[tuple[optim.Optimizer, Torch, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("spec", "make", "changed"), CHANGES, ids=[spec.kind for spec, _, _ in CHANGES])
-def test_settings_that_change_hold_from_the_next_step_on(
-    spec: optim.Optimizer, make: Torch, changed: dict[str, Any]
-) -> None:
+def test_settings_that_change_hold_from_the_next_step_on() -> None:
     """As in torch where a state is loaded, and the groups' settings are others then."""
-    parameter = torch.nn.Parameter(torch.from_numpy(start()))
-    theirs, weights = make([parameter]), start()
-    states = tuple(np.zeros(SIZE, np.float32) for _ in spec.state_names)
-    for step in range(STEPS):
-        rule = Rule(spec if step < STEPS // 2 else replace(spec, **changed))
-        if step == STEPS // 2:
-            theirs.param_groups[0].update(changed)
-        parameter.grad = torch.from_numpy(gradient(step))
-        theirs.step()
-        update(rule, weights, states, gradient(step), step)
-    assert distance(weights, parameter.detach().numpy()) < 1e-6
+    for spec, make, changed in CHANGES:
+        parameter = torch.nn.Parameter(torch.from_numpy(start()))
+        theirs, weights = make([parameter]), start()
+        states = tuple(np.zeros(SIZE, np.float32) for _ in spec.state_names)
+        for step in range(STEPS):
+            rule = Rule(spec if step < STEPS // 2 else replace(spec, **changed))
+            if step == STEPS // 2:
+                theirs.param_groups[0].update(changed)
+            parameter.grad = torch.from_numpy(gradient(step))
+            theirs.step()
+            update(rule, weights, states, gradient(step), step)
+        assert distance(weights, parameter.detach().numpy()) < 1e-6
 
 
 def test_clip_factor_is_torchs() -> None:
@@ -349,24 +347,21 @@ def ftrl_paper(w: Doubles, spec: optim.FTRL) -> Doubles:
     return w
 
 
-@pytest.mark.parametrize("zero", [True, False], ids=["from zero", "from weights"])
-@pytest.mark.parametrize(
-    "spec",
-    [
-        optim.FTRL(),
-        optim.FTRL(lr=0.5, beta=0.1, l1=0.5, l2=0.3),
-        optim.FTRL(lr=0.05, l1=0.1),
-        optim.FTRL(lr=0.2, l1=0.1, schedule=optim.Cosine(150, warmup_steps=10)),
-    ],
-)
-def test_ftrl_is_the_papers(spec: optim.FTRL, zero: bool) -> None:
-    weights = np.zeros(SIZE, np.float32) if zero else start()
-    expected = ftrl_paper(weights.astype(np.float64), spec)
-    ours = train(spec, weights=weights)
-    assert distance(ours, expected) < 1e-6
-    assert ((ours == 0) == (expected == 0)).mean() > 0.995
-    if zero and spec.l1:
-        assert (ours == 0).any()
+def test_ftrl_is_the_papers() -> None:
+    for zero in [True, False]:
+        for spec in [
+            optim.FTRL(),
+            optim.FTRL(lr=0.5, beta=0.1, l1=0.5, l2=0.3),
+            optim.FTRL(lr=0.05, l1=0.1),
+            optim.FTRL(lr=0.2, l1=0.1, schedule=optim.Cosine(150, warmup_steps=10)),
+        ]:
+            weights = np.zeros(SIZE, np.float32) if zero else start()
+            expected = ftrl_paper(weights.astype(np.float64), spec)
+            ours = train(spec, weights=weights)
+            assert distance(ours, expected) < 1e-6
+            assert ((ours == 0) == (expected == 0)).mean() > 0.995
+            if zero and spec.l1:
+                assert (ours == 0).any()
 
 
 def test_settings_of_ftrl_that_change_are_the_papers() -> None:
@@ -402,9 +397,8 @@ def test_ftrl_leaves_weights_that_no_gradient_reaches(beta: float) -> None:
 # --- state and scalars ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("spec", "count"),
-    [
+def test_no_more_state_than_needed() -> None:
+    for spec, count in [
         (optim.SGD(), 0),
         (optim.SGD(momentum=0.9), 1),
         (optim.Adam(), 2),
@@ -426,12 +420,10 @@ def test_ftrl_leaves_weights_that_no_gradient_reaches(beta: float) -> None:
         (optim.Lion(), 1),
         (optim.FTRL(), 2),
         (optim.Mean(), 0),
-    ],
-)
-def test_no_more_state_than_needed(spec: optim.Optimizer, count: int) -> None:
-    rule = Rule(spec)
-    assert len(rule.state_names) == len(set(rule.state_names)) == count
-    rule.kernels[0].compile()
+    ]:
+        rule = Rule(spec)
+        assert len(rule.state_names) == len(set(rule.state_names)) == count
+        rule.kernels[0].compile()
 
 
 def test_asgd_begins_with_the_rate_of_the_step_at_which_it_begins() -> None:
