@@ -33,6 +33,7 @@
 #   make bench    psdist beside its peers, in some minutes: rewrites docs/performance.md (--full: BENCH=--full)
 #   make proto    regenerate psdist/v1 from proto/
 #   make sync     regenerate psdist/client/sync_client.py from the asyncio API
+#   make updates  regenerate psdist_server/kernels/updates.py from the optimizers' arithmetic
 #   make kernels  compile the kernels of servers, once; other targets do it when they need them
 #   make clean    remove everything that these targets created
 
@@ -80,7 +81,7 @@ PROTOS := $(wildcard proto/psdist/v1/*.proto)
 # The tests of make check.
 CHECKS := tests/test_tidy.py tests/test_structure.py tests/test_prose.py tests/test_proto.py
 
-.PHONY: demo kernels test clusters frameworks check lint docs verify long torch-suite sim chaos fuzz bench proto sync clean
+.PHONY: demo kernels test clusters frameworks check lint docs verify long torch-suite sim chaos fuzz bench proto sync updates clean
 .DEFAULT_GOAL := test
 
 # --- environment: the demo needs neither torch nor linters, and does not wait for them -------------------------------
@@ -143,6 +144,9 @@ proto: $(VENV)/.dev
 
 sync: $(VENV)/.dev
 	$(BIN)/python -m tests.sync_client
+
+updates: $(VENV)/.dev
+	$(BIN)/python -m tests.kernel_wrappers
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.report $(BENCH)

@@ -22,7 +22,7 @@ from psdist.device.compile import common_source
 from psdist.device.device import CudaDevice, Device
 from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard
 from psdist_server.device.parameters import DeviceParameters
-from psdist_server.device.source import ARRAYS, SCALARS, THREADS, element_of, update_source
+from psdist_server.device.source import ARRAYS, SCALARS, THREADS, update_source
 from psdist_server.device.staging import Lanes
 from psdist_server.kernels.arrays import DenseParameters, Update
 from psdist_server.kernels.interpreted import BLOCK
@@ -114,7 +114,7 @@ def update_bandwidth(device: Device, options: argparse.Namespace) -> Rows:
     device.clear(staged.address, staged.size, stream)
     device.copy_in(staged.address, header, stream)
     for name, kernel in UPDATES.items():
-        count = element_of(kernel).__code__.co_argcount - kernel.signature.args[-1].count - 1
+        count = kernel.element.__code__.co_argcount - kernel.signature.args[-1].count - 1
         arrays = [device.allocate(4 * elements) for _ in range(count)]
         for array in arrays:
             device.clear(array.address, array.size, stream)

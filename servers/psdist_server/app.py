@@ -45,7 +45,7 @@ from psdist.wire.backoff import LogPacer
 from psdist.wire.standard_services import add_standard_services, set_ready
 from psdist.wire.strangers import ConnectionGuard
 from psdist_server.device.staging import Lanes
-from psdist_server.kernels import kernels
+from psdist_server.kernels import means
 from psdist_server.scheduler_session import ServerSession
 from psdist_server.server import ParameterServer
 from psdist_server.service import SERVICE, ServerService
@@ -111,7 +111,7 @@ async def _serve(settings: ServerSettings, scheduler: str, lanes: Lanes | None) 
     if not advertise:
         return exit_codes.OK
     compiler = BackgroundCompiler(logging.getLogger("psdist.server"))
-    compiler.add(kernels.KERNELS, "all optimizers")
+    compiler.add(means.KERNELS, "all optimizers")
     link = ServerSession(
         scheduler, settings.credentials, advertise, settings.server_id, settings.run_id, verifier=verifier
     )

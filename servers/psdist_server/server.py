@@ -32,7 +32,7 @@ from psdist_server.core.contributions import EqualReport
 from psdist_server.device.parameters import DeviceParameters
 from psdist_server.device.staging import Lanes
 from psdist_server.idle_cores import IdleCores
-from psdist_server.kernels import encoded
+from psdist_server.kernels import means
 from psdist_server.kernels.arrays import DenseParameters
 from psdist_server.kernels.double import DoubleParameters
 from psdist_server.kernels.pool import KernelPool
@@ -149,7 +149,7 @@ class ParameterServer:
 
     def _prepare_sums(self) -> None:
         if self._compiler is not None:
-            self._compiler.add(encoded.KERNELS, "compressed or weighted gradients")
+            self._compiler.add(means.ENCODED_KERNELS, "compressed or weighted gradients")
 
     async def _close_store(self, name: str) -> None:
         self._norm_exchange.cancel(name)

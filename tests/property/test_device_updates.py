@@ -24,7 +24,7 @@ from psdist.device.device import Device
 from psdist.types import GroupRange, ParametersEntry, ParametersSpec, Replica, Shard
 from psdist_server.device.parameters import DeviceParameters
 from psdist_server.device.staging import Lanes
-from psdist_server.kernels import kernels
+from psdist_server.kernels import means
 from psdist_server.kernels.arrays import DenseParameters, Update
 from tests.property.test_dense import REDUCTIONS, SLICE, SPECS
 from tests.support.example_counts import examples
@@ -83,7 +83,7 @@ class Both:
             ours, theirs = self.host.export(index), self.on_device.export(index)
             assert [one.tobytes() for one in ours] == [one.tobytes() for one in theirs], index
             assert self.host.digest(index) == self.on_device.digest(index)
-            for dtype in kernels.DTYPES:
+            for dtype in means.DTYPES:
                 assert bytes(self.host.read(index, dtype)) == bytes(self.on_device.read(index, dtype))
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ class Both:
 
 
 def gradients(rng: np.random.Generator, size: int, dtypes: list[str]) -> list[NDArray[Any]]:
-    return [rng.standard_normal(size).astype(kernels.DTYPES[dtype]) for dtype in dtypes]
+    return [rng.standard_normal(size).astype(means.DTYPES[dtype]) for dtype in dtypes]
 
 
 @every_optimizer
@@ -118,7 +118,7 @@ def test_what_is_not_finite_is_left_out_of_the_same_blocks(
     rng = np.random.default_rng(seed)
     for step, index in enumerate(data.draw(st.permutations(both.host.indices))):
         size = both.host.slicing.size(index)
-        dtypes = data.draw(st.lists(st.sampled_from(list(kernels.DTYPES)), min_size=1, max_size=5))
+        dtypes = data.draw(st.lists(st.sampled_from(list(means.DTYPES)), min_size=1, max_size=5))
         parts = gradients(rng, size, dtypes)
         for part in data.draw(st.sets(st.integers(0, len(parts) - 1))):
             parts[part][data.draw(st.integers(0, size - 1))] = data.draw(st.sampled_from([np.nan, np.inf, -np.inf]))
@@ -163,7 +163,7 @@ def test_means_and_their_squares_are_the_same(seed: int, data: st.DataObject) ->
     both = Both(entry_of(optim.SGD(lr=0.1, max_grad_norm=1.0), reduction=data.draw(reductions)))
     rng = np.random.default_rng(seed)
     index = data.draw(st.sampled_from(both.host.indices))
-    dtypes = data.draw(st.lists(st.sampled_from(list(kernels.DTYPES)), min_size=1, max_size=4))
+    dtypes = data.draw(st.lists(st.sampled_from(list(means.DTYPES)), min_size=1, max_size=4))
     parts = gradients(rng, both.host.slicing.size(index), dtypes)
     for part in data.draw(st.sets(st.integers(0, len(parts) - 1))):
         parts[part][data.draw(st.integers(0, parts[part].size - 1))] = np.nan

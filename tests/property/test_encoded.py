@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from psdist import compression, optim
 from psdist.compression import segments
 from psdist.types import TensorSpec
-from psdist_server.kernels import encoded, kernels
+from psdist_server.kernels import means
 from psdist_server.kernels.arrays import DenseParameters, Update
 from psdist_server.kernels.optimizers import clip_factor
 from tests.property.test_dense import make
@@ -70,7 +70,7 @@ def _segment(rng: np.random.Generator, size: int, data: st.DataObject) -> bytes:
         places = np.flatnonzero(rng.random(size) < data.draw(st.sampled_from([0.0, 0.002, 0.5])))
         return sparse(size, places.tolist(), _values(rng, places.size).tolist())
     if isinstance(kind, str):
-        return raw(_values(rng, size).astype(kernels.DTYPES[kind]))
+        return raw(_values(rng, size).astype(means.DTYPES[kind]))
     block = data.draw(st.sampled_from([16, 100, 4096]))
     codes = rng.integers(-(1 << (kind - 1)), 1 << (kind - 1), size)
     return integers(codes, rng.random(-(-size // block)).astype(np.float32), kind, block)
@@ -86,10 +86,10 @@ def _values(rng: np.random.Generator, size: int) -> NDArray[np.float32]:
 
 def draw_parts(rng: np.random.Generator, size: int, data: st.DataObject) -> list[Part]:
     """Return contributions, at least one of them encoded."""
-    kinds = data.draw(st.lists(st.sampled_from(["encoded", *kernels.DTYPES]), max_size=4))
+    kinds = data.draw(st.lists(st.sampled_from(["encoded", *means.DTYPES]), max_size=4))
     kinds.insert(data.draw(st.integers(0, len(kinds))), "encoded")
     return [
-        encoded_part(rng, size, data) if kind == "encoded" else _values(rng, size).astype(kernels.DTYPES[kind])
+        encoded_part(rng, size, data) if kind == "encoded" else _values(rng, size).astype(means.DTYPES[kind])
         for kind in kinds
     ]
 
@@ -121,10 +121,10 @@ def test_an_update_gives_the_bytes_of_the_update_by_decoded_parts(
             poison(parts, data)
             factor = clip_factor(7.0, 2.0) if len(parts) == 1 and data.draw(st.booleans()) else None
             mean = np.empty(size, np.float32) if data.draw(st.booleans()) else None
-            is_encoded = any(map(encoded.is_encoded, parts))
+            is_encoded = any(map(means.is_encoded, parts))
             updates.append(Update(index, step, parts, 0.5, factor, mean, is_encoded=is_encoded))
             mean = np.empty(size, np.float32) if mean is not None else None
-            decoded = encoded.decoded(parts, size)
+            decoded = means.decoded(parts, size)
             plain.append(dataclasses.replace(updates[-1], parts=decoded, mean=mean, is_encoded=False))
         cut = data.draw(st.integers(0, len(updates)))
         left_out = ours.apply(updates[:cut]) + ours.apply(updates[cut:])
@@ -148,7 +148,7 @@ def test_a_mean_has_the_bytes_of_the_mean_of_decoded_parts(seed: int, data: st.D
     parts = draw_parts(np.random.default_rng(seed), size, data)
     poison(parts, data)
     ours, our_square, our_bad = dense.combine(index, parts, is_encoded=True)
-    theirs, their_square, their_bad = dense.combine(index, encoded.decoded(parts, size))
+    theirs, their_square, their_bad = dense.combine(index, means.decoded(parts, size))
     assert (our_bad, np.float64(our_square).tobytes()) == (their_bad, np.float64(their_square).tobytes())
     assert (ours is None) == (theirs is None)
     if ours is not None and theirs is not None:
@@ -160,7 +160,7 @@ def test_a_mean_has_the_bytes_of_the_mean_of_decoded_parts(seed: int, data: st.D
 @given(seed=st.integers(0, 2**32 - 1), size=st.integers(1, 90).map(lambda rows: 100 * rows), data=st.data())
 def test_a_sum_of_zeros_is_never_negative(seed: int, size: int, data: st.DataObject) -> None:
     parts = draw_parts(np.random.default_rng(seed), size, data)
-    total = encoded.total(parts, size)
+    total = means.total(parts, size)
     assert not np.signbit(total[total == 0]).any()
 
 
@@ -170,14 +170,14 @@ def test_a_weighted_sum_has_the_bytes_of_products_that_are_added_up(seed: int, d
     """Non-finite contributions are skipped, with their weights."""
     rng = np.random.default_rng(seed)
     size = data.draw(st.sampled_from([200, 4100, 10_000]))
-    kinds = data.draw(st.lists(st.sampled_from(["encoded", *kernels.DTYPES]), min_size=1, max_size=4))
+    kinds = data.draw(st.lists(st.sampled_from(["encoded", *means.DTYPES]), min_size=1, max_size=4))
     parts = [
-        encoded_part(rng, size, data) if kind == "encoded" else _values(rng, size).astype(kernels.DTYPES[kind])
+        encoded_part(rng, size, data) if kind == "encoded" else _values(rng, size).astype(means.DTYPES[kind])
         for kind in kinds
     ]
     poison(parts, data)
     weights = [data.draw(st.sampled_from([1.0, 2.0, 0.3, 1e-6, 12345.0])) for _ in parts]
-    plain = [part.astype(np.float32) for part in encoded.decoded(parts, size)]
+    plain = [part.astype(np.float32) for part in means.decoded(parts, size)]
     expected, counted, bad = np.zeros(size, np.float32), 0.0, []
     with np.errstate(all="ignore"):
         for place, (part, weight) in enumerate(zip(plain, weights, strict=True)):
@@ -188,7 +188,7 @@ def test_a_weighted_sum_has_the_bytes_of_products_that_are_added_up(seed: int, d
                 bad.append(place)
     if len(bad) == len(parts):
         expected, counted = np.full(size, np.nan, np.float32), 1.0
-    total, divisor, left_out = encoded.weighted_total(parts, weights, size)
+    total, divisor, left_out = means.weighted_total(parts, weights, size)
     assert (divisor, left_out) == (counted, tuple(bad))
     assert np.array_equal(total, expected, equal_nan=True)
     if np.isfinite(expected).all():

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from psdist import optim
 from psdist.compression import casts
 from psdist.compression.compiled import Kernel
-from psdist_server.kernels import kernels
+from psdist_server.kernels import means
 from psdist_server.kernels.optimizers import Rule, Run
 from psdist_server.kernels.updates import UPDATES
 from tests.support import reference
@@ -69,7 +69,7 @@ SPECS: list[optim.Optimizer] = [
 lengths = st.one_of(st.integers(0, 70), st.sampled_from([255, 256, 257, 511, 513, 4095, 4096, 4097, 8209]))
 seeds = st.integers(0, 2**32 - 1)
 kinds = st.sampled_from(["normal", "bits", "tiny", "huge", "zero"])
-dtypes = st.sampled_from(list(kernels.DTYPES))
+dtypes = st.sampled_from(list(means.DTYPES))
 
 
 def draw(size: int, seed: int, kind: str = "normal") -> NDArray[np.float32]:
@@ -90,7 +90,7 @@ def draw(size: int, seed: int, kind: str = "normal") -> NDArray[np.float32]:
 
 def any_bits(size: int, seed: int, dtype: str) -> Array:
     """Return any values, including NaN and infinities."""
-    wanted = kernels.DTYPES[dtype]
+    wanted = means.DTYPES[dtype]
     bits = np.random.default_rng(seed).integers(0, 256, size * wanted.itemsize, dtype=np.uint8)
     return bits.view(wanted)
 
@@ -115,7 +115,7 @@ def assert_same(ours: Array, theirs: Array) -> None:
 def test_combine(size: int, drawn: list[tuple[int, str, str]], divisor: int, odd: bool) -> None:
     parts = [reference.cast(draw(size, seed, kind), dtype) for seed, dtype, kind in drawn]
     ours, theirs = np.full(size, np.nan, np.float32), np.empty(size, np.float32)
-    kernels.combine(ours, [misaligned(part) for part in parts] if odd else parts, divisor)
+    means.combine(ours, [misaligned(part) for part in parts] if odd else parts, divisor)
     reference.combine(theirs, parts, divisor)
     assert_same(ours, theirs)
 
@@ -123,9 +123,9 @@ def test_combine(size: int, drawn: list[tuple[int, str, str]], divisor: int, odd
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_all_16_bit_values_widen_exactly(dtype: str, parts: int) -> None:
-    every = np.arange(1 << 16, dtype=np.uint16).view(kernels.DTYPES[dtype])
+    every = np.arange(1 << 16, dtype=np.uint16).view(means.DTYPES[dtype])
     ours, theirs = np.empty(1 << 16, np.float32), np.empty(1 << 16, np.float32)
-    kernels.combine(ours, [every] * parts, 1)
+    means.combine(ours, [every] * parts, 1)
     reference.combine(theirs, [every] * parts, 1)
     assert_same(ours, theirs)
 
@@ -133,12 +133,12 @@ def test_all_16_bit_values_widen_exactly(dtype: str, parts: int) -> None:
 @given(lengths, seeds, dtypes, st.booleans())
 def test_cast_of_any_bits(size: int, seed: int, dtype: str, odd: bool) -> None:
     values = any_bits(size, seed, "float32")
-    assert_same(kernels.cast(misaligned(values) if odd else values, dtype), reference.cast(values, dtype))
+    assert_same(means.cast(misaligned(values) if odd else values, dtype), reference.cast(values, dtype))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_widen_gives_the_bytes_of_numpy(dtype: str) -> None:
-    every = np.arange(1 << 16, dtype=np.uint16).view(kernels.DTYPES[dtype])
+    every = np.arange(1 << 16, dtype=np.uint16).view(means.DTYPES[dtype])
     for values in (every, misaligned(every)):
         ours = np.empty(1 << 16, np.float32)
         casts.widen(values, ours)
@@ -148,11 +148,11 @@ def test_widen_gives_the_bytes_of_numpy(dtype: str) -> None:
 @pytest.mark.parametrize(("dtype", "shift"), [("float16", 13), ("bfloat16", 16)])
 def test_cast_rounds_ties_to_even(dtype: str, shift: int) -> None:
     """Tests each 16-bit value, the midpoint to the next one, and the float32 values next to both."""
-    every = np.arange(1 << 16, dtype=np.uint16).view(kernels.DTYPES[dtype]).astype(np.float32).view(np.uint32)
+    every = np.arange(1 << 16, dtype=np.uint16).view(means.DTYPES[dtype]).astype(np.float32).view(np.uint32)
     middle = every + np.uint32(1 << (shift - 1))
     values = np.concatenate([base + np.uint32(step) for base in (every, middle) for step in (-1 % 2**32, 0, 1)])
     floats = values.view(np.float32)
-    assert_same(kernels.cast(floats, dtype), reference.cast(floats, dtype))
+    assert_same(means.cast(floats, dtype), reference.cast(floats, dtype))
 
 
 # --- sums, checks -----------------------------------------------------------------------------------------------------
@@ -161,25 +161,25 @@ def test_cast_rounds_ties_to_even(dtype: str, shift: int) -> None:
 @given(lengths, seeds, kinds)
 def test_sum_squares(size: int, seed: int, kind: str) -> None:
     values = draw(size, seed, kind)
-    assert kernels.sum_squares(values) == reference.sum_squares(values)
-    assert kernels.sum_squares(misaligned(values)) == pytest.approx(float((values.astype(np.float64) ** 2).sum()))
+    assert means.sum_squares(values) == reference.sum_squares(values)
+    assert means.sum_squares(misaligned(values)) == pytest.approx(float((values.astype(np.float64) ** 2).sum()))
 
 
 @given(lengths, seeds, dtypes, st.data())
 def test_all_finite(size: int, seed: int, dtype: str, data: st.DataObject) -> None:
     values = reference.cast(np.clip(draw(size, seed, "bits"), -60000, 60000), dtype)
-    assert kernels.all_finite(values) and reference.all_finite(values)
-    assert kernels.all_finite(misaligned(values))
+    assert means.all_finite(values) and reference.all_finite(values)
+    assert means.all_finite(misaligned(values))
     assume(size)
     values[data.draw(st.integers(0, size - 1))] = data.draw(st.sampled_from([np.nan, np.inf, -np.inf]))
-    assert not kernels.all_finite(values) and not reference.all_finite(values)
-    assert not kernels.all_finite(misaligned(values))
+    assert not means.all_finite(values) and not reference.all_finite(values)
+    assert not means.all_finite(misaligned(values))
 
 
 @given(lengths, seeds, dtypes)
 def test_all_finite_of_any_bits(size: int, seed: int, dtype: str) -> None:
     values = any_bits(size, seed, dtype)
-    assert kernels.all_finite(values) == reference.all_finite(values)
+    assert means.all_finite(values) == reference.all_finite(values)
 
 
 # --- updates ----------------------------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ def test_update_with_any_settings(kind: str, data: st.DataObject, size: int, see
 
 def test_every_kernel_is_tested() -> None:
     assert {kernel for spec in SPECS for kernel in Rule(spec).kernels} == set(UPDATES.values())
-    private = ("_combine", "_sum_squares", "_all_finite32", "_all_finite16")
-    all_kernels = {kernel for kernel in vars(kernels).values() if isinstance(kernel, Kernel)}
-    assert all_kernels == {getattr(kernels, name) for name in private}
+    private = ("_combine", "_sum_squares", "_all_finite32", "_all_finite16", "_add_elements", "_add_weighted")
+    all_kernels = {kernel for kernel in vars(means).values() if isinstance(kernel, Kernel)}
+    assert all_kernels == {getattr(means, name) for name in private}
     assert {spec.kind for spec in SPECS} == set(optim.OPTIMIZERS)

@@ -25,7 +25,7 @@ from psdist.errors import DeviceLostError
 from psdist.types import ParametersEntry
 from psdist_server.device.source import ARRAYS, SCALARS, THREADS
 from psdist_server.device.staging import Lane, Lanes, StagingArea, piece_elements
-from psdist_server.kernels import kernels
+from psdist_server.kernels import means
 from psdist_server.kernels.arrays import Array, Bad, DenseParameters, Gradient, GroupSegment, SegmentJob, division_of
 from psdist_server.kernels.interpreted import CODES, DTYPES, SUM_LANES
 
@@ -172,7 +172,7 @@ class DeviceParameters(DenseParameters):
             size, out = min(most, mean.size - at), np.uint64(area.out)
             area.finish()
             area.stage(parts, at, size)
-            division = kernels.division_by(1 if self.sums else len(parts))
+            division = means.division_by(1 if self.sums else len(parts))
             given: tuple[np.generic, ...] = (np.int64(size), *_staged(area), *division)
             area.launch(self._combine, size, *given, out, threads=THREADS)
             area.launch(self._sum_squares, 1, out, np.int64(size), np.uint64(area.sums), threads=THREADS)

@@ -1,4 +1,4 @@
-"""Source of the device's kernels: ``update.cu``, and each optimizer's arithmetic translated from ``kernels.updates``.
+"""Source of the device's kernels: ``update.cu``, and each optimizer's arithmetic (``kernels.arithmetic``).
 
 An optimizer's arithmetic is one Python function of single elements. This module translates it to CUDA C, operation by
 operation, so that numpy, numba and devices share one source; each of them rounds every float32 operation by itself.
@@ -18,7 +18,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from psdist.compression.compiled import Kernel
 from psdist.device.compile import common_source
 from psdist.errors import InternalError
 from psdist_server.kernels.interpreted import BLOCK, SUM_LANES
@@ -45,19 +44,13 @@ _OPERATORS: Final[dict[type[ast.AST], str]] = {
 _CALLS: Final = {"np.sqrt": "sqrtf", "np.abs": "fabsf", "abs": "fabsf"}
 
 
-def element_of(kernel: Kernel) -> Callable[..., Any]:
-    """Return the arithmetic of a fused kernel: a function of single elements, or of whole arrays."""
-    element: Callable[..., Any] = kernel.interpreted.args[0]  # type: ignore[union-attr]  # a partial, made by ``fused.updates_by``
-    return element
-
-
 @cache
 def update_source(*names: str) -> str:
     """Return the source of ``update_NAME`` for each of these optimizers, and of the other kernels of ``update.cu``."""
     template = (Path(__file__).parent / "update.cu").read_text(encoding="utf-8")
     numbers = {"BLOCK": BLOCK, "SUM_LANES": SUM_LANES, "THREADS": THREADS, "ARRAYS": ARRAYS, "SCALARS": SCALARS}
     constants = "".join(f"#define {name} {number}\n" for name, number in numbers.items())
-    kernels = (_kernel(name, element_of(kernel)) for name, kernel in UPDATES.items() if name in names)
+    kernels = (_kernel(name, kernel.element) for name, kernel in UPDATES.items() if name in names)
     return "\n".join((common_source(), constants, template, *kernels))
 
 
@@ -114,7 +107,7 @@ class _Translator:
         self._known = set(self.arguments)
         self.lines: list[str] = []
         self.results: list[str] = []
-        for statement in function.body:
+        for statement in function.body[1:] if ast.get_docstring(function) else function.body:
             self._statement(statement)
 
     def _statement(self, node: ast.stmt) -> None:

@@ -2,7 +2,7 @@
 // psdist_server/device/source.py adds constants and casts before this text, and the optimizers after it.
 //
 // A block of threads handles BLOCK elements of a range whose elements have the same scalars, like the processor's kernels
-// (psdist_server/kernels/fused.py): contributions are added in order, and the sum is divided. If everything is finite,
+// (psdist_server/kernels/means.py): contributions are added in order, and the sum is divided. If everything is finite,
 // the weights and the state are updated. Otherwise the mean is recomputed from the contributions that are finite in this
 // block, and `flags` is set for the others. A block whose mean is still not finite is not updated, and NaN is written to
 // `mean`.

@@ -37,10 +37,10 @@ def main() -> None:
         threading.Thread(target=_end_with_input, daemon=True).start()
     from psdist.compression import segments
     from psdist.compression.compiled import compile_all
-    from psdist_server.kernels import encoded, kernels
+    from psdist_server.kernels import means
     from psdist_server.kernels.updates import UPDATES
 
-    known = {*kernels.KERNELS, *encoded.KERNELS, *UPDATES.values(), *segments.KERNELS}
+    known = {*means.KERNELS, *means.ENCODED_KERNELS, *UPDATES.values(), *segments.KERNELS}
     everything = [kernel for kernel in known if not names or kernel.__name__ in names]
     begin, done = time.monotonic(), count(1)
     print(f"compiling {len(everything)} kernels (cached ones take no time)", flush=True)

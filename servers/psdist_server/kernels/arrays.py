@@ -37,7 +37,7 @@ from psdist.errors import InternalError, InvalidArgumentError
 from psdist.hyperparameters import Settings
 from psdist.types import GroupRange, ParametersEntry
 from psdist_server.core.lags import LagTable, Ranges, pieces
-from psdist_server.kernels import encoded, kernels
+from psdist_server.kernels import means
 from psdist_server.kernels.interpreted import BLOCK, CODES
 from psdist_server.kernels.memory import AnonymousMemory, WeightsMemory, joined
 from psdist_server.kernels.optimizers import Rule
@@ -293,7 +293,7 @@ class DenseParameters:
         """Return the weights of a slice that workers read, as payload bytes: a view of them if ``dtype`` is float32."""
         if index not in self.held:
             raise InternalError(f"slice {index} is not held here")
-        return kernels.cast(self.weights.array[slice(*self.slicing.bounds(index))], dtype).view(np.uint8).data
+        return means.cast(self.weights.array[slice(*self.slicing.bounds(index))], dtype).view(np.uint8).data
 
     def combine(
         self, index: int, parts: Sequence[Gradient], is_encoded: bool = False, weights: tuple[float, ...] = ()
@@ -312,7 +312,7 @@ class DenseParameters:
             bad = _combine_weighted(mean, parts, weights, self.sums)
         else:
             bad = _combine_encoded(mean, parts, self.sums) if is_encoded else _combine(mean, parts, self.sums)
-        return (None, 0.0, bad) if len(bad) == len(parts) else (mean, kernels.sum_squares(mean), bad)
+        return (None, 0.0, bad) if len(bad) == len(parts) else (mean, means.sum_squares(mean), bad)
 
     def carry_out(self, works: Sequence[tuple[int, UpdateWork]]) -> list[Applied]:
         """Run updates of slices in one batch, of own shards and of copies. Called in a kernel thread, or on the
@@ -339,7 +339,7 @@ class DenseParameters:
 
     def _apply_alone(self, update: Update) -> Bad:
         if update.weights and update.parts:
-            total, divisor, bad = encoded.weighted_total(update.parts, update.weights, self.slicing.size(update.index))
+            total, divisor, bad = means.weighted_total(update.parts, update.weights, self.slicing.size(update.index))
             self._apply([replace(update, parts=[total], divisor=divisor, is_encoded=False, weights=())])
             return bad
         return self._apply_encoded(update) if update.is_encoded else self._apply([update])[0]
@@ -347,16 +347,16 @@ class DenseParameters:
     def _apply_encoded(self, update: Update) -> Bad:
         """Apply an update with encoded parts: by their sum, in this thread's memory, if all of it is finite."""
         size = self.slicing.size(update.index)
-        total = encoded.total(update.parts, size)
+        total = means.total(update.parts, size)
         by_total = replace(update, parts=[total], divisor=len(update.parts), is_encoded=False)
-        if all(map(encoded.is_encoded, update.parts)):
+        if all(map(means.is_encoded, update.parts)):
             # Each was checked on arrival and cannot change. If their sum overflows, nothing is updated and no part is
             # to blame.
             self._apply([by_total])
             return ()
-        if kernels.all_finite(total):
+        if means.all_finite(total):
             return self._apply([by_total])[0]
-        return self._apply([replace(update, parts=encoded.decoded(update.parts, size), is_encoded=False)])[0]
+        return self._apply([replace(update, parts=means.decoded(update.parts, size), is_encoded=False)])[0]
 
     def _apply(self, updates: Sequence[Update]) -> list[Bad]:
         sequence = self.weights.sequence
@@ -394,7 +394,7 @@ class DenseParameters:
         parts, codes = np.zeros((len(jobs), most), np.uintp), np.zeros((len(jobs), most), np.int64)
         for row, (_, update, _) in enumerate(jobs):
             for column, part in enumerate(update.parts):
-                parts[row, column] = kernels.address_of(part)
+                parts[row, column] = means.address_of(part)
                 codes[row, column] = CODES[part.dtype]
         bad = np.zeros((len(jobs), most), np.uint8)
         self.rule.kernels[jobs[0][2].group](
@@ -405,7 +405,7 @@ class DenseParameters:
             np.array([division_of(update, self.sums) for _, update, _ in jobs], np.float32),
             _memory(),
             bad,
-            np.array([kernels.address_of(one.mean) if one.mean is not None else 0 for _, one, _ in jobs], np.uintp),
+            np.array([means.address_of(one.mean) if one.mean is not None else 0 for _, one, _ in jobs], np.uintp),
             scalars,
         )
         return [(row, np.flatnonzero(bad[row]).tolist()) for row in range(len(jobs))] if bad.any() else []
@@ -413,7 +413,7 @@ class DenseParameters:
     def _addresses(self, index: int) -> list[int]:
         """Return the addresses of a slice's weights and state arrays, for the kernels."""
         first = self.slicing.bounds(index)[0]
-        return [kernels.address_of(array) + 4 * first for array in self._arrays()[: 1 + len(self.states)]]
+        return [means.address_of(array) + 4 * first for array in self._arrays()[: 1 + len(self.states)]]
 
     def _segments_of(self, index: int, absent: Ranges = ()) -> tuple[GroupSegment, ...]:
         """Return the segments of all elements of a slice but ``absent``."""
@@ -448,32 +448,32 @@ def division_of(update: Update, sums: bool) -> tuple[np.float32, np.float32]:
     """Return divisor and factor of an update's sum, as the kernels take them."""
     if update.factor is not None:
         return np.float32(0.0), np.float32(update.factor)
-    return kernels.division_by(1 if sums else update.divisor or len(update.parts))
+    return means.division_by(1 if sums else update.divisor or len(update.parts))
 
 
 def _combine(out: Array, parts: Sequence[Gradient], sums: bool) -> Bad:
     """Write the mean of the finite parts to ``out``, or their sum. Returns the positions of the others."""
-    if kernels.combine(out, parts, 1 if sums else len(parts)):
+    if means.combine(out, parts, 1 if sums else len(parts)):
         return ()
     # Shared parts could change between check and sum, so copy them first. This path is rare.
     copies = [part.copy() for part in parts]
-    good = [part for part in copies if kernels.all_finite(part)]
+    good = [part for part in copies if means.all_finite(part)]
     if good:  # All of them if the sum overflowed.
-        kernels.combine(out, good, 1 if sums else len(good))
-    return tuple(place for place, part in enumerate(copies) if not kernels.all_finite(part))
+        means.combine(out, good, 1 if sums else len(good))
+    return tuple(place for place, part in enumerate(copies) if not means.all_finite(part))
 
 
 def _combine_encoded(out: Array, parts: Sequence[Gradient], sums: bool) -> Bad:
     """Do the same as ``_combine`` if some parts are encoded."""
-    if kernels.combine(out, [encoded.total(parts, out.size)], 1 if sums else len(parts)):
+    if means.combine(out, [means.total(parts, out.size)], 1 if sums else len(parts)):
         return ()
-    return _combine(out, encoded.decoded(parts, out.size), sums)
+    return _combine(out, means.decoded(parts, out.size), sums)
 
 
 def _combine_weighted(out: Array, parts: Sequence[Gradient], weights: Sequence[float], sums: bool) -> Bad:
     """Do the same as ``_combine`` if parts have weights."""
-    total, divisor, bad = encoded.weighted_total(parts, weights, out.size)
-    kernels.combine(out, [total], 1 if sums else divisor)
+    total, divisor, bad = means.weighted_total(parts, weights, out.size)
+    means.combine(out, [total], 1 if sums else divisor)
     return bad
 
 

@@ -10,19 +10,17 @@ a slice whose mean is not finite is not updated at all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from psdist.compression.compiled import Kernel
 from psdist.errors import DTypeMismatchError
 from psdist.types import WORDS, ParametersEntry
 from psdist_server.core.lags import pieces
-from psdist_server.kernels import kernels
+from psdist_server.kernels import means
 from psdist_server.kernels.arrays import Array, Bad, DenseParameters, Gradient, Update, skip_absent
 from psdist_server.kernels.optimizers import Rule
 
@@ -94,21 +92,13 @@ class DoubleParameters(DenseParameters):
                 mine = self.rule.scalars(update.step, update.lr_scale, update.settings, lag)[group]
                 if mine is None:
                     continue
-                element, arrays = _element_of(self.rule.kernels[group]), [every[at] for at in self.rule.arrays[group]]
+                element, arrays = self.rule.kernels[group].element, [every[at] for at in self.rule.arrays[group]]
                 for at in range(start // 2, stop // 2, _PIECE):
                     end = min(at + _PIECE, stop // 2)
                     own = [array[at:end] for array in arrays]
                     new = element(*own, mean[at:end], *mine)
                     for array, values in zip(own, new if isinstance(new, tuple) else (new,), strict=True):
                         array[...] = values
-
-
-def _element_of(kernel: Kernel) -> Callable[..., Any]:
-    """Return the arithmetic that a kernel is compiled from. It takes arrays, too."""
-    interpreted = kernel.interpreted
-    assert isinstance(interpreted, partial)
-    element: Callable[..., Any] = interpreted.args[0]
-    return element
 
 
 def _mean_of(update: Update, sums: bool) -> _Mean:
@@ -139,6 +129,6 @@ def _mean_of(update: Update, sums: bool) -> _Mean:
 def all_finite(values: Gradient, dtype: str) -> bool:
     """Return True if no value of a contribution or of initial weights is NaN or Inf. dtype: that of the set."""
     if WORDS[dtype] == 1:
-        return kernels.all_finite(values)
+        return means.all_finite(values)
     doubles: NDArray[Any] = values.view(np.float64)
     return bool(np.isfinite(doubles).all())

@@ -1,6 +1,6 @@
 """The kernels in numpy, used until the compiled ones are ready. They give the same bytes.
 
-The arguments are those of the compiled functions (``kernels``, ``fused``), including addresses. numpy makes one pass
+The arguments are those of the compiled functions (``means``, ``updates``), including addresses. numpy makes one pass
 over memory per operation, so vectors are processed in pieces that fit in a cache.
 
 Invariant: Each contribution is copied before its values are examined, as it may change meanwhile.
@@ -47,7 +47,7 @@ def update(
     means: AnyArray,
     scalars: tuple[np.float32, ...],
 ) -> None:
-    """Run a kernel of ``fused``. element: its arithmetic, as there. ``memory`` is unused."""
+    """Run a fused update. element: its arithmetic. ``memory`` is unused."""
     with np.errstate(all="ignore"):
         for k, (size, start, count) in enumerate(segments.tolist()):
             contributions = _Contributions(parts[k, :count], codes[k, :count], divisions[k], bad[k])
@@ -69,7 +69,7 @@ def update(
 
 
 def combine(out: Floats, addresses: AnyArray, codes: AnyArray, divisor: np.float32, factor: np.float32) -> bool:
-    """Do the same as ``kernels._combine``."""
+    """Do the same as ``means._combine``."""
     contributions = _Contributions(addresses, codes, (divisor, factor), np.zeros(len(codes), np.uint8))
     finite = True
     with np.errstate(all="ignore"):
@@ -80,7 +80,7 @@ def combine(out: Floats, addresses: AnyArray, codes: AnyArray, divisor: np.float
 
 
 def add_elements(out: Floats, address: int, code: int) -> None:
-    """Do the same as ``encoded._add_elements``."""
+    """Do the same as ``means._add_elements``."""
     part = _Contributions(np.array([address]), np.array([code]), (0, 1), np.zeros(1, np.uint8))
     with np.errstate(all="ignore"):
         for at, stop in _pieces(out.size, _PIECE):
@@ -88,7 +88,7 @@ def add_elements(out: Floats, address: int, code: int) -> None:
 
 
 def add_weighted(out: Floats, address: int, code: int, weight: np.float32) -> None:
-    """Do the same as ``encoded._add_weighted``."""
+    """Do the same as ``means._add_weighted``."""
     part = _Contributions(np.array([address]), np.array([code]), (0, 1), np.zeros(1, np.uint8))
     with np.errstate(all="ignore"):
         for at, stop in _pieces(out.size, _PIECE):
@@ -96,7 +96,7 @@ def add_weighted(out: Floats, address: int, code: int, weight: np.float32) -> No
 
 
 def sum_squares(values: Floats) -> float:
-    """Do the same as ``kernels._sum_squares``."""
+    """Do the same as ``means._sum_squares``."""
     lanes = np.zeros(SUM_LANES, np.float64)
     for at, stop in _pieces(values.size, _PIECE):
         squares = np.zeros(-(-(stop - at) // SUM_LANES) * SUM_LANES, np.float64)
@@ -109,7 +109,7 @@ def sum_squares(values: Floats) -> float:
 
 
 def all_finite(bits: AnyArray, exponent: Any) -> bool:
-    """Do the same as ``kernels._all_finite16`` and ``_all_finite32``."""
+    """Do the same as ``means._all_finite16`` and ``_all_finite32``."""
     return not any(((bits[at:stop] & exponent) == exponent).any() for at, stop in _pieces(bits.size, _PIECE))
 
 

@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 
 from psdist.hyperparameters import Settings
 from psdist.optim import Optimizer, asgd_average_weight, asgd_step_size, nadam_log_product, nadam_momentum
-from psdist_server.kernels.updates import kernel_of
+from psdist_server.kernels.means import FusedUpdate
+from psdist_server.kernels.updates import UPDATES
 
 Floats = NDArray[np.float32]
 Values = Mapping[str, float]
@@ -48,7 +49,7 @@ class Rule:
 
     dtype: float32, or float64 for ``double``, whose arrays of float32 hold one value in two elements.
 
-    By group: ``kernels``, which update several slices by the mean of contributions (``psdist_server.kernels.fused``),
+    By group: ``kernels``, which update several slices by the mean of contributions (``psdist_server.kernels.updates``),
     and ``arrays``, the places of a kernel's arrays among the weights, 0, and the state arrays, from 1.
     """
 
@@ -111,6 +112,21 @@ class Rule:
         factor = self._schedules[group].factor(step - self.spec.delay if age else step)
         scalars = self._scalars(values, values["lr"] * factor, lr_scale, age)
         return None if scalars is None else tuple(map(self._dtype, scalars))
+
+
+def kernel_of(kind: str, values: Values) -> FusedUpdate:
+    """Return the kernel for one group of an optimizer, by kind and hyperparameters.
+
+    It takes the group's state arrays in the order of ``Optimizer.group_state_names``.
+    """
+    name = "adamw" if kind == "adam" and values["decoupled_weight_decay"] else kind
+    if values.get("centered"):
+        name += "_centered"
+    if values.get("momentum"):
+        name += "_nesterov" if values.get("nesterov") else "_momentum"
+    if values.get("amsgrad"):
+        name += "_amsgrad"
+    return UPDATES[name]
 
 
 def clip_factor(total_norm: float, max_norm: float) -> float:

@@ -30,10 +30,10 @@ from psdist_server.core.contributions import (
     Stated,
 )
 from psdist_server.core.lags import RangeEdges, Ranges, common, within
-from psdist_server.kernels import kernels
+from psdist_server.kernels import means
 from psdist_server.kernels.arrays import Array, Bad, Gradient, Update, gradient_of
 from psdist_server.kernels.double import all_finite
-from psdist_server.kernels.encoded import is_encoded
+from psdist_server.kernels.means import is_encoded
 from psdist_server.kernels.written_slice import WrittenSlice
 from psdist_server.store.rpc_call import Call
 from psdist_server.store.statistics import Counters
@@ -136,7 +136,7 @@ class PendingGradients:
         if (difference := call.gradient.difference) is None:
             return values, True
         gradient = self.estimates.add(call.identity, difference, index, values.view(np.uint8))
-        if not kernels.all_finite(gradient):
+        if not means.all_finite(gradient):
             self._count_non_finite(call, index)
             return gradient, False
         self.estimates.keep(call.identity, difference, index, gradient)

@@ -21,7 +21,7 @@ from psdist.errors import (
 )
 from psdist.v1 import common_pb2 as cpb
 from psdist.v1 import server_pb2 as spb
-from psdist_server.kernels import encoded
+from psdist_server.kernels import means
 from tests.integration.link import test_connect_stream as by_tcp
 from tests.integration.link import test_share_stream as by_memory
 from tests.integration.link.test_connect_stream import COUNT, STEPPED, TcpBench, connected, framed
@@ -42,7 +42,7 @@ ENCODED = [
 
 def decoded(parts: Sequence[bytes] = ENCODED) -> np.ndarray:
     sizes = [part.size for part in cut(GRADIENT)]
-    return np.concatenate([encoded.decoded([as_bytes(part)], size)[0] for part, size in zip(parts, sizes, strict=True)])
+    return np.concatenate([means.decoded([as_bytes(part)], size)[0] for part, size in zip(parts, sizes, strict=True)])
 
 
 def as_bytes(part: bytes) -> np.ndarray:

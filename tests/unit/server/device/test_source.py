@@ -10,7 +10,7 @@ import pytest
 from psdist.device.compile import ARCHITECTURES, compile_source
 from psdist.errors import InternalError
 from psdist_server.device import source
-from psdist_server.device.source import ARRAYS, SCALARS, element_of, update_source
+from psdist_server.device.source import ARRAYS, SCALARS, update_source
 from psdist_server.kernels.updates import UPDATES
 
 
@@ -25,7 +25,7 @@ def test_the_kernels_of_all_optimizers_are_compiled_for_devices(architecture: st
 
 def test_no_optimizer_has_more_arrays_or_scalars_than_a_kernel_takes() -> None:
     for kernel in UPDATES.values():
-        count = element_of(kernel).__code__.co_argcount
+        count = kernel.element.__code__.co_argcount
         scalars = kernel.signature.args[-1].count
         assert count - scalars - 1 <= ARRAYS and scalars <= SCALARS
 

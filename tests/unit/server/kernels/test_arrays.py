@@ -18,7 +18,7 @@ from psdist import BSP, optim
 from psdist.errors import InternalError, InvalidArgumentError, LimitExceededError
 from psdist.types import GroupRange, ParametersEntry, ParametersSpec, Replica, Shard
 from psdist.wire import shm
-from psdist_server.kernels import kernels
+from psdist_server.kernels import means
 from psdist_server.kernels.arrays import DenseParameters, Update, _runs_of
 
 ELEMENTS = 10_000
@@ -99,12 +99,12 @@ def test_clipping_leaves_parts_out_too() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_combine_says_whether_its_result_is_finite(count: int, dtype: str) -> None:
     out = np.empty(9000, np.float32)
-    parts = [np.full(9000, 2.0, kernels.DTYPES[dtype]) for _ in range(count)]
-    assert kernels.combine(out, parts, count) and (out == 2.0).all()
+    parts = [np.full(9000, 2.0, means.DTYPES[dtype]) for _ in range(count)]
+    assert means.combine(out, parts, count) and (out == 2.0).all()
     for place in range(count):
         for position in (0, 4095, 4096, 8999):
             parts[place][position] = np.nan
-            assert not kernels.combine(out, parts, count)
+            assert not means.combine(out, parts, count)
             parts[place][position] = 2.0
 
 
@@ -123,7 +123,7 @@ def resident(dense: DenseParameters) -> tuple[int, int]:
     """KiB of memory that this process's parameters have: the file's, and that of the two states."""
     assert dense.weights.arena is not None
     file = os.fstat(dense.weights.arena.fd).st_blocks // 2 - dense.weights.arena.offset // 1024
-    wanted = {kernels.address_of(state) for state in dense.states}
+    wanted = {means.address_of(state) for state in dense.states}
     states, inside, size = 0, False, dense.states[0].nbytes
     for line in Path("/proc/self/smaps").read_text().splitlines():
         fields = line.split()

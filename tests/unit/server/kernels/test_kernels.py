@@ -13,8 +13,7 @@ import pytest
 
 from psdist.compression import casts, compiled
 from psdist.errors import DTypeMismatchError, InvalidArgumentError, ShapeMismatchError
-from psdist_server.device.source import element_of
-from psdist_server.kernels import kernels
+from psdist_server.kernels import means
 from psdist_server.kernels.updates import UPDATES
 
 
@@ -25,20 +24,20 @@ def floats(size: int, dtype: Any = np.float32) -> Any:
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda out: kernels.combine(out, [], 1), InvalidArgumentError, "0 parts"),
-        (lambda out: kernels.combine(out, [floats(3)], 0), InvalidArgumentError, "divisor 0"),
-        (lambda out: kernels.combine(out, [floats(3), floats(4)], 1), ShapeMismatchError, r"\(4,\).*\(3,\)"),
-        (lambda out: kernels.combine(out, [floats(3), floats(6)[::2]], 1), ShapeMismatchError, "contiguous"),
-        (lambda out: kernels.combine(out, [floats(3, np.float64)], 1), DTypeMismatchError, "float64"),
-        (lambda out: kernels.combine(out, [floats(3, np.uint16)], 1), DTypeMismatchError, "uint16"),
-        (lambda out: kernels.combine(out.view(np.int32), [floats(3)], 1), DTypeMismatchError, "int32"),
-        (lambda out: kernels.narrow(floats(4), out.view(np.float16)), ShapeMismatchError, r"\(4,\).*\(6,\)"),
-        (lambda out: kernels.narrow(floats(3), out), DTypeMismatchError, "out has dtype float32"),
-        (lambda out: kernels.cast(out, "float64"), DTypeMismatchError, "'float64' cannot be pulled"),
-        (lambda out: kernels.cast(out.astype(np.float64), "float16"), DTypeMismatchError, "float64"),
-        (lambda out: kernels.sum_squares(out.astype(np.float16)), DTypeMismatchError, "float16"),
-        (lambda out: kernels.all_finite(out.astype(np.int32)), DTypeMismatchError, "int32"),
-        (lambda out: kernels.all_finite(out.reshape(1, 3)), ShapeMismatchError, r"\(1, 3\)"),
+        (lambda out: means.combine(out, [], 1), InvalidArgumentError, "0 parts"),
+        (lambda out: means.combine(out, [floats(3)], 0), InvalidArgumentError, "divisor 0"),
+        (lambda out: means.combine(out, [floats(3), floats(4)], 1), ShapeMismatchError, r"\(4,\).*\(3,\)"),
+        (lambda out: means.combine(out, [floats(3), floats(6)[::2]], 1), ShapeMismatchError, "contiguous"),
+        (lambda out: means.combine(out, [floats(3, np.float64)], 1), DTypeMismatchError, "float64"),
+        (lambda out: means.combine(out, [floats(3, np.uint16)], 1), DTypeMismatchError, "uint16"),
+        (lambda out: means.combine(out.view(np.int32), [floats(3)], 1), DTypeMismatchError, "int32"),
+        (lambda out: means.narrow(floats(4), out.view(np.float16)), ShapeMismatchError, r"\(4,\).*\(6,\)"),
+        (lambda out: means.narrow(floats(3), out), DTypeMismatchError, "out has dtype float32"),
+        (lambda out: means.cast(out, "float64"), DTypeMismatchError, "'float64' cannot be pulled"),
+        (lambda out: means.cast(out.astype(np.float64), "float16"), DTypeMismatchError, "float64"),
+        (lambda out: means.sum_squares(out.astype(np.float16)), DTypeMismatchError, "float16"),
+        (lambda out: means.all_finite(out.astype(np.int32)), DTypeMismatchError, "int32"),
+        (lambda out: means.all_finite(out.reshape(1, 3)), ShapeMismatchError, r"\(1, 3\)"),
     ],
 )
 def test_refused_and_nothing_changed(call: Callable[[Any], object], error: type[Exception], words: str) -> None:
@@ -51,14 +50,14 @@ def test_refused_and_nothing_changed(call: Callable[[Any], object], error: type[
 def test_read_only_memory_is_not_written() -> None:
     out = np.frombuffer(bytes(12), np.float32)
     with pytest.raises(InvalidArgumentError, match="writable"):
-        kernels.combine(out, [floats(3)] * 2, 2)
+        means.combine(out, [floats(3)] * 2, 2)
     assert not out.any()
 
 
 def test_cast_to_float32_is_no_copy() -> None:
     values = floats(3)
-    assert kernels.cast(values, "float32") is values
-    assert kernels.cast(values, "bfloat16").dtype == ml_dtypes.bfloat16
+    assert means.cast(values, "float32") is values
+    assert means.cast(values, "bfloat16").dtype == ml_dtypes.bfloat16
 
 
 def test_compiled_once_by_any_number_of_threads() -> None:
@@ -90,7 +89,7 @@ def test_compiles_where_no_cache_can_be_written(monkeypatch: pytest.MonkeyPatch)
 
 KERNELS = {
     f"{module.__name__}.{one.__name__}": one
-    for module in (kernels, casts)
+    for module in (means, casts)
     for one in vars(module).values()
     if isinstance(one, compiled.Kernel)
 }
@@ -108,7 +107,7 @@ def test_loop_is_vectorized(kernel: compiled.Kernel) -> None:
 @pytest.mark.parametrize("name", UPDATES)
 def test_update_is_vectorized(name: str) -> None:
     """A fused kernel's work on one block, alone, since the compiled kernel contains other loops, too."""
-    element = compiled.part_of_kernel(element_of(UPDATES[name])).value
+    element = compiled.part_of_kernel(UPDATES[name].element).value
     scalars = UPDATES[name].signature.args[-1]
     arrays = element.py_func.__code__.co_argcount - scalars.count
 

@@ -1,33 +1,63 @@
-"""The servers' arithmetic apart from updates: functions on flat float32 arrays, compiled by numba.
+"""Sums and means of contributions, and the parts that fused updates share. Compiled by numba.
 
-These free functions read and write memory once. They know nothing of slices, steps or schedules. The same arithmetic in
-plain numpy is in ``tests/support/reference.py``.
+These free functions know nothing of slices, steps or schedules. They read and write memory once. The same arithmetic
+in plain numpy is in ``tests/support/reference.py``. Without ``fastmath`` every float32 operation is rounded as written,
+so each function gives the same bytes as its numpy reference, on any vector width. (A NaN is a NaN; its payload bits are
+unspecified.)
 
-Without ``fastmath`` every float32 operation is rounded as written. So each function gives the same bytes as its numpy
-reference, on any vector width. (A NaN is a NaN; its payload bits are unspecified.)
+Fused updates (``updates``) compute the mean of contributions and the optimizer's arithmetic (``arithmetic``) in one
+pass over memory, block by block: contributions to a block are added in the first-level cache, and then the block's
+weights and state are updated from there. One call updates several segments (a segment is a range of one slice whose
+elements have the same scalars), because a thread needs the interpreter between calls, and the kernel has evicted the
+interpreter's memory from the caches. Their arguments, for n segments:
+
+- arrays uintp[n, 1 to 4]: addresses of the segment's weights, then of its state in the optimizer's order;
+- segments int64[n, 3]: its size in elements, its start in each contribution, the number of contributions;
+- parts uintp[n, m], codes int64[n, m]: addresses and types (``CODES``) of the contributions to the slice;
+- divisions float32[n, 2]: ``division_by``, or a divisor of 0 and any factor; for several contributions a factor of 1
+  keeps their sum, also if some of them are left out;
+- memory float32[2 * BLOCK]: the thread's own;
+- bad uint8[n, m]: set to 1 for contributions that were left out of a block;
+- means uintp[n]: address of the memory for the slice's mean, float32, which is written while it is in the cache; 0 for
+  none. A block that is not updated is NaN there, so that an update by this mean does not update it either;
+- scalars: as ``optimizers`` computes them.
+
+A block in which contributions have NaN or Inf is updated by the mean of the others. A block whose mean is still not
+finite (its sum overflows) is not updated. Each value of a contribution is read once before it is used, so memory that
+is written meanwhile cannot introduce such a value. Fused updates check nothing; only ``arrays`` calls them.
+
+Encoded contributions, and those with weights, are added up before the update. An encoded gradient is defined as what
+its segments (``psdist.compression.segments``) add to zeros. It is decoded while it is added to a sum, straight from the
+received bytes. So the contributions to a slice, encoded or not, are added in order to zeros in the kernel thread's
+memory, and the cost of each is proportional to its bytes. The sum is then treated as an only contribution. The result
+has the same bytes as the update by decoded contributions, because with an encoded contribution among them no sum is
+-0.0.
 
 Invariants:
 
 - Elements do not influence each other, except in ``sum_squares``, whose order of additions is fixed.
 - The compiled loops check no bounds. The public functions check lengths and types first.
 - Nothing is compiled at import. A kernel is compiled, or loaded from numba's cache beside this file, at its first call,
-  which takes up to seconds. In a server ``background_compiler`` does this while numpy does the work (``interpreted``).
+  which takes up to seconds. In a server the background compiler does this while numpy does the work (``interpreted``).
   The GIL is released while a kernel runs.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any, Final
 
 import numpy as np
 
-from psdist.compression import casts
+from psdist.compression import casts, segments
 from psdist.compression.casts import INFINITY, check_output, check_vector, narrow, widen_brain_one, widen_half_one
 from psdist.compression.compiled import FLOAT, IN, IN_BITS16, IN_BITS32, OUT, Kernel, kernel, part_of_kernel
-from psdist.compression.deferred import Deferred, numba, types
+from psdist.compression.deferred import Deferred, PartOfKernel, numba, types
 from psdist.errors import DTypeMismatchError, InvalidArgumentError
 from psdist_server.kernels import interpreted
 from psdist_server.kernels.interpreted import BLOCK, CODES, DTYPES, SUM_LANES, AnyArray, Floats
@@ -36,6 +66,7 @@ from psdist_server.kernels.interpreted import BLOCK, CODES, DTYPES, SUM_LANES, A
 _FLOAT32, _FLOAT16, _BFLOAT16 = range(3)
 
 _U = np.uint32
+_thread = threading.local()
 
 
 def cast(values: Floats, dtype: str) -> AnyArray:
@@ -258,5 +289,180 @@ def all_finite(values: AnyArray) -> bool:
     return bool(_all_finite16(values.view(np.uint16), np.uint16(0x7C00 if code == _FLOAT16 else 0x7F80)))
 
 
-#: Kernels that every parameter set needs.
+# --- fused updates ----------------------------------------------------------------------------------------------------
+
+_ADDRESSES = types.Array(types.uintp, 2, "C")
+_INTEGERS = types.Array(types.int64, 2, "C")
+_JOB = (
+    *(_ADDRESSES, _INTEGERS, _ADDRESSES, _INTEGERS, types.Array(FLOAT, 2, "C"), OUT, types.Array(types.uint8, 2, "C")),
+    types.Array(types.uintp, 1, "C"),
+)
+
+
+class FusedUpdate(Kernel):
+    """Fused update of one optimizer. element: its arithmetic, a function of single elements or of whole arrays."""
+
+    def __init__(self, function: Callable[..., Any], element: PartOfKernel) -> None:
+        self.element: Callable[..., Any] = element.py_func
+        names = list(inspect.signature(self.element).parameters)
+        scalars = types.UniTuple(FLOAT, len(names) - names.index("g") - 1)
+        super().__init__(function, (*_JOB, scalars), interpreted=partial(interpreted.update, self.element))
+
+
+def updates_by(element: Any) -> Callable[[Callable[..., Any]], FusedUpdate]:
+    """Return a decorator that turns a function into the fused update with this arithmetic."""
+    return lambda function: FusedUpdate(function, element)
+
+
+@part_of_kernel
+def block_mean(segment: Any, at: Any, parts: Any, codes: Any, division: Any, memory: Any, bad: Any, mean: Any) -> Any:
+    """Compute the mean of the contributions to the block at element ``at`` of a segment, into ``memory``, and also into
+    address ``mean`` if that is not 0. Returns the block's size, or 0 if no contribution to it is finite, or the mean is
+    not."""
+    start = segment[1] + at
+    size = _mean_in_cache(min(BLOCK, segment[0] - at), start, segment[2], parts, codes, division, memory, bad)
+    if mean != np.uintp(0):
+        out = floats_at(mean, start, min(BLOCK, segment[0] - at))
+        for i in range(size):
+            out[i] = memory[i]
+        for i in range(size, out.size):
+            out[i] = np.float32(np.nan)
+    return size
+
+
+@part_of_kernel
+def _mean_in_cache(
+    size: Any, start: Any, count: Any, parts: Any, codes: Any, division: Any, memory: Any, bad: Any
+) -> Any:
+    divisor, factor = division[0], division[1]
+    block = memory[:size]
+    if mean_of_block(block, parts, codes, count, start, divisor, factor) == np.uint32(0):
+        return size
+    # Rare. Each contribution is copied before it is examined, as it may change.
+    spare = memory[BLOCK : BLOCK + size]
+    good = 0
+    for part in range(count):
+        add_to_block(spare, parts[part], codes[part], start, True)
+        finite = True
+        for i in range(size):
+            finite = finite and np.isfinite(spare[i])
+        if not finite:
+            bad[part] = 1
+            continue
+        for i in range(size):
+            block[i] = spare[i] if good == 0 else block[i] + spare[i]
+        good += 1
+    if good == 0:
+        return 0
+    finite = True
+    by_factor = divisor == np.float32(0.0) and (good == count or factor == np.float32(1.0))
+    for i in range(size):
+        block[i] = block[i] * factor if by_factor else block[i] / np.float32(good)
+        finite = finite and np.isfinite(block[i])
+    return size if finite else 0
+
+
+@part_of_kernel
+def floats_at(address: Any, start: Any, size: Any) -> Any:
+    """Return ``size`` floats from element ``start``."""
+    return carray(pointer(address + np.uintp(4 * start)), (size,), np.float32)
+
+
+# --- encoded and weighted contributions -------------------------------------------------------------------------------
+
+
+def is_encoded(part: AnyArray) -> bool:
+    """True if a contribution is encoded: bytes, not elements."""
+    return part.itemsize == 1
+
+
+def total(parts: Sequence[AnyArray], size: int) -> Floats:
+    """Return the sum of contributions to a slice of ``size`` elements, added in order.
+
+    The sum is in this thread's memory, which the next call reuses. It is not finite if a part holds NaN or Inf, or if
+    it overflows.
+    """
+    out = _memory(size)
+    out.fill(0.0)
+    for part in parts:
+        _add(part, out)
+    return out
+
+
+def weighted_total(
+    parts: Sequence[AnyArray], weights: Sequence[float], size: int
+) -> tuple[Floats, float, tuple[int, ...]]:
+    """Return the weighted sum of contributions to a slice, the sum of the weights, and the positions left out.
+
+    Contributions that hold NaN or Inf are left out of both sums. The sum starts at zeros, to which float32 products are
+    added in order. It is in this thread's memory, like that of ``total``. It is not finite if it overflows, and NaN if
+    all contributions are left out.
+    """
+    out = _memory(size)
+    _add_all(parts, weights, out)
+    if all_finite(out):
+        return out, sum(weights), ()
+    # Shared parts could change between check and sum, so copy them first. This path is rare.
+    copies = [_decoded(part, size) if is_encoded(part) else part.copy() for part in parts]
+    good = [place for place, part in enumerate(copies) if all_finite(part)]
+    _add_all([copies[place] for place in good], [weights[place] for place in good], out)
+    if not good:
+        out.fill(np.nan)
+    return out, sum(weights[place] for place in good) or 1.0, tuple(sorted(set(range(len(parts))).difference(good)))
+
+
+def _add_all(parts: Sequence[AnyArray], weights: Sequence[float], out: Floats) -> None:
+    out.fill(0.0)
+    for part, weight in zip(parts, weights, strict=True):
+        values = _decoded(part, out.size) if is_encoded(part) else part
+        _add_weighted(out, address_of(values), CODES[values.dtype], np.float32(weight))
+
+
+def decoded(parts: Sequence[AnyArray], size: int) -> list[AnyArray]:
+    """Return the contributions, the encoded ones decoded to new float32 arrays."""
+    return [_decoded(part, size) if is_encoded(part) else part for part in parts]
+
+
+def _decoded(part: AnyArray, size: int) -> Floats:
+    out = np.zeros(size, np.float32)
+    _add(part, out)
+    return out
+
+
+def _add(part: AnyArray, out: Floats) -> None:
+    if is_encoded(part):
+        segments.accumulate(part, out)
+    else:
+        _add_elements(out, address_of(part), CODES[part.dtype])
+
+
+@kernel(OUT, types.uintp, types.int64, interpreted=interpreted.add_elements)
+def _add_elements(out: Any, address: Any, code: Any) -> None:
+    """Add a contribution that is not encoded. It is read once."""
+    for start in range(0, out.size, BLOCK):
+        add_to_block(out[start : start + BLOCK], address, code, start, False)
+
+
+@kernel(OUT, types.uintp, types.int64, FLOAT, interpreted=interpreted.add_weighted)
+def _add_weighted(out: Any, address: Any, code: Any, weight: Any) -> None:
+    """Add a contribution that is not encoded, multiplied by its weight. It is read once."""
+    block = np.empty(BLOCK, np.float32)
+    for start in range(0, out.size, BLOCK):
+        size = min(BLOCK, out.size - start)
+        add_to_block(block[:size], address, code, start, True)
+        for i in range(size):
+            out[start + i] += weight * block[i]
+
+
+def _memory(size: int) -> Floats:
+    """Return float32[size] of this thread, shared by all parameter sets: the steady state allocates nothing."""
+    memory: Floats | None = getattr(_thread, "memory", None)
+    if memory is None or memory.size < size:
+        memory = _thread.memory = np.empty(size, np.float32)
+    return memory[:size]
+
+
+#: Kernels that every parameter set needs, besides its fused updates.
 KERNELS: Final = (_combine, _sum_squares, _all_finite32, _all_finite16, *casts.KERNELS)
+#: Kernels needed once a push is encoded or has a weight.
+ENCODED_KERNELS: Final = (*segments.DECODERS, _add_elements, _add_weighted)
