@@ -31,7 +31,7 @@ LIMITS_ELSEWHERE = {
     "psdist.client.datasets": {"_SHUFFLE_HERE_MAX"},
     "psdist.client.session.drops": {"IN_A_ROW_MAX"},
     "psdist.client.session.wait_tracker": {"_SENTENCES_MAX"},
-    "psdist.client.transport.buffer_pool": {"_LENT_MAX"},
+    "psdist.client.transport.buffers": {"_LENT_MAX"},
     "psdist.snapshots.export": {"FILE_BYTES_MAX"},
     "psdist.wire.malloc_options": {"_M_ARENA_MAX"},
     "psdist.wire.shm": {"_STITCHES_MAX"},
@@ -40,7 +40,7 @@ LIMITS_ELSEWHERE = {
     "psdist_scheduler.decide.snapshot_schedule": {"REFUSALS_MAX", "RETRIES_MAX", "HELD_MAX", "_DISTANCE_MAX"},
     "psdist_server.kernels.pool": {"BATCH_MAX"},
     "psdist_server.snapshot_writer": {"COPY_BYTES_MAX"},
-    "psdist.client.transport.shm.stream": {"_WAITS_MAX"},
+    "psdist.client.transport.shm": {"_WAITS_MAX"},
     "psdist.wire.frames": {"_VARINT_BYTES_MAX"},
     "psdist_server.store.slice_reads": {"ENCODED_MAX"},
 }

@@ -17,7 +17,7 @@ import numpy as np
 from psdist.client.process import codec_kernels
 from psdist.client.server_access import ServerAccess
 from psdist.client.session.membership import drop_when_fenced, run_in_incarnation
-from psdist.client.transport.buffer_pool import PullTarget
+from psdist.client.transport.buffers import PullTarget
 from psdist.compression import Codec, Float32
 from psdist.compression.automatic import CANDIDATES, Choice, choose
 from psdist.compression.regions import Region

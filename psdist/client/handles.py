@@ -21,7 +21,7 @@ from psdist.client.session.registration import Registration
 from psdist.client.session.scheduler_session import WorkerSession
 from psdist.client.transport.creation import CreatedParameters, ParametersCreator
 from psdist.client.transport.delivery import Delivery
-from psdist.client.transport.grpc.streams import GrpcTransport
+from psdist.client.transport.grpc import GrpcTransport
 from psdist.client.transport.transport import Transports
 from psdist.compression import Auto, Float32
 from psdist.errors import InvalidArgumentError, LayoutMismatchError, SettingsMismatchError

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from psdist.client.core import flat_vector
 from psdist.client.core.flat_vector import Arrays, Flat
 from psdist.client.server_access import ServerAccess
-from psdist.client.transport.buffer_pool import BufferPool, PullTarget
-from psdist.client.transport.held_weights import HeldWeights
+from psdist.client.transport.buffers import BufferPool, HeldWeights, PullTarget
 from psdist.errors import InvalidArgumentError
 from psdist.types import Layout
 

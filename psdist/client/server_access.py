@@ -25,12 +25,12 @@ from psdist.client.session.activity import ReportedWait
 from psdist.client.session.membership import Expulsion
 from psdist.client.session.registration import Registration
 from psdist.client.session.scheduler_session import WorkerSession
-from psdist.client.transport.buffer_pool import PullTarget
+from psdist.client.transport.buffers import PullTarget
 from psdist.client.transport.delivery import Delivery
-from psdist.client.transport.grpc.streams import GrpcTransport
+from psdist.client.transport.grpc import GrpcTransport
 from psdist.client.transport.requests import ByteCounters, EncodedGradient, PullRequest, PushRequest
-from psdist.client.transport.shm.attachment import SharedMemory
-from psdist.client.transport.tcp.connecting import TcpTransport
+from psdist.client.transport.shm import ShmTransport
+from psdist.client.transport.tcp import TcpTransport
 from psdist.client.transport.transport import Transport, Transports
 from psdist.compression import Cast, Codec, Float32
 from psdist.errors import FencedError, WaitTimeoutError, WrittenWeightsError
@@ -72,7 +72,7 @@ class ServerAccess:
         self._session = session
         self._membership = session.membership
         view, waits = session.membership.view, session.waits
-        self.shared_memory = SharedMemory(
+        self.shared_memory = ShmTransport(
             view, waits, grpc, participation.current.sender, participation.entry, options.cast.dtype,
             required=options.transport == "shm", member=participation.is_member, stable=participation.is_stable,
         )  # fmt: skip

@@ -34,7 +34,7 @@ from psdist.client.session.drops import DropCounter
 from psdist.client.session.membership import run_in_incarnation
 from psdist.client.stale_buffers import StaleBufferCheck
 from psdist.client.step import AsyncBucket, BucketStep, Gradient, PushStep, StepState
-from psdist.client.transport.buffer_pool import PullTarget
+from psdist.client.transport.buffers import PullTarget
 from psdist.consistency import BSP, SSP, check_weight
 from psdist.device.device import device_number
 from psdist.errors import FencedError, InvalidArgumentError, NotMemberError, WrittenWeightsError

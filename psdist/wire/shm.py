@@ -15,7 +15,7 @@ Invariants: Memory is allocated before it is written (in a gradient arena, at cr
 keep a file from shrinking, so a mapping stays readable whatever the other process does. A mapping lasts as long as any
 array that refers to it. Files have no names and disappear with the last process that holds them.
 
-``psdist.link.fd_passing`` transfers files between processes, and ``psdist.client.transport.shm.attachment`` decides who
+``psdist.link.fd_passing`` transfers files between processes, and ``psdist.client.transport.shm`` decides who
 may read or write when.
 """
 

@@ -28,7 +28,7 @@ END_SECONDS = 60.0
 _SCRIPT = """
 import os, runpy, signal, sys
 from psdist.client import async_client, sync_client
-from psdist.client.transport.shm.stream import SharedStream
+from psdist.client.transport.shm import ShmConnection
 
 rank, place, number, example, *arguments = sys.argv[1:]
 pushes, stopped = 0, os.environ["RANK"] != rank
@@ -55,7 +55,7 @@ async def close(client, *arguments):
     await closed(client, *arguments)
 
 pushed, sync_client.Parameters.push_pull = sync_client.Parameters.push_pull, push_pull
-sent, SharedStream.send = SharedStream.send, send
+sent, ShmConnection.send = ShmConnection.send, send
 closed, async_client.AsyncClient.close = async_client.AsyncClient.close, close
 sys.path.insert(0, os.path.dirname(example))
 sys.argv = [example, *arguments]

@@ -101,7 +101,7 @@ def test_routes_cover_each_slice_once(total: int, elements: int, shards: list[st
 
 @given(hnp.arrays(np.uint16, st.integers(1, 40)))
 def test_bfloat16_is_widened_exactly(bits: np.ndarray) -> None:
-    from psdist.client.transport.buffer_pool import PullTarget
+    from psdist.client.transport.buffers import PullTarget
 
     target = np.empty(len(bits), np.float32)
     pulled = PullTarget(Slicing(len(bits), len(bits)), target, dtype="bfloat16")

@@ -18,7 +18,7 @@ from psdist.client import participation
 from psdist.client.reporting.changed_counts import ChangedCounts
 from psdist.client.session import drops, reachability, scheduler_session
 from psdist.client.transport import creation
-from psdist.client.transport.grpc import messages, streams
+from psdist.client.transport.grpc import GrpcTransport
 from psdist.client.transport.requests import PushRequest
 from psdist.errors import ServerUnreachableError, StaleEpochError, StaleEstimateError, UnknownParametersError
 from psdist.optim import SGD
@@ -171,20 +171,20 @@ def _no_duplicates_async(put: Put) -> None:
 
 @_ablation("a push keeps its number", **_CUTS)
 def _new_number(put: Put) -> None:
-    push_header = messages.push_header
+    make_header = PushRequest.header
 
     def header(push: Any, *args: Any) -> Any:
-        made = push_header(push, *args)
+        made = make_header(push, *args)
         push.headers = getattr(push, "headers", 0) + 1
         made.step += push.headers > 4
         return made
 
-    put(messages, "push_header", header)
+    put(PushRequest, "header", header)
 
 
 @_ablation("every slice is answered before a push returns", **_CUTS)
 def _early_return(put: Put) -> None:
-    exchange = streams.GrpcTransport.exchange
+    exchange = GrpcTransport.exchange
 
     async def careless(self: Any, request: Any, route: Any, *args: Any) -> None:
         try:
@@ -195,7 +195,7 @@ def _early_return(put: Put) -> None:
             for index in request.progress.unanswered(route.slices):
                 request.progress.answer(index, 0)
 
-    put(streams.GrpcTransport, "exchange", careless)
+    put(GrpcTransport, "exchange", careless)
 
 
 @_ablation(

@@ -162,7 +162,7 @@ class Delivery:
                 try:
                     if loss.done():
                         raise copy_error(loss.result())
-                    await self._transports.choose(route, request).exchange(request, route, wait, loss)
+                    await self._transports.connection(route, request).exchange(request, route, wait, loss)
                 except (StaleEpochError, StaleEstimateError, ServerUnreachableError, UnknownParametersError) as error:
                     broken = error.with_traceback(None)  # It refers to this frame, which refers to the error.
                 finally:

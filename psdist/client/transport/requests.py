@@ -1,10 +1,10 @@
 """The requests behind the user's calls: pushes, pulls and initial values. They know no transport.
 
-A request holds its payload, its unanswered slices, and the destination of its answers. A transport asks it for the
-payload of a slice, and passes the answers to it. A slice is encoded when it is sent, so that only a few encoded slices
-exist at a time.
+A request holds its payload, its unanswered slices, and the destination of its answers. A transport asks it for its
+header and the payload of a slice, and passes the answers to it. A slice is encoded when it is sent, so that only a few
+encoded slices exist at a time.
 
-Not here: the wire format (``grpc``, ``shm``, ``tcp``), retries (``delivery``), its number (``push_sequence``).
+Not here: messages with payloads (``grpc``, ``shm``, ``tcp``), retries (``delivery``), its number (``push_sequence``).
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psdist.client.core.flat_vector import Flat
-from psdist.client.core.push_sequence import PendingRequest
-from psdist.client.transport.buffer_pool import PullTarget
+from psdist.client.core.push_sequence import PendingRequest, PushOptions
+from psdist.client.core.routing import Route
+from psdist.client.transport.buffers import PullTarget
 from psdist.compression import Cast
 from psdist.compression.dtypes import NUMPY_DTYPES
-from psdist.errors import InternalError
 from psdist.types import GradientDifference, Identity, Replica, Slicing
-from psdist.v1 import server_pb2
+from psdist.v1 import common_pb2
+from psdist.v1 import server_pb2 as pb
 from psdist.wire import convert
 
 
@@ -36,7 +37,7 @@ class RequestIdentity:
     incarnation: int
     parameters: str
 
-    def identity(self, epoch: int) -> server_pb2.Identity:
+    def identity(self, epoch: int) -> pb.Identity:
         """Return the identity of a request that was routed by the map of ``epoch``."""
         return convert.identity_to_proto(
             Identity(self.run_id, self.worker_id, self.incarnation, epoch, self.parameters)
@@ -123,10 +124,32 @@ class PushRequest(Request):
         """True if it has no gradient."""
         return self.flat is None and self.encoded is None
 
-    def needs_messages(self, slices: Sequence[int]) -> bool:
-        """Return True if some of ``slices`` carry more than a gradient, which only gRPC messages do."""
-        written = self.progress.options.written
-        return written is not None and written.touches(self.slicing, slices)
+    def header(self, route: Route, slices: Sequence[int]) -> pb.PushHeader:
+        """Return the header for a push of ``slices`` to the server of ``route``."""
+        header = pb.PushHeader(
+            pull_dtype=convert.dtype_to_proto(self.target.dtype) if self.target is not None else None,
+            identity=self.sender.identity(route.epoch),
+            codec=common_pb2.CODEC_RAW if self.encoded is None or self.encoded.is_raw else common_pb2.CODEC_SEGMENTS,
+            dtype=convert.dtype_to_proto(self.codec.dtype),
+        )
+        self.number_header(header, slices)
+        return header
+
+    def number_header(self, header: pb.PushHeader, slices: Sequence[int], before: PushOptions | None = None) -> None:
+        """Write the header fields that differ between pushes of ``slices``. before: the options in the header."""
+        header.step, header.abstain, header.grad_norm = self.progress.number, self.abstains, self.grad_norm
+        header.mark = self.mark
+        if self.weight != 1.0:
+            header.weight = self.weight
+        else:
+            header.ClearField("weight")
+        if self.progress.options is not before:
+            _write_options(header, self.progress.options)
+        difference = self.encoded.difference(slices) if self.encoded is not None else None
+        if difference is None:
+            header.ClearField("difference")
+        else:
+            header.difference.number, header.difference.from_zeros = difference
 
     async def ready(self, index: int) -> None:
         """Wait until the payload of a slice is available. Raises why there is none."""
@@ -193,23 +216,31 @@ class InstallRequest(Request):
         start, stop = self.slicing.bounds(index)
         return self.flat[start:stop].view(np.uint8).data
 
-    def on_installed(self, server: Replica, slices: tuple[int, ...]) -> None:
-        """Record that the server stores ``slices``."""
-        for index in slices:
-            self.placed[index] = server
-            self.progress.answer(index, 0)
 
-
-def write_weights(
-    request: PushRequest | PullRequest, answer: server_pb2.SliceResult, payload: memoryview, peer: str
+def write_held(
+    message: pb.HeldWeights, request: PushRequest | PullRequest, route: Route, slices: Sequence[int]
 ) -> None:
-    """Write the weights of a slice that ``peer`` sent.
+    """List the weights that this worker holds in a request, if servers may send differences to them."""
+    if request.target is not None and request.target.held is not None:
+        message.CopyFrom(request.target.held.message(slices, route.generation))
 
-    Raises InternalError for a slice that is no longer asked for: a late answer must not overwrite a newer one; and as
-    ``PullTarget.write``.
-    """
-    index = answer.slice
-    if index not in request.progress.pending or request.target is None:
-        raise InternalError(f"{peer} answered slice {index}, which is not asked for or was answered before")
-    request.target.write(answer, payload, peer)
-    request.traffic.received += len(payload)
+
+def _write_options(header: pb.PushHeader, options: PushOptions) -> None:
+    if options.written is None:
+        header.ClearField("written")
+    else:
+        header.written = options.written.digest
+    if options.lr_factor is None:
+        header.ClearField("lr_factor")
+    else:
+        header.lr_factor = options.lr_factor
+    if options.settings is None:
+        header.ClearField("settings")
+    else:
+        header.settings.CopyFrom(pb.GroupSettings(settings=convert.settings_to_proto(options.settings)))
+    if options.absent:
+        starts, sizes = zip(*((start, stop - start) for start, stop in options.absent), strict=True)
+        header.absent.CopyFrom(pb.ElementRanges(starts=starts, sizes=sizes))
+    else:
+        header.ClearField("absent")
+    header.follows_writes, header.attempt, header.withdraws = options.follows_writes, options.attempt, options.withdraws

@@ -1,8 +1,8 @@
-"""The interface of a transport, and the choice of the transport that carries a request to a server.
+"""The interface of a transport, the choice of the one that carries a request to a server, and the order of its writes.
 
-A handle has its transports in the order of preference. Before each call the missing ones are prepared, which may take a
-negotiation with servers. A request then uses the first transport that is open to its server. gRPC is last, and always
-open. It alone carries weights that the script wrote, beside the gradients of their slices.
+A handle has its transports in the order of preference. Before each call the missing connections are prepared, which may
+take a negotiation with servers. A request then uses the first transport that is open to its server. gRPC is last, and
+always open. It alone carries weights that the script wrote, beside the gradients of their slices.
 
 Not here: retries and routes (``delivery``).
 """
@@ -10,46 +10,33 @@ Not here: retries and routes (``delivery``).
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from typing import Final, Protocol
 
 from psdist.client.core.routing import Route
 from psdist.client.session.wait_tracker import Wait
-from psdist.client.transport.requests import PushRequest, Request
-from psdist.errors import ClosedError, PsdistError, ServerUnreachableError
+from psdist.client.transport.requests import Request
+from psdist.errors import ClosedError, InternalError, PsdistError, ServerUnreachableError
+
+#: Writing a slice that the server reads takes less, unless the network is slow; then two are written concurrently.
+PATIENCE_SECONDS: Final = 0.02
+_BEING_CHOSEN: Final = -1
 
 #: Receives the error that ends attempts on a server.
 ServerLoss = asyncio.Future[PsdistError]
 
 
 def attempt_error(error: PsdistError) -> PsdistError:
-    """Return a peer's error as ``Transport.exchange`` raises it: a closing peer counts as unreachable."""
+    """Return a peer's error as ``Connection.exchange`` raises it: a closing peer counts as unreachable."""
     return ServerUnreachableError(error.message) if isinstance(error, ClosedError) else error
 
 
-class Transport(ABC):
-    """Carries requests of one handle to servers. It is always open, unless a transport overrides that."""
+class Connection(Protocol):
+    """Way of requests to one server."""
 
-    #: As ``Statistics.transports`` and ``psdist status`` show it.
-    name: str
-
-    def is_open(self, route: Route) -> bool:
-        """Return True if it can carry a request to the route's server now."""
-        return True
-
-    def is_missing(self, route: Route) -> bool:
-        """Return True if ``prepare`` would try to open it to the route's server."""
-        return False
-
-    async def prepare(self, routes: Sequence[Route]) -> None:  # noqa: B027 - most need no preparation
-        """Open it to the servers of ``routes`` if it is missing. Raises SharingUnavailableError or TcpUnavailableError
-        if the user requires it and it cannot be opened."""
-
-    def why_closed(self, server_id: str) -> str:
-        """Return why it is not used to a server; empty if it is open."""
-        return ""
-
-    @abstractmethod
     async def exchange(self, request: Request, route: Route, wait: Wait, loss: ServerLoss) -> None:
         """Make one attempt to get the unanswered slices of ``route`` answered.
 
@@ -61,28 +48,52 @@ class Transport(ABC):
         """
 
 
+class Transport(ABC):
+    """Carries requests of one handle to servers."""
+
+    #: As ``Statistics.transports`` and ``psdist status`` show it.
+    name: str
+
+    @abstractmethod
+    def connection(self, server: Route, /) -> Connection | None:
+        """Return the connection to the server of a route, or None if there is none now."""
+
+    def is_missing(self, route: Route) -> bool:
+        """Return True if ``prepare`` would try to connect to the route's server, to which there is no connection."""
+        return False
+
+    async def prepare(self, routes: Sequence[Route]) -> None:  # noqa: B027 - gRPC needs no preparation
+        """Open missing connections to the servers of ``routes``. Raises SharingUnavailableError or TcpUnavailableError
+        if the user requires this transport and that is impossible."""
+
+    def why_closed(self, server_id: str) -> str:
+        """Return why it is not used to a server; empty if it is open."""
+        return ""
+
+
 class Transports:
     """Transports of one handle, the preferred one first. The last is always open."""
 
     def __init__(self, *transports: Transport) -> None:
         self._transports = transports
 
-    def choose(self, route: Route, request: Request) -> Transport:
-        """Return the transport that carries ``request`` to the route's server now."""
-        if isinstance(request, PushRequest) and request.needs_messages(route.slices):
-            return self._transports[-1]
-        return next(transport for transport in self._transports if transport.is_open(route))
+    def connection(self, route: Route, request: Request) -> Connection:
+        """Return the connection that carries ``request`` to the route's server now."""
+        written = request.progress.options.written
+        has_more = written is not None and written.touches(request.slicing, route.slices)
+        for transport in self._transports[-1:] if has_more else self._transports:
+            if connection := transport.connection(route):
+                return connection
+        raise InternalError(f"no transport to {route.peer} is open")
 
     def is_missing(self, routes: Sequence[Route]) -> bool:
         """Return True if ``prepare`` has anything to do. Call it before each call."""
-        return any(self._is_missing(route) for route in routes)
-
-    def _is_missing(self, route: Route) -> bool:
-        for transport in self._transports:
-            if transport.is_open(route):
-                return False
-            if transport.is_missing(route):
-                return True
+        for route in routes:
+            for transport in self._transports:
+                if transport.connection(route):
+                    break
+                if transport.is_missing(route):
+                    return True
         return False
 
     async def prepare(self, routes: Sequence[Route]) -> None:
@@ -92,7 +103,7 @@ class Transports:
             if not routes:
                 return
             await transport.prepare(routes)
-            routes = [route for route in routes if not transport.is_open(route)]
+            routes = [route for route in routes if not transport.connection(route)]
 
     def statuses(self, servers: Iterable[str]) -> dict[str, str]:
         """Return, by server, the transport in use, and why those before it are not: "shm", "grpc: too old a kernel"."""
@@ -107,3 +118,66 @@ class Transports:
         if len(reasons) > 1:
             return f"{transport.name}: {'; '.join(f'no {name}: {reason}' for name, reason in reasons)}"
         return f"{transport.name}: {reasons[0][1]}" if reasons else transport.name
+
+
+class WriteQueue:
+    """Turns of the writers to one server: the call with the lowest next slice writes first. For one event loop.
+
+    Concurrent calls are the buckets of one step, and the forward pass needs low slices first. Without an order their
+    streams would share the connection evenly, and the first slices would arrive last.
+
+    The order is a preference, not a lock. A server stops reading a stream whose slices wait for other workers, and
+    those may wait for data queued behind it here. A turn longer than ``PATIENCE_SECONDS`` therefore lets the next one
+    start.
+    """
+
+    def __init__(self) -> None:
+        self._order = itertools.count(1)
+        #: Number of the turn that others wait for; 0 for none.
+        self._current = 0
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def acquire(self, slice_index: int) -> int:
+        """Wait until no caller with a lower slice wants to write. Return the number to pass to ``release``."""
+        number = next(self._order)
+        if not self._current:
+            self._current = number
+            return number
+        loop = asyncio.get_running_loop()
+        ready: asyncio.Future[None] = loop.create_future()
+        heapq.heappush(self._waiting, (slice_index, number, ready))
+        if self._timer is None:
+            self._timer = loop.call_later(PATIENCE_SECONDS, self._next)
+        try:
+            await ready
+        except asyncio.CancelledError:
+            if not ready.cancelled():  # its turn had just come
+                self.release(number)
+            raise
+        return number
+
+    def release(self, number: int) -> None:
+        """End the turn."""
+        if number != self._current:
+            return
+        if self._waiting:
+            # Deferred: the releasing caller usually requests its next turn right away, possibly for a lower slice.
+            self._current = _BEING_CHOSEN
+            asyncio.get_running_loop().call_soon(self._next)
+        else:
+            self._current = 0
+
+    def _next(self) -> None:
+        self._current = 0
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        while self._waiting:
+            _, number, ready = heapq.heappop(self._waiting)
+            if not ready.done():
+                self._current = number
+                ready.set_result(None)
+                break
+        if self._waiting:
+            self._timer = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, self._next)

@@ -7,7 +7,7 @@ version is sent the differences from it, if they are known (``kernels.published`
 
 A worker on this host reads the weights of its last calls in place until its next calls. So the weights of moved slices
 stay until every such worker has made a call by the map of the move, or a newer one; after that it reads none of them
-(``psdist.client.transport.shm.attachment``). They stay for at least a minute, for workers whose stream broke.
+(``psdist.client.transport.shm``). They stay for at least a minute, for workers whose stream broke.
 """
 
 from __future__ import annotations

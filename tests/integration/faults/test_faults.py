@@ -21,11 +21,11 @@ import asyncio, os, signal, sys
 import numpy as np
 import psdist
 from psdist.client.transport import requests
-from psdist.client.transport.shm.stream import SharedStream
+from psdist.client.transport.shm import ShmConnection
 
 rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 dying, how, first = sys.argv[1].split(","), sys.argv[2], sys.argv[3]
-sent, send = 0, SharedStream.send
+sent, send = 0, ShmConnection.send
 payloads = {name: getattr(requests.PushRequest, name) for name in ("payload", "lasting_payload")}  # over gRPC, over tcp
 
 def die_in_time(slices):
@@ -49,7 +49,7 @@ def send_or_die(connection, message):
 
 for name, payload in payloads.items():
     setattr(requests.PushRequest, name, or_die(payload))
-SharedStream.send = send_or_die
+ShmConnection.send = send_or_die
 client = psdist.init().client
 clip = 1e9 if how == "clip" else 0.0
 sgd = psdist.optim.SGD(lr=1.0, max_grad_norm=clip)

@@ -14,7 +14,7 @@ import pytest
 
 import psdist
 from psdist import AsyncClient, AsyncParameters
-from psdist.client.transport.tcp.stream import TcpStream
+from psdist.client.transport.tcp import TcpConnection
 from psdist.consistency import ASP, BSP
 from psdist.errors import TcpUnavailableError, WaitTimeoutError
 from psdist.launcher.embedded import EmbeddedCluster
@@ -57,8 +57,8 @@ def gradient(value: float = -1.0) -> dict[str, np.ndarray]:
     return {"w": np.full(SIZE, value, np.float32)}
 
 
-def streams(handle: AsyncParameters) -> list[TcpStream]:
-    return list(handle.servers.tcp.streams.values())
+def streams(handle: AsyncParameters) -> list[TcpConnection]:
+    return list(handle.servers.tcp.connections.values())
 
 
 async def steps(handles: list[AsyncParameters], goal: float) -> None:
@@ -80,7 +80,7 @@ async def until(condition: Any) -> None:
 async def test_auto_prefers_tcp_to_grpc_and_says_why_not_shm(
     cluster: EmbeddedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("psdist.client.transport.shm.attachment._ORDERED_MACHINES", ())
+    monkeypatch.setattr("psdist.client.transport.shm._ORDERED_MACHINES", ())
     async with members(cluster, {"transport": "auto"}) as clients:
         (handle,) = await opened(clients, "auto", consistency=ASP())
         await steps([handle], 1.0)
@@ -93,16 +93,16 @@ async def test_auto_prefers_tcp_to_grpc_and_says_why_not_shm(
 async def test_a_firewall_that_lets_only_grpc_through(
     cluster: EmbeddedCluster, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    monkeypatch.setattr("psdist.client.transport.shm.attachment._ORDERED_MACHINES", ())
+    monkeypatch.setattr("psdist.client.transport.shm._ORDERED_MACHINES", ())
     monkeypatch.setattr(dialing, "CONNECT_SECONDS", 0.2)
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         if how == "silent":  # The kernel accepts, and nobody answers.
             closed.listen()
         port = closed.getsockname()[1]
-        plain = TcpStream.dial
+        plain = TcpConnection.dial
         monkeypatch.setattr(
-            TcpStream, "dial", lambda self, host, _, nonce, **said: plain(self, host, port, nonce, **said)
+            TcpConnection, "dial", lambda self, host, _, nonce, **said: plain(self, host, port, nonce, **said)
         )
         async with members(cluster, {"transport": "auto"}, {}) as clients:
             handles = await opened(clients, f"firewall-{how}", consistency=ASP())
@@ -141,7 +141,7 @@ async def test_a_given_up_push_leaves_its_gradient_to_the_user(cluster: Embedded
         mine = gradient(-3.0)
         with pytest.raises(WaitTimeoutError):
             await handles[0].push_pull(mine)
-        assert not any(one.is_open and one.connection.is_sending for one in streams(handles[0]))
+        assert not any(one.connection.is_sending for one in streams(handles[0]))
         mine["w"][...] = 1e6
         other = asyncio.create_task(handles[1].push_pull(gradient()))
         values = (await handles[0].push_pull(gradient(-3.0)))["w"]

@@ -25,7 +25,7 @@ import pytest
 
 import psdist
 from psdist import AsyncClient, AsyncParameters
-from psdist.client.transport.shm.stream import attach
+from psdist.client.transport.shm import attach
 from psdist.errors import ClosedError, InvalidArgumentError, ServerLostError, SharingUnavailableError, WaitTimeoutError
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.link import fd_passing
@@ -223,7 +223,7 @@ async def test_why_a_server_ended_the_stream_is_told_to_calls_under_way(cluster:
         await asyncio.gather(*(handle.push_pull(gradient()) for handle in handles))
         waiting = asyncio.create_task(handles[0].push_pull(gradient()))
         await until(lambda: under_way(handles[0]))
-        for stream in handles[0].servers.shared_memory.streams.values():
+        for stream in handles[0].servers.shared_memory.connections.values():
             stream.connection.send(b"no message")
         with pytest.raises(InvalidArgumentError, match="not a valid"):
             await waiting
@@ -238,7 +238,7 @@ async def test_a_connection_that_breaks_is_made_again_and_the_step_counts_once(c
         await asyncio.gather(*(handle.push_pull(gradient()) for handle in handles))
         waiting = asyncio.create_task(handles[0].push_pull(gradient()))
         await until(lambda: under_way(handles[0]))
-        for stream in handles[0].servers.shared_memory.streams.values():
+        for stream in handles[0].servers.shared_memory.connections.values():
             assert stream.connection._transport is not None
             stream.connection._transport.abort()
         results = await asyncio.gather(waiting, handles[1].push_pull(gradient()))
@@ -419,7 +419,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def under_way(handle: AsyncParameters) -> bool:
     """True if a call was sent over shared memory and is unanswered."""
-    return any(stream.calls for stream in handle.servers.shared_memory.streams.values())
+    return any(stream.calls for stream in handle.servers.shared_memory.connections.values())
 
 
 async def test_a_killed_server_ends_calls_at_once() -> None:

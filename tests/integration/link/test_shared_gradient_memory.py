@@ -15,7 +15,7 @@ import pytest
 
 import psdist
 from psdist import AsyncClient, AsyncParameters
-from psdist.client.transport.shm import attachment
+from psdist.client.transport import shm
 from psdist.compression import Codec
 from psdist.errors import InvalidArgumentError
 from psdist.launcher.embedded import EmbeddedCluster
@@ -127,10 +127,12 @@ async def test_a_set_that_is_closed_leaves_the_memory_to_the_others(cluster: Emb
         await second.share_gradient_memory(first)
         await turn(first, -1.0)
         await turn(second, -1.0)
-        streams = dict(second.servers.shared_memory.streams)
+        streams = dict(second.servers.shared_memory.connections)
         await first.close()
         assert set((await turn(second, -1.0)).tolist()) == {2.0}
-        assert second.servers.shared_memory.streams == streams and all(one.is_open for one in streams.values())
+        assert second.servers.shared_memory.connections == streams and all(
+            one.broken is None for one in streams.values()
+        )
 
 
 async def test_memory_of_its_own_again(cluster: EmbeddedCluster) -> None:
@@ -163,10 +165,10 @@ async def test_sets_that_differ_cannot_take_turns(cluster: EmbeddedCluster) -> N
         (narrow,) = await opened(client, "differ-2", compression="bfloat16")
         for other, what in ((longer, "262,145"), (narrow, "bfloat16")):
             await turn(other, -1.0)
-            before = other.servers.shared_memory.streams.copy()
+            before = other.servers.shared_memory.connections.copy()
             with pytest.raises(InvalidArgumentError, match=what):
                 await other.share_gradient_memory(first)
-            assert other.servers.shared_memory.streams == before
+            assert other.servers.shared_memory.connections == before
             assert set((await turn(other, -1.0)).tolist()) == {2.0}
 
 
@@ -213,14 +215,14 @@ async def test_memory_that_is_given_back_while_it_is_offered_is_offered_again(
         first, second = await opened(client, "holes-0", "holes-1")
         await second.share_gradient_memory(first)
         await turn(first, -1.0)
-        attach = attachment.attach
+        attach = shm.attach
 
         async def slow(*arguments: Any) -> Any:
             await first.servers.shared_memory.release_memory(shared=True)
             return await attach(*arguments)
 
         with monkeypatch.context() as patch:
-            patch.setattr(attachment, "attach", slow)
+            patch.setattr(shm, "attach", slow)
             await second.pull()
             assert second.statistics().transport != "shm"
         await second.pull()

@@ -18,7 +18,7 @@ import pytest
 import psdist
 from psdist import AsyncClient, AsyncParameters
 from psdist.cli import status_table
-from psdist.client.transport.shm import stream
+from psdist.client.transport.shm import ShmConnection
 from psdist.consistency import ASP, BSP, SSP, Consistency
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.link import fd_passing
@@ -243,11 +243,11 @@ async def test_no_read_is_torn(cluster: EmbeddedCluster, monkeypatch: pytest.Mon
     async with workers(cluster, "shm", "shm", "shm") as clients:
         assert await torn_pulls(clients, "whole", 150) == 0
 
-        async def careless(self: stream.SharedStream, index: int, target: np.ndarray) -> int:
+        async def careless(self: ShmConnection, index: int, target: np.ndarray) -> int:
             target[...] = self.view(index)
             return int(target[-1])
 
-        monkeypatch.setattr(stream.SharedStream, "copy_moving", careless)
+        monkeypatch.setattr(ShmConnection, "copy_moving", careless)
         tries = count()
         while not await torn_pulls(clients, f"torn-{next(tries)}", 150):
             """A busy machine may give each its turn between the others' copies."""

@@ -21,8 +21,8 @@ import pytest
 
 import psdist
 from psdist import AsyncClient, AsyncParameters
-from psdist.client.transport.shm import attachment
-from psdist.client.transport.shm.stream import SharedStream
+from psdist.client.transport import shm
+from psdist.client.transport.shm import ShmConnection
 from psdist.consistency import Consistency
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.settings.config import TransportName
@@ -102,7 +102,7 @@ async def test_when_a_server_dies_training_goes_on_in_shared_memory(cluster: Emb
         await step(handles)
         lent = (await step(handles, copy=copy))[0]
         first = asyncio.create_task(handles[0].push_pull(GRADIENT, copy=copy))
-        await until(lambda: any(stream.calls for stream in handles[0].servers.shared_memory.streams.values()))
+        await until(lambda: any(stream.calls for stream in handles[0].servers.shared_memory.connections.values()))
         cluster.processes[2].kill()
         assert values(lent) == {2.0}
         second = await handles[1].push_pull(GRADIENT, copy=copy)
@@ -168,21 +168,21 @@ async def test_weights_that_replicas_do_not_have_yet_are_waited_for(
 ) -> None:
     async with joined(whole, "shm", "shm", consistency=psdist.ASP(), name="waited-for") as (_, (reader, writer)):
         await step([reader, writer])
-        copy, ahead = SharedStream.copy_moving, []
+        copy, ahead = ShmConnection.copy_moving, []
 
-        async def copy_newer(stream: SharedStream, index: int, target: np.ndarray) -> int:
+        async def copy_newer(stream: ShmConnection, index: int, target: np.ndarray) -> int:
             """Copy the memory as if the server had just written another version that is not acknowledged."""
             version = await copy(stream, index, target)
             ahead.append(version + 1)
             return version + 1
 
-        monkeypatch.setattr(SharedStream, "copy_moving", copy_newer)
+        monkeypatch.setattr(ShmConnection, "copy_moving", copy_newer)
         pulling = asyncio.create_task(reader.pull())
         slices = reader.servers.slicing.count
         await until(lambda: len(ahead) == slices)
         await asyncio.wait({pulling}, timeout=0.2)
         assert not pulling.done()
-        monkeypatch.setattr(SharedStream, "copy_moving", copy)
+        monkeypatch.setattr(ShmConnection, "copy_moving", copy)
         await writer.push(GRADIENT)
         await pulling
         assert reader.version == 3
@@ -195,7 +195,7 @@ async def test_an_arena_that_is_replaced_while_it_is_offered_is_offered_anew(
     whole: EmbeddedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with joined(whole, "auto", "grpc", name="replaced") as (_, handles):
-        shared_memory, attach, replaced = handles[0].servers.shared_memory, attachment.attach, []
+        shared_memory, attach, replaced = handles[0].servers.shared_memory, shm.attach, []
 
         async def slow(*arguments: Any) -> Any:
             attached = await attach(*arguments)
@@ -204,10 +204,10 @@ async def test_an_arena_that_is_replaced_while_it_is_offered_is_offered_anew(
                 await shared_memory.withdraw()  # as after another call's push that did not end well
             return attached
 
-        monkeypatch.setattr(attachment, "attach", slow)
+        monkeypatch.setattr(shm, "attach", slow)
         buffer = await handles[0].gradient_buffers()
         assert "withdrawn while it was offered" in str(handles[0].statistics().transports)
-        assert not shared_memory.streams
+        assert not shared_memory.connections
         # By the file that they were given, servers would not read the values written now.
         for array in buffer.values():
             array[...] = -1.0
@@ -233,7 +233,7 @@ async def test_what_was_shared_ends_with_its_last_user_without_the_garbage_colle
         gc.disable()
         try:
             shared_memory = handles[0].servers.shared_memory
-            streams = [weakref.ref(stream) for stream in shared_memory.streams.values()]
+            streams = [weakref.ref(stream) for stream in shared_memory.connections.values()]
             before = count()
             await shared_memory.withdraw()  # closes the streams; the next call opens others
             await step(handles, copy=False)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from psdist import BSP, AsyncClient, AsyncParameters, optim
-from psdist.client.transport.tcp.stream import TcpStream
+from psdist.client.transport.tcp import TcpConnection
 from psdist.collectives.mesh import Mesh
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.link.tls_layer import TlsLayer
@@ -68,8 +68,8 @@ async def members(cluster: EmbeddedCluster, tls: TlsFiles | None, count: int) ->
     await asyncio.gather(*(client.close() for client in clients))
 
 
-def streams(handle: AsyncParameters) -> list[TcpStream]:
-    return list(handle.servers.tcp.streams.values())
+def streams(handle: AsyncParameters) -> list[TcpConnection]:
+    return list(handle.servers.tcp.connections.values())
 
 
 async def train(cluster: EmbeddedCluster, tls: TlsFiles | None, *, kill: bool = False) -> bytes:
@@ -86,7 +86,7 @@ async def train(cluster: EmbeddedCluster, tls: TlsFiles | None, *, kill: bool = 
         await asyncio.gather(*(work(cluster, handle, rank, kill) for rank, handle in enumerate(handles)))
         for handle in handles:
             assert handle.statistics().transport == "tcp"
-            transports = [one.connection._transport for one in streams(handle) if one.is_open]
+            transports = [one.connection._transport for one in streams(handle) if one.broken is None]
             assert len(transports) >= 2 and all(isinstance(one, TlsLayer) is bool(tls) for one in transports)
         return (await handles[0].pull())["w"].tobytes()
 

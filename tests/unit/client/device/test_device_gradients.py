@@ -21,7 +21,7 @@ from psdist.client.gradients import GradientVector
 from psdist.client.session.worker_state import DeferredArray
 from psdist.client.stale_buffers import StaleBufferCheck
 from psdist.client.step import StepState
-from psdist.client.transport.shm.offered_arena import OfferedArena
+from psdist.client.transport.shared_buffers import OfferedArena
 from psdist.compression import BFloat16, Cast, ChunkedTopK, Float16, Int8, PerTensor, RandomK, TopK
 from tests.support.client_fakes import Break, Setup, leave
 from tests.support.host_arrays import HostArray, HostArrays
@@ -217,7 +217,7 @@ async def test_memory_is_not_registered_any_more_when_other_pages_take_its_place
     vector = GradientVector(layout, "float32", "reject", lambda: arena.gradients, StaleBufferCheck("p"))
 
     class User:
-        def on_pages_replaced(self) -> None:
+        def before_replaced(self) -> None:
             registered.append(len(made.device.registered))
             vector.unregister()
 

@@ -10,10 +10,9 @@ import pytest
 from psdist.client.core.routing import Route
 from psdist.client.session.cluster_view import ClusterView
 from psdist.client.session.wait_tracker import WaitTracker
-from psdist.client.transport.grpc.streams import GrpcTransport
+from psdist.client.transport.grpc import GrpcTransport
 from psdist.client.transport.requests import RequestIdentity
-from psdist.client.transport.tcp.connecting import TcpTransport
-from psdist.client.transport.tcp.stream import TcpStream
+from psdist.client.transport.tcp import TcpConnection, TcpTransport
 from psdist.consistency import BSP
 from psdist.errors import PsdistError, TcpUnavailableError
 from psdist.optim import SGD
@@ -34,13 +33,13 @@ class Stream:
     broken = None
 
     def __init__(self) -> None:
-        self.is_open = True
+        self.is_closed = False
 
     def close(self) -> None:
-        self.is_open = False
+        self.is_closed = True
 
     async def ended(self) -> None:
-        assert not self.is_open
+        assert self.is_closed
 
 
 class Asking(TcpTransport):
@@ -63,16 +62,16 @@ class Asking(TcpTransport):
     def cancel(self) -> None:
         """Cancel it."""
 
-    async def _connect(self, call: Any, epoch: int, route: Route) -> TcpStream:
+    async def _connect(self, call: Any, epoch: int, route: Route) -> TcpConnection:
         await self.may_answer.wait()
         answer = self.answers.pop(0)
         if isinstance(answer, PsdistError):
             raise answer
-        return cast(TcpStream, answer)
+        return cast(TcpConnection, answer)
 
     async def until_answered(self) -> None:
         """Wait until the negotiation that is under way has ended."""
-        await asyncio.wait(self._refusals.under_way.values())
+        await asyncio.wait(self._asked_again.values())
 
 
 async def test_calls_do_not_wait_for_a_server_that_refused_and_use_it_once_it_agrees() -> None:
@@ -93,7 +92,7 @@ async def test_calls_do_not_wait_for_a_server_that_refused_and_use_it_once_it_ag
     await transport.until_answered()
     assert transport.is_missing(ROUTE)
     await transport.prepare([ROUTE])
-    assert transport.is_open(ROUTE)
+    assert transport.connection(ROUTE) is not None
     assert not transport.why_closed("server-0")
     await transport.close()
 
@@ -103,7 +102,7 @@ async def test_a_server_is_not_asked_again_before_its_time(monkeypatch: pytest.M
     transport = Asking(REFUSAL)
     await transport.prepare([ROUTE])
     assert not transport.is_missing(ROUTE)
-    assert not transport._refusals.under_way
+    assert not transport._asked_again
     await transport.close()
 
 
@@ -115,7 +114,7 @@ async def test_nothing_is_left_of_a_negotiation_that_nobody_needs(end: str, has_
     await transport.prepare([ROUTE])
     transport.may_answer.clear()
     assert not transport.is_missing(ROUTE)
-    (again,) = transport._refusals.under_way.values()
+    (again,) = transport._asked_again.values()
     if has_answered:
         transport.may_answer.set()
         await transport.until_answered()
@@ -127,8 +126,8 @@ async def test_nothing_is_left_of_a_negotiation_that_nobody_needs(end: str, has_
         other = ParametersEntry(ENTRY.spec, 4096, (Shard(Replica("server-1", 1), 2),), ())
         servers = (ServerEntry("server-1", 1, "127.0.0.1:2"),)
         transport._view.on_map(ClusterMap("run", 2, servers, (), (other,)))
-        assert not transport.is_open(ROUTE)
+        assert transport.connection(ROUTE) is None
     await asyncio.wait([again])
-    assert not transport._refusals.under_way
-    assert not stream.is_open if has_answered else again.cancelled()
+    assert not transport._asked_again
+    assert stream.is_closed if has_answered else again.cancelled()
     await transport.close()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from psdist.client.transport.buffer_pool import PullTarget
-from psdist.client.transport.held_weights import HeldWeights
+from psdist.client.transport.buffers import HeldWeights, PullTarget
 from psdist.compression import Int8, segments
 from psdist.compression.regions import Region
 from psdist.errors import InternalError, MalformedPayloadError, PsdistError
@@ -59,7 +58,7 @@ def test_what_is_written_from_elsewhere_is_not_held() -> None:
     part = target.part(0)
     assert list(held.message((0, 1), 1).slices) == [1]  # Its writer may be cancelled.
     assert part.base is held.vector.base or part.base is held.vector
-    target.replaced(0)
+    target.received.add(0)
     assert list(held.message((0, 1), 1).slices) == [1]
     shared = PullTarget(SLICING, held.vector, np.ones(256, np.float32), held=held)
     shared.received.add(0)

@@ -13,11 +13,11 @@ import pytest
 from psdist.client.core.routing import Route
 from psdist.client.session.cluster_view import ClusterView
 from psdist.client.session.wait_tracker import WaitTracker
-from psdist.client.transport.grpc.streams import GrpcTransport
-from psdist.client.transport.negotiated.connections import NegotiatedTransport
+from psdist.client.transport.grpc import GrpcTransport
+from psdist.client.transport.negotiation import NegotiatedTransport
 from psdist.client.transport.requests import RequestIdentity
-from psdist.client.transport.shm.attachment import SharedMemory
-from psdist.client.transport.tcp.connecting import TcpTransport
+from psdist.client.transport.shm import ShmTransport
+from psdist.client.transport.tcp import TcpTransport
 from psdist.consistency import BSP
 from psdist.link import dialing, fd_passing
 from psdist.optim import SGD
@@ -73,7 +73,7 @@ class Setup:
         if name == "tcp":
             self.transport = TcpTransport(*arguments, required=required)
         else:
-            self.transport = SharedMemory(*arguments, "float32", required=required, member=True, stable=True)
+            self.transport = ShmTransport(*arguments, "float32", required=required, member=True, stable=True)
 
     def open_stream(self, address: str, method: str) -> Call:
         """Open a stream, in place of gRPC."""

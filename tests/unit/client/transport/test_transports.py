@@ -28,8 +28,8 @@ class Fake(Transport):
         self._reason = reason
         self._can = {f"server-{number}" for number in can}
 
-    def is_open(self, route: Route) -> bool:
-        return route.server_id in self.open
+    def connection(self, server: Route, /) -> Fake | None:
+        return self if server.server_id in self.open else None
 
     def is_missing(self, route: Route) -> bool:
         return route.server_id not in self.open and route.server_id not in self.asked
@@ -46,8 +46,8 @@ class Fake(Transport):
 
 
 class Always(Fake):
-    def is_open(self, route: Route) -> bool:
-        return True
+    def connection(self, server: Route, /) -> Fake:
+        return self
 
     def is_missing(self, route: Route) -> bool:
         return False
@@ -71,7 +71,7 @@ async def test_one_is_opened_only_where_none_before_it_is(fakes: list[Fake]) -> 
         ["server-2"],
     ]
     assert not transports.is_missing(ROUTES)
-    assert [transports.choose(route, REQUEST).name for route in ROUTES] == ["shm", "tcp", "grpc"]
+    assert [transports.connection(route, REQUEST) for route in ROUTES] == fakes
 
 
 async def test_one_that_broke_is_missing_and_the_next_one_is_not_before(fakes: list[Fake]) -> None:

@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 
 from psdist.client.session.wait_tracker import Wait
-from psdist.client.transport.tcp import send_monitor
-from psdist.client.transport.tcp.send_monitor import SendMonitor
+from psdist.client.transport import tcp
+from psdist.client.transport.tcp import SendMonitor
 from psdist.wire.limits import DELIVERED_BYTES
 
 
@@ -42,7 +42,7 @@ class Bytes:
 
 
 def monitored(monkeypatch: pytest.MonkeyPatch, left: Bytes) -> tuple[SendMonitor, Reports]:
-    monkeypatch.setattr(send_monitor, "unacknowledged_bytes", left)
+    monkeypatch.setattr(tcp, "unacknowledged_bytes", left)
     reports = Reports()
     return SendMonitor(cast(Any, None), cast(Wait, reports)), reports
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from psdist.client.core import flat_vector
-from psdist.client.transport.buffer_pool import BufferPool, PullTarget
+from psdist.client.transport.buffers import BufferPool, PullTarget
 from psdist.errors import InternalError
 from psdist.types import Slicing
 from psdist.v1.server_pb2 import SliceResult
@@ -43,9 +43,10 @@ def test_results_that_are_kept_stay_as_they_are() -> None:
         vector[...] = number
         kept.append(vector)
     assert [set(vector) for vector in kept] == [{number} for number in range(6)]
-    kept[-1] = None
+    kept.pop()
+    del vector
     address = buffer_pool.fresh().ctypes.data
-    assert address not in {vector.ctypes.data for vector in kept[:-1]}
+    assert address not in {vector.ctypes.data for vector in kept}
 
 
 def test_no_elements() -> None:

@@ -1,4 +1,8 @@
-"""TCP connection to one server: calls with payloads in frames (``psdist.link.frame_connection``).
+"""TCP transport: a connection from one handle to each server that it needs.
+
+A Connect stream returns the port, and stays open as long as the connection. The host is that of the server's address. A
+firewall may block the port; then gRPC is used. If gRPC is encrypted, so is the connection. Calls have their payloads in
+frames (``psdist.link.frame_connection``).
 
 A gradient is sent from its place in memory, slice by slice, as the server releases earlier ones. The connection writes
 the lowest slice of all calls first. Weights sent as float32 are received straight into the memory of the call's target.
@@ -7,30 +11,32 @@ Each slice is answered separately.
 Invariants: A call's memory is neither written nor, for gradients, read after the call. A push that fails while its
 gradient may be queued therefore closes the connection.
 
-``negotiated.calls`` implements calls, ``connecting`` knows which servers are connected, and ``delivery`` resends after
-a failure.
+``negotiation`` implements calls and decides which servers are asked, and ``delivery`` resends after a failure.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 from numpy.typing import NDArray
 
 from psdist.client.core.routing import Route
 from psdist.client.session.wait_tracker import Wait
-from psdist.client.transport.grpc import messages
-from psdist.client.transport.grpc.write_queue import WriteQueue
-from psdist.client.transport.negotiated.calls import CallConnection, PendingCall, encode_pull
-from psdist.client.transport.requests import PullRequest, PushRequest, Request
-from psdist.client.transport.tcp.send_monitor import SendMonitor
-from psdist.client.transport.transport import ServerLoss
-from psdist.errors import InternalError, PsdistError, ServerUnreachableError
+from psdist.client.transport.negotiation import CallConnection, NegotiatedTransport, PendingCall, ask, encode_pull
+from psdist.client.transport.requests import PullRequest, PushRequest, Request, write_held
+from psdist.client.transport.transport import ServerLoss, WriteQueue
+from psdist.errors import InternalError, PsdistError, ServerUnreachableError, TcpUnavailableError
+from psdist.link.frame_connection import FrameConnection, unacknowledged_bytes
+from psdist.settings.config import parse_address
 from psdist.types import Slicing
 from psdist.v1 import server_pb2
 from psdist.wire import convert, limits
+
+#: First and longest interval between two polls.
+_POLL_SECONDS: Final = 0.001
+_LONGEST_POLL_SECONDS: Final = 0.02
 
 
 class TcpCall(PendingCall):
@@ -57,7 +63,7 @@ class TcpCall(PendingCall):
 
     @property
     def _is_window_full(self) -> bool:
-        return self._sent - self._taken >= limits.TCP_WINDOW_SLICES and not self.has_ended
+        return self._sent - self._taken >= limits.TCP_WINDOW_SLICES and not self.ended.done()
 
     def on_taken(self, count: int) -> None:
         """Record that the server has released ``count`` payloads."""
@@ -90,7 +96,53 @@ class TcpCall(PendingCall):
         self.wait.progress()
 
 
-class TcpStream(CallConnection[TcpCall]):
+class SendMonitor:
+    """Tells sending from waiting within a push, and reports the progress to its wait. ``stop`` ends it.
+
+    A worker stops at the window of the server until that releases earlier slices, for which it needs the other workers'
+    gradients. If this counted as sending, all workers of a run with one slow link would seem to send slowly. So a push
+    is *sending* while its connection holds bytes that the server's kernel has not acknowledged. At the window it is
+    *held up* as soon as they are acknowledged. The same holds for the last slices, which are sent once they are
+    acknowledged.
+
+    The kernel reports no acknowledgement, so the number of bytes is polled: early at first, so that the time by which
+    this is late is no longer than the sending was.
+    """
+
+    def __init__(self, connection: FrameConnection, wait: Wait) -> None:
+        self._connection = connection
+        self._wait = wait
+        self._timer: asyncio.TimerHandle | None = None
+
+    def hold(self) -> None:
+        """Report that the push is held up, once its bytes so far are delivered."""
+        self._poll(self._wait.held_up, _POLL_SECONDS)
+
+    def resume(self) -> None:
+        """Report that the push may send again."""
+        self.stop()
+        self._wait.resumed()
+
+    def finish(self) -> None:
+        """Report that the push is sent, once its bytes are delivered."""
+        self._poll(self._wait.sent, _POLL_SECONDS)
+
+    def stop(self) -> None:
+        """Report nothing more, unless asked to again."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _poll(self, delivered: Callable[[], None], seconds: float) -> None:
+        if unacknowledged_bytes(self._connection) <= limits.DELIVERED_BYTES:
+            self._timer = None
+            delivered()
+            return
+        following = min(2 * seconds, _LONGEST_POLL_SECONDS)
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._poll, delivered, following)
+
+
+class TcpConnection(CallConnection[TcpCall]):
     """Connection to one server. Usable once ``dial`` returns."""
 
     def __init__(self, call: Any, route: Route, slicing: Slicing, loss: ServerLoss) -> None:
@@ -102,26 +154,26 @@ class TcpStream(CallConnection[TcpCall]):
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
-    async def exchange(self, request: Request, route: Route, wait: Wait) -> None:
-        """Make one call for the unanswered slices of ``route``. See ``Transport.exchange``."""
+    async def exchange(self, request: Request, route: Route, wait: Wait, loss: ServerLoss) -> None:
         assert isinstance(request, PushRequest | PullRequest), "initial values are sent over gRPC"
         slices = request.progress.unanswered(route.slices)
         call = TcpCall(wait, request, slices)
         if isinstance(request, PullRequest):
             encoded = encode_pull(request, route, request.progress.number, slices)
             encoded.pull.dtype = convert.dtype_to_proto(request.target.dtype)
-            messages.name_held(encoded.pull.held, request.target, route, slices)
+            write_held(encoded.pull.held, request, route, slices)
         else:
             encoded = self.encode_push(request, route, slices)
-            messages.name_held(encoded.push.header.held, request.target, route, slices)
+            write_held(encoded.push.header.held, request, route, slices)
         monitor = SendMonitor(self.connection, wait)
+        self.start(encoded, call)
         try:
-            with self.sent(encoded, call):
-                if isinstance(request, PushRequest) and not request.abstains:
-                    await self._send_payloads(request, call, slices, monitor)
-                    monitor.finish()
-                await call.result()
+            if isinstance(request, PushRequest) and not request.abstains:
+                await self._send_payloads(request, call, slices, monitor)
+                monitor.finish()
+            await call.result()
         finally:
+            self.finish(call)
             monitor.stop()
             self._let_go(call)
 
@@ -136,7 +188,7 @@ class TcpStream(CallConnection[TcpCall]):
             turn = await self._writes.acquire(index)
             try:
                 await self.connection.drain()
-                if call.has_ended:
+                if call.ended.done():
                     return
                 header.slice.slice = index
                 self.connection.send(header.SerializeToString(), push.lasting_payload(index))
@@ -174,9 +226,30 @@ class TcpStream(CallConnection[TcpCall]):
                 if call is not None and response.call_id in self.calls:
                     call.on_slice(response.slice, values, self.peer)
                     if not call.left:
-                        self.end_call(call, response)
+                        self.calls.pop(call.call_id).end(response)
             case "taken":
                 if (pushing := self.calls.get(response.call_id)) is not None:
                     pushing.on_taken(response.taken)
             case _:
                 super().on_response(response)
+
+
+class TcpTransport(NegotiatedTransport[TcpConnection]):
+    """TCP connections of one handle. Arguments as for ``NegotiatedTransport``."""
+
+    name = "tcp"
+    method = "Connect"
+    unavailable = TcpUnavailableError
+    #: A minute of training over gRPC is little; a port that a firewall drops costs each attempt a few packets.
+    retry_seconds = 60.0
+
+    async def _connect(self, call: Any, epoch: int, route: Route) -> TcpConnection:
+        request = server_pb2.ConnectRequest(identity=self._sender.identity(epoch))
+        data = await ask(call, request.SerializeToString(), route.peer, "TCP connections", self.unavailable)
+        answer = server_pb2.ConnectResponse.FromString(data)
+        loss = self._view.loss_of(route.server_id, route.incarnation)
+        connection = TcpConnection(call, route, self._entry.slicing, loss)
+        host = parse_address(route.address)[0]
+        tls, dialers = self._grpc.credentials.tls, "workers connect to any port of servers"
+        await connection.dial(host, answer.port, answer.nonce, tls=tls, dialers=dialers)
+        return connection

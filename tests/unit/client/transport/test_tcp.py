@@ -14,9 +14,9 @@ import pytest
 from psdist.client.core.push_sequence import PendingRequest
 from psdist.client.core.routing import Route
 from psdist.client.session.wait_tracker import WaitTracker
-from psdist.client.transport.buffer_pool import PullTarget
+from psdist.client.transport.buffers import PullTarget
 from psdist.client.transport.requests import ByteCounters, PullRequest, PushRequest, RequestIdentity
-from psdist.client.transport.tcp.stream import TcpStream
+from psdist.client.transport.tcp import TcpConnection
 from psdist.compression import resolve
 from psdist.errors import InternalError, LimitExceededError, ServerLostError, ServerUnreachableError
 from psdist.metrics.phases import Phase
@@ -81,7 +81,7 @@ class Wire:
 class Setup:
     def __init__(self) -> None:
         self.loss: Any = asyncio.get_running_loop().create_future()
-        self.stream = TcpStream(Stream(), ROUTE, SLICING, self.loss)
+        self.stream = TcpConnection(Stream(), ROUTE, SLICING, self.loss)
         self.wire = Wire()
         self.stream.connection._transport = self.wire  # type: ignore[assignment]  # a part of one
         self.tracker = WaitTracker()
@@ -105,7 +105,7 @@ class Setup:
         async def exchange() -> None:
             sends = isinstance(request, PushRequest)
             with self.tracker.phases.call(Phase.PUSH), self.tracker.open_request("for a test", sends=sends) as wait:
-                await self.stream.exchange(request, ROUTE, wait)
+                await self.stream.exchange(request, ROUTE, wait, self.loss)
 
         return asyncio.create_task(exchange())
 
@@ -162,7 +162,7 @@ async def test_weights_that_come_after_a_given_up_pull_are_not_written(setup: Se
     before = setup.out.tolist()
     setup.receive(frame[-20:] + setup.answer(1, np.ones(10, np.float32).tobytes()))
     assert setup.out.tolist() == before
-    assert setup.wire.sent[-1][0].WhichOneof("kind") == "cancel" and setup.stream.is_open
+    assert setup.wire.sent[-1][0].WhichOneof("kind") == "cancel" and setup.stream.broken is None
 
 
 async def test_no_more_payloads_than_the_window_are_sent_before_they_are_taken(setup: Setup) -> None:
@@ -224,7 +224,7 @@ async def test_a_push_that_is_given_up_ends_the_connection_if_its_gradient_may_b
     pushing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await pushing
-    assert setup.wire.is_aborted == is_slow and setup.stream.is_open == (not is_slow)
+    assert setup.wire.is_aborted == is_slow and (setup.stream.broken is not None) == is_slow
 
 
 async def test_a_refused_push_sends_no_more(setup: Setup) -> None:
@@ -235,7 +235,7 @@ async def test_a_refused_push_sends_no_more(setup: Setup) -> None:
     setup.receive(framed(refusal) + framed(pb.ShareResponse(call_id=1, taken=4)))
     with pytest.raises(LimitExceededError, match="too much"):
         await pushing
-    assert setup.wire.slices() == sent and setup.stream.is_open
+    assert setup.wire.slices() == sent and setup.stream.broken is None
 
 
 async def test_a_loss_ends_all_calls(setup: Setup) -> None:

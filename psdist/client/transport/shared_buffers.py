@@ -1,32 +1,47 @@
-"""Gradient arena of one handle, or of several that take turns with it, and its file offered to servers.
+"""Memory that one handle shares with servers on its host: its gradients, and all weights as one vector.
 
-After a failed push, a server may read the arena for as long as it likes. The arena is therefore detached from its file,
-and the memory becomes private to this process with its content and addresses. It is shared again by a new file when the
-user is known not to write to it: in the next push, or once all buckets of a step were given.
+An ``OfferedArena`` holds the gradients of one handle, or of several that take turns with it. After a failed push, a
+server may read the arena for as long as it likes. The arena is therefore detached from its file, and the memory becomes
+private to this process with its content and addresses. It is shared again by a new file when the user is known not to
+write to it: in the next push, or once all buckets of a step were given.
 
-``psdist.wire.shm`` implements the memory file, and ``attachment`` knows which servers hold it.
+A ``WeightsView`` is one vector over the memory of several servers. It stays at its address, since the user may be
+reading it. A shard that moved is mapped from the memory of its new primary, where the bytes are equal. A shard whose
+primary shares no memory keeps its bytes.
+
+``psdist.wire.shm`` implements the memory files, and ``shm`` knows which servers share memory.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
+from psdist.client.core.flat_vector import Flat
 from psdist.errors import InvalidArgumentError
 from psdist.link import fd_passing
 from psdist.off_loop import in_thread, off_loop
-from psdist.types import DType
-from psdist.wire.shm import GradientArena, reason_of
+from psdist.types import DType, ParametersEntry, Replica
+from psdist.wire.shm import GradientArena, MappedVector, Piece, WeightsArena, reason_of
+
+logger = logging.getLogger("psdist")
+
+#: Arenas that the shards are to be mapped from, by shard; None keeps the bytes.
+Moves = Mapping[int, WeightsArena | None]
+#: Returns the weights arena of a server, or None if it shares none.
+ArenaOf = Callable[[Replica], WeightsArena | None]
 
 
 class ArenaUser(Protocol):
     """Handle with its gradients in an arena."""
 
-    def on_pages_replaced(self) -> None:
-        """Called before the pages at the arena's addresses are replaced or removed."""
+    #: Called before the pages at the arena's addresses are replaced or removed.
+    before_replaced: Callable[[], None]
 
     def on_detached(self) -> None:
         """Called before servers lose the arena. Attachments made with it must not be used any more."""
@@ -100,8 +115,9 @@ class OfferedArena:
             return False
         return self._is_detaching or not self._arena.shareable
 
-    def offer(self) -> GradientArena:
-        """Return the arena, for sending its file to a server."""
+    @property
+    def memory(self) -> GradientArena:
+        """The arena itself, once ``prepare`` has created it."""
         assert self._arena is not None
         return self._arena
 
@@ -137,4 +153,75 @@ class OfferedArena:
 
     def _pages_replaced(self) -> None:
         for user in self._users:
-            user.on_pages_replaced()
+            user.before_replaced()
+
+
+class WeightsView:
+    """Vector of all weights, and the origin of its parts."""
+
+    def __init__(self) -> None:
+        self._mapped: MappedVector | None = None
+        #: Origin of each shard in the vector: the server and the nonce of its memory.
+        self._shown: dict[int, tuple[Replica, bytes]] = {}
+        #: False after the kernel refused a mapping: weights are copied from then on.
+        self._works = True
+
+    def vector(self, entry: ParametersEntry, arena_of: ArenaOf) -> Flat | None:
+        """Return the vector, with each shard mapped from its primary in ``arena_of``, or None if that is
+        impossible."""
+        if self._mapped is None:
+            self._mapped = MappedVector(entry.total)
+            self.show(entry, self.moves(entry, arena_of, lambda server: True))
+        return self._mapped.vector if self._works else None
+
+    def show(self, entry: ParametersEntry, moved: Moves) -> None:
+        """Map the shards of ``moves``. Runs in a thread, because it unmaps pages."""
+        if self._mapped is None or not self._works:
+            return
+        slicing, count = entry.slicing, len(entry.shards)
+        pieces = (
+            Piece(slicing.bounds(index)[0], moved[index % count], slicing.size(index))
+            for index in range(slicing.count)
+            if index % count in moved
+        )
+        try:
+            self._works = self._mapped.show(pieces)
+        except OSError as error:
+            logger.info("weights of %r are copied: %s", entry.spec.name, reason_of(error))
+            self._works = False
+        for number, arena in moved.items():
+            if arena is not None:
+                self._shown[number] = entry.shards[number].primary, arena.nonce
+
+    def moves(
+        self,
+        entry: ParametersEntry,
+        arena_of: ArenaOf,
+        is_live: Callable[[Replica], bool],
+    ) -> Moves:
+        """Return the shards that must be mapped from other memory. They count as unmapped until ``show`` has ended.
+        Empty before ``vector`` is called.
+
+        Only a live server frees memory. The memory of a lost server lasts as long as it is mapped, so it is shown until
+        the next primary shares memory.
+        """
+        moved: dict[int, WeightsArena | None] = {}
+        for number, shard in enumerate(entry.shards if self._mapped is not None else ()):
+            shown, arena = self._shown.get(number), arena_of(shard.primary)
+            if arena is not None and shown != (shard.primary, arena.nonce):
+                moved[number] = arena
+            elif arena is None and shown is not None and shown[0] != shard.primary and is_live(shown[0]):
+                moved[number] = None
+            elif arena is not None or shown is None or shown[0] == shard.primary:
+                continue
+            self._shown.pop(number, None)
+        return moved
+
+    def shows(self, shard: int, arena: WeightsArena) -> bool:
+        """True if the vector shows the shard from ``arena``."""
+        shown = self._shown.get(shard)
+        return self._works and shown is not None and shown[1] == arena.nonce
+
+    def close(self) -> None:
+        """Drop the vector. It is unmapped once the user drops its arrays, too."""
+        self._mapped = None

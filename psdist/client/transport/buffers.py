@@ -2,15 +2,21 @@
 
 The kernel clears each new page on first touch. For a large model this takes longer than copying it.
 
-``attachment`` manages memory shared with servers, and ``flat_vector`` maps tensors to the flat vector.
+A ``PullTarget`` is the destination of one call's weights. ``HeldWeights`` are weights that match a version at the
+servers, for servers that send differences (``pull_compression``). Invariant: a slice with a version there has the bytes
+of that version at the servers. It loses the version before anything else is written to it. All slices lose theirs when
+the parameter set restarts from a snapshot.
+
+``shared_buffers`` is memory shared with servers, and ``flat_vector`` maps tensors to the flat vector.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -18,13 +24,14 @@ from numpy.typing import NDArray
 
 from psdist.address_range import AddressRange
 from psdist.client.core.flat_vector import Arrays, Flat
-from psdist.client.transport.held_weights import HeldWeights
+from psdist.client.process import codec_kernels
 from psdist.compression import payloads
 from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.errors import InternalError
 from psdist.off_loop import LARGE_ELEMENTS
 from psdist.types import DType, Layout, Slicing
-from psdist.v1.server_pb2 import SliceResult
+from psdist.v1 import server_pb2
+from psdist.wire.limits import DIFFERENCES_MAX
 
 #: Number of vectors lent to the user that are remembered for reuse once nobody refers to them. A loop that assigns each
 #: result to the same name still holds the previous one while the next is filled.
@@ -76,6 +83,57 @@ class BufferPool:
         return lent
 
 
+class HeldWeights:
+    """float32[total] ``vector`` and the versions of its slices, as received from the servers."""
+
+    def __init__(self, slicing: Slicing, vector: Flat) -> None:
+        codec_kernels.prepare(slicing.total)
+        self.vector = vector
+        self._slicing = slicing
+        #: Generation of the parameter set and version, by slice.
+        self._versions: dict[int, tuple[int, int]] = {}
+        #: Generation in the map that the latest request for a slice was based on.
+        self._asked: dict[int, int] = {}
+
+    def message(self, slices: Sequence[int], generation: int) -> server_pb2.HeldWeights:
+        """Return the held versions of ``slices``, for a request based on a map with this generation of the parameter
+        set."""
+        self._asked.update(dict.fromkeys(slices, generation))
+        held = [index for index in slices if self._versions.get(index, (-1, 0))[0] == generation]
+        versions = [self._versions[index][1] for index in held]
+        if versions and min(versions) == max(versions):
+            versions = versions[:1]
+        return server_pb2.HeldWeights(generation=generation, slices=held, versions=versions)
+
+    def forget(self, index: int) -> None:
+        """Drop the version of a slice that is about to change."""
+        self._versions.pop(index, None)
+
+    def take(self, index: int, version: int) -> None:
+        """Record the version of a requested slice that was received whole."""
+        self._versions[index] = self._asked[index], version
+
+    def add(self, index: int, version: int, payload: NDArray[np.uint8], sizes: Sequence[int], peer: str) -> None:
+        """Add the differences that lead to ``version`` of a slice. The payload is their concatenation.
+
+        Raises InternalError, MalformedPayloadError or NonFiniteGradientError for invalid differences, and changes
+        nothing.
+        """
+        from psdist.compression import segments
+
+        if self._versions.get(index, (-1, 0))[0] != self._asked[index]:
+            raise InternalError(f"{peer} sent differences of slice {index}, but this worker holds no weights of it")
+        if len(sizes) > DIFFERENCES_MAX or sum(sizes) != payload.size:
+            raise InternalError(f"{peer} sent {len(sizes)} differences of {sum(sizes)} bytes in {payload.size} bytes")
+        start, stop = self._slicing.bounds(index)
+        parts = [payload[first:last] for first, last in pairwise(accumulate([0, *sizes]))]
+        for part in parts:
+            segments.check(part, stop - start)
+        for part in parts:
+            segments.accumulate(part, self.vector[start:stop])
+        self.take(index, version)
+
+
 @dataclass
 class PullTarget:
     """Destination of the weights of one call.
@@ -93,7 +151,7 @@ class PullTarget:
     held: HeldWeights | None = None
     received: set[int] = field(default_factory=set)
 
-    def write(self, answer: SliceResult, payload: memoryview, peer: str) -> None:
+    def write(self, answer: server_pb2.SliceResult, payload: memoryview, peer: str) -> None:
         """Write the weights of a slice sent by ``peer``, widened to float32, or add differences to them.
 
         Raises InternalError for a payload of the wrong size, and as ``HeldWeights.add``.
@@ -102,7 +160,7 @@ class PullTarget:
         memory.view(np.uint8)[...] = np.frombuffer(payload, np.uint8)
         self.accept(answer, memory, peer)
 
-    def memory_for(self, answer: SliceResult, size: int, peer: str) -> NDArray[Any]:
+    def memory_for(self, answer: server_pb2.SliceResult, size: int, peer: str) -> NDArray[Any]:
         """Return a buffer of ``size`` bytes for the weights of a slice from ``peer``: their final place if they are
         float32. Call ``accept`` once it is filled.
 
@@ -110,15 +168,20 @@ class PullTarget:
         """
         index = answer.slice
         if answer.HasField("differences"):
-            self._check_differences(index, size, peer)
+            if self.held is None or size > 4 * self.slicing.size(index):
+                raise InternalError(
+                    f"{peer} sent {size} bytes of differences for slice {index}, which were not requested"
+                )
             return np.empty(size, np.uint8)
-        self._check_size(index, size, peer)
+        start, stop = self.slicing.bounds(index)
+        dtype = NUMPY_DTYPES[self.dtype]
+        if size != (wanted := dtype.itemsize * (stop - start)):
+            raise InternalError(f"{peer} sent {size} bytes for slice {index}, which has {wanted} in {self.dtype}")
         if self.held is not None:
             self.held.forget(index)
-        start, stop = self.slicing.bounds(index)
-        return self.target[start:stop] if self.dtype == "float32" else np.empty(stop - start, NUMPY_DTYPES[self.dtype])
+        return self.target[start:stop] if self.dtype == "float32" else np.empty(stop - start, dtype)
 
-    def accept(self, answer: SliceResult, values: NDArray[Any], peer: str) -> None:
+    def accept(self, answer: server_pb2.SliceResult, values: NDArray[Any], peer: str) -> None:
         """Take over the weights that were received in the buffer of ``memory_for``. Raises as ``HeldWeights.add``."""
         index = answer.slice
         if self.dtype != "float32":
@@ -132,8 +195,8 @@ class PullTarget:
         self.received.add(index)
 
     def part(self, index: int) -> Flat:
-        """Return the place of a slice in ``target``, for a caller that writes the weights itself and then calls
-        ``replaced``.
+        """Return the place of a slice in ``target``, for a caller that writes the weights itself and then adds the
+        slice to ``received``.
 
         The held version is forgotten first, because the caller may be cancelled in the middle of writing.
         """
@@ -141,19 +204,6 @@ class PullTarget:
             self.held.forget(index)
         start, stop = self.slicing.bounds(index)
         return self.target[start:stop]
-
-    def replaced(self, index: int) -> None:
-        """Record that the weights of a slice were written to its ``part``."""
-        self.received.add(index)
-
-    def _check_differences(self, index: int, size: int, peer: str) -> None:
-        if self.held is None or size > 4 * self.slicing.size(index):
-            raise InternalError(f"{peer} sent {size} bytes of differences for slice {index}, which were not requested")
-
-    def _check_size(self, index: int, size: int, peer: str) -> None:
-        wanted = NUMPY_DTYPES[self.dtype].itemsize * self.slicing.size(index)
-        if size != wanted:
-            raise InternalError(f"{peer} sent {size} bytes for slice {index}, which has {wanted} in {self.dtype}")
 
     def vector(self, slices: Iterable[int]) -> Flat:
         """Return the vector that holds the weights of all ``slices``, which must be answered."""
@@ -163,8 +213,6 @@ class PullTarget:
         if self.received.isdisjoint(slices):
             return self.shared
         for index in slices - self.received:
-            if self.held is not None:
-                self.held.forget(index)
             start, stop = self.slicing.bounds(index)
-            self.target[start:stop] = self.shared[start:stop]
+            self.part(index)[...] = self.shared[start:stop]
         return self.target

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from psdist.client.transport.grpc.streams import GrpcTransport
+from psdist.client.transport.grpc import GrpcTransport
 from psdist.errors import ServerUnreachableError, TlsHandshakeError
 from psdist.security import tokens
 from psdist.security.roles import Role

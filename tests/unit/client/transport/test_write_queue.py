@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from psdist.client.transport.grpc import write_queue
-from psdist.client.transport.grpc.write_queue import WriteQueue
+from psdist.client.transport import transport
+from psdist.client.transport.transport import WriteQueue
 
 
 async def write(turns: WriteQueue, slices: list[int], written: list[int]) -> None:
@@ -43,7 +43,7 @@ async def test_nobody_waits_for_a_write_that_is_stuck() -> None:
 
 @pytest.mark.parametrize("come", [False, True])
 async def test_a_cancelled_writer_holds_nobody_up(come: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_queue, "PATIENCE_SECONDS", 60)
+    monkeypatch.setattr(transport, "PATIENCE_SECONDS", 60)
     ours, written = WriteQueue(), list[int]()
     first = await ours.acquire(0)
     cancelled = asyncio.create_task(write(ours, [1], written))

@@ -1,1 +1,0 @@
-"""gRPC transport: one message per payload."""

@@ -1,1 +1,0 @@
-"""Shared-memory transport between a worker and the servers on its host."""

@@ -1,1 +1,0 @@
-"""TCP transport: a connection to each server, with payloads received in place."""
