@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks import figures, machine, registry
 from benchmarks.contenders import ROOT, ContenderError, run_all
 from benchmarks.turns import Settings
-from psdist.cli.step_bench import CONSISTENCIES
+from psdist.cli.bench import CONSISTENCIES
 from psdist.types import ParametersMember, Slicing, choose_slice_elements
 from psdist_server.core.async_shard import AsyncShard
 from psdist_server.core.bsp_shard import BspShard

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from psdist import Client
-from psdist.cli.step_bench import BenchSettings, StepBench
+from psdist.cli.bench import BenchSettings, StepBench
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.settings.config import TransportName
 

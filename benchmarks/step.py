@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks import figures, machine, registry
 from benchmarks.contenders import ContenderError, run_all
 from benchmarks.turns import Settings
-from psdist.cli.step_bench import CONSISTENCIES, OPTIMIZERS
+from psdist.cli.bench import CONSISTENCIES, OPTIMIZERS
 from psdist.types import WIRE_DTYPES
 
 

@@ -11,7 +11,7 @@ from importlib import import_module, metadata
 from typing import Final, NoReturn
 
 from psdist.cli.commands import Command, Group, Leaf, call
-from psdist.cli.terminal.standard_streams import UnwritableError, open_closed_streams, tell_errors_apart
+from psdist.cli.terminal import UnwritableError, open_closed_streams, tell_errors_apart
 from psdist.launcher.output import discard
 from psdist.settings import exit_codes
 from psdist.settings.flags import CommandLine
@@ -43,15 +43,15 @@ PSDIST: Final = Group(
         Command("status", "show the state of a run",
                 lambda: import_module("psdist.cli.status")),
         Command("top", "watch a run in the terminal: curves, workers, shards, transports, events, snapshots",
-                lambda: import_module("psdist.cli.top.command")),
+                lambda: import_module("psdist.cli.top")),
         Command("events", "print the history of a run: psdist events --follow",
-                lambda: import_module("psdist.cli.diagnosis.events")),
+                lambda: import_module("psdist.cli.events")),
         Command("trace", "record some steps for Perfetto: psdist trace --steps 20 --out trace.json",
-                lambda: import_module("psdist.cli.diagnosis.trace")),
+                lambda: import_module("psdist.cli.trace")),
         Command("explain", "say what bounds the speed of a run, and which setting would change it",
-                lambda: import_module("psdist.cli.diagnosis.explain")),
+                lambda: import_module("psdist.cli.explain")),
         Command("report", "write an HTML file about a run, live or finished: psdist report --out run.html",
-                lambda: import_module("psdist.cli.diagnosis.report")),
+                lambda: import_module("psdist.cli.report")),
         Command("snapshot", "save, list, show, verify, export or delete snapshots of a run",
                 lambda: import_module("psdist.cli.snapshot").SNAPSHOT),
         Command("scale", "add or remove servers or workers while a run trains: psdist scale servers 3",
@@ -59,15 +59,15 @@ PSDIST: Final = Group(
         Command("drain", "move everything away from a server: psdist drain server-1",
                 lambda: import_module("psdist.cli.servers").DRAIN),
         Command("doctor", "check this machine, and the way to a cluster: psdist doctor --connect HOST:PORT",
-                lambda: import_module("psdist.cli.diagnosis.doctor")),
+                lambda: import_module("psdist.cli.doctor")),
         Command("token", "make a token of a role, such as reader: psdist token create --role reader",
-                lambda: import_module("psdist.cli.security.token").TOKEN),
+                lambda: import_module("psdist.cli.token").TOKEN),
         Command("generate", "write files for an engine: psdist generate slurm --nodes 4 train.py",
-                lambda: import_module("psdist.cli.generate.command").GENERATE),
+                lambda: import_module("psdist.cli.generated").GENERATE),
         Command("bench", "measure the cost of a training step, on a cluster or on this machine",
                 lambda: import_module("psdist.cli.bench")),
         Command("certs", "make, issue and show certificates for mutual TLS: psdist certs init DIR --host HOST",
-                lambda: import_module("psdist.cli.security.certs").CERTS),
+                lambda: import_module("psdist.cli.certs").CERTS),
         Command("chaos", "inject faults into a separate run and count lost updates",
                 lambda: import_module("psdist.cli.chaos")),
         Command("warmup", "compile the kernels ahead of the first run on this machine",

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from psdist.cli.commands import Leaf, show
 from psdist.cli.target import SchedulerChoice, ask, find_target, target_flags, time_limit
-from psdist.cli.terminal.progress_bar import count_bar
+from psdist.cli.terminal import count_bar
 from psdist.errors import InternalError, InvalidArgumentError
 from psdist.settings.exit_codes import OK
 from psdist.settings.flags import CommandLine, integer

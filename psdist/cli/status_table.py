@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from psdist.cli.terminal.printable import printable, printable_values
+from psdist.cli.terminal import printable, printable_values
 from psdist.launcher.final_snapshot import size
 from psdist.launcher.local import plural
 from psdist.security.tls import WARN_SECONDS, utc

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from psdist.chaos.faults import WorkerNetwork
-from psdist.cli.security.certs import CERTS
+from psdist.cli.certs import CERTS
 from psdist.errors import ConfigurationError
 
 NODES: Final = ("node-1", "node-2", "node-3")

@@ -16,7 +16,7 @@ from benchmarks import emulation, figures, growth, growth_page, network, plan, p
 from benchmarks.contenders import Contender, ContenderError
 from benchmarks.peers import kernel
 from benchmarks.shaped_hosts import Counters
-from psdist.cli.step_bench import BenchResult, BenchSettings
+from psdist.cli.bench import BenchResult, BenchSettings
 from psdist.errors import InvalidArgumentError
 
 # --- figures ----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from psdist.cli.generate import k8s
+from psdist.cli import k8s
 
 pytest.importorskip("yaml", reason="PyYAML reads the generated files")
 

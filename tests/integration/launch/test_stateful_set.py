@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from psdist.cli.generate import k8s
+from psdist.cli import k8s
 from psdist.cli.health import probe
 from psdist.launcher.process import free_port
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from psdist.cli.security.certs import CERTS
+from psdist.cli.certs import CERTS
 from psdist.security import certificates
 from psdist.security.roles import (
     CERTIFICATE_ROLES,

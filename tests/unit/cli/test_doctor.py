@@ -21,12 +21,10 @@ import psutil
 import pytest
 
 from psdist import cgroups
-from psdist.cli.diagnosis import machine
-from psdist.cli.diagnosis.cluster import check_clock, check_connection, check_name, check_version
-from psdist.cli.diagnosis.doctor import _here, command_line
-from psdist.cli.diagnosis.finding import STATUSES, Finding, ok, warn, worst
-from psdist.cli.diagnosis.storage_check import check_storage
-from psdist.cli.diagnosis.time_limit import Check, TimeLimit
+from psdist.cli import doctor_checks as machine
+from psdist.cli.doctor import _here, command_line
+from psdist.cli.doctor_checks import STATUSES, Check, Finding, TimeLimit, check_storage, ok, warn, worst
+from psdist.cli.doctor_cluster import check_clock, check_connection, check_name, check_version
 from psdist.errors import DeviceUnavailableError
 from psdist.version import __version__
 
@@ -205,11 +203,11 @@ def test_a_dead_disk_below_home_and_storage_ends_the_command_with_both_named(tmp
 import threading
 from psdist.cli import main
 from psdist import cgroups
-from psdist.cli.diagnosis import machine
+from psdist.cli import doctor_checks as machine
 from psdist.snapshots import local
 machine._unwritable = lambda directory: threading.Event().wait()
 local.missing_directories = lambda path: threading.Event().wait()
-import psdist.cli.diagnosis.storage_check as storage_check
+import psdist.cli.doctor as storage_check
 storage_check.missing_directories = local.missing_directories
 main.main()
 """

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from psdist.cli import health
-from psdist.cli.generate import k8s
-from psdist.cli.generate.template import places, template_names
+from psdist.cli import health, k8s
+from psdist.cli.generated import places, template_names
 from psdist.errors import ConfigurationError
 from psdist.settings.exit_codes import LATE, REACTIONS, SIGNAL_BASE, Reaction
 from psdist.settings.flags import read

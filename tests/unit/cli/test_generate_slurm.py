@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from psdist.cli.generate.slurm import SlurmSettings, command_line, script
+from psdist.cli.slurm import SlurmSettings, command_line, script
 from psdist.errors import ConfigurationError
 from psdist.settings.exit_codes import REACTIONS
 from psdist.settings.flags import read

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from psdist.cli.generate import k8s
+from psdist.cli import k8s
 from tests.support.kustomize import Object, load, render
 
 pytestmark = [

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from psdist.cli.diagnosis.out_file import written_whole
+from psdist.cli.commands import written_whole
 from psdist.errors import ConfigurationError, SchedulerUnreachableError
 
 

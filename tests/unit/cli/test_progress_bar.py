@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from psdist.cli import servers
-from psdist.cli.terminal.progress_bar import bytes_bar, count_bar
+from psdist.cli.terminal import bytes_bar, count_bar
 from psdist.v1.scheduler_pb2 import DrainResponse
 
 

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from psdist.cli import status
-from psdist.cli.status_screen import Screen
+from psdist.cli.status import Screen
 from psdist.cli.status_table import print_status
 from psdist.cli.target import SchedulerChoice
 from psdist.monitoring.run_json import status_json

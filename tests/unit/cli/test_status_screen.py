@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from psdist.cli import status
-from psdist.cli.status_screen import Screen, screen_lines
+from psdist.cli.status import Screen, screen_lines
 from psdist.cli.target import SchedulerChoice
 from psdist.errors import SchedulerUnreachableError
 from psdist.monitoring.run_json import status_json

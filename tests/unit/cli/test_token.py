@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from psdist.cli.security.token import TOKEN, lifetime
+from psdist.cli.token import TOKEN, lifetime
 from psdist.security.roles import TOKEN_ROLES, Role
 from psdist.security.tokens import Audience, Verifier, create, read
 
@@ -35,7 +35,7 @@ def test_the_printed_token_is_accepted(role: Role, capsys: pytest.CaptureFixture
 
 
 def test_it_expires_when_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("psdist.cli.security.token.time.time", lambda: 1000.7)
+    monkeypatch.setattr("psdist.cli.token.time.time", lambda: 1000.7)
     TOKEN.run(["create", "--role", "reader", "--expires", "2h"], ENVIRON)
     assert read(capsys.readouterr().out.strip()) == (Role.READER, 1000 + 7200)
 

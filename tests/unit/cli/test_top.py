@@ -11,9 +11,10 @@ import pytest
 from rich.text import Text
 from textual.app import App
 
-from psdist.cli.top import command, panels
-from psdist.cli.top.app import PanelView, RunAnswer, TopApp
-from psdist.cli.top.history import SAMPLES_KEPT, RunHistory
+from psdist.cli import top as command
+from psdist.cli import top_panels as panels
+from psdist.cli.top_app import PanelView, RunAnswer, TopApp
+from psdist.cli.top_panels import SAMPLES_KEPT, RunHistory
 from psdist.errors import ConfigurationError, SchedulerUnreachableError, UnauthenticatedError
 from psdist.monitoring.run_json import sample_json, status_json
 from psdist.v1 import scheduler_pb2 as pb

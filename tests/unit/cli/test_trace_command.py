@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from psdist.cli.diagnosis import trace
-from psdist.cli.diagnosis.trace import Recording, _write
+from psdist.cli import trace
+from psdist.cli.trace import Recording, _write
 from psdist.errors import InvalidArgumentError
 from psdist.tracing.messages import spans_to_proto
 from psdist.tracing.spans import Span, SpanKind

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from psdist.cli.diagnosis import explain as command
+from psdist.cli import explain as command
 from psdist.cli.target import SchedulerChoice
 from psdist.errors import WaitTimeoutError
 from psdist.monitoring.explanation import Explanation, Pending, _remaining_link, explain

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from psdist.cli.diagnosis import report
-from psdist.cli.terminal.standard_streams import UnwritableError
+from psdist.cli import report
+from psdist.cli.terminal import UnwritableError
 from psdist.errors import ConfigurationError, SchedulerUnreachableError, SnapshotCorruptError, StorageError
 from psdist.monitoring import report_page
 from psdist.monitoring import run_summary as form

@@ -11,9 +11,8 @@ from dataclasses import asdict
 from typing import Final
 
 from psdist.cli.commands import show
-from psdist.cli.diagnosis.finding import STATUSES, Finding, warn, worst
-from psdist.cli.diagnosis.time_limit import Check, TimeLimit
-from psdist.cli.terminal.printable import printable
+from psdist.cli.doctor_checks import STATUSES, Check, Finding, TimeLimit, warn, worst
+from psdist.cli.terminal import printable
 from psdist.security.tls import Credentials
 from psdist.settings.config import device_text, given_credentials, scheduler_text, storage_text
 from psdist.settings.flags import CommandLine, Flag, integer, seconds
@@ -63,7 +62,7 @@ def run(given: Namespace, environ: Mapping[str, str]) -> int:
 
 def _here(given: Namespace, limit: TimeLimit) -> Iterator[Finding]:
     """Yield the findings about this machine and the storage."""
-    from psdist.cli.diagnosis.machine import machine_checks
+    from psdist.cli.doctor_checks import machine_checks
 
     device = "" if given.server_device == "cpu" else given.server_device
     for check in machine_checks(given.ports, device):
@@ -79,7 +78,7 @@ def _here(given: Namespace, limit: TimeLimit) -> Iterator[Finding]:
 
 
 def _storage(path: str, timeout_seconds: float) -> Check:
-    from psdist.cli.diagnosis.storage_check import check_storage
+    from psdist.cli.doctor_checks import check_storage
 
     remedy = "is a disk, network file system or bucket dead? See mount and dmesg, or name another --storage-path"
     return Check("storage", lambda: [asyncio.run(check_storage(path, timeout_seconds))], remedy)
@@ -88,7 +87,7 @@ def _storage(path: str, timeout_seconds: float) -> Check:
 async def _cluster(given: Namespace, credentials: Credentials) -> list[Finding]:
     if not given.connect:
         return []
-    from psdist.cli.diagnosis.cluster import check_cluster
+    from psdist.cli.doctor_cluster import check_cluster
 
     return [finding async for finding in check_cluster(given.connect, credentials, given.timeout)]
 

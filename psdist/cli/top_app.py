@@ -19,8 +19,8 @@ from textual.containers import Grid, VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Input, Static
 
-from psdist.cli.top import panels
-from psdist.cli.top.history import RunHistory
+from psdist.cli import top_panels as panels
+from psdist.cli.top_panels import RunHistory
 from psdist.errors import PsdistError, SchedulerUnreachableError
 from psdist.monitoring.stragglers import FACTOR
 from psdist.settings.exit_codes import OK, SIGNAL_BASE

@@ -16,7 +16,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from psdist import addresses
-from psdist.cli.diagnosis.finding import Finding, fail, ok, warn
+from psdist.cli.doctor_checks import Finding, fail, ok, warn
 from psdist.errors import InsecureConnectError, PermissionDeniedError, PsdistError, UnauthenticatedError
 from psdist.security.handshake import explain
 from psdist.security.tls import Credentials

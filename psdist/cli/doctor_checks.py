@@ -1,24 +1,35 @@
-"""Checks of this machine for ``psdist doctor``: versions, cores, memory, limits, directories, ports and names."""
+"""Checks of this machine for ``psdist doctor``: versions, cores, memory, limits, directories, ports, names and storage.
+
+Each check is one finding, and has a time limit: a dead disk or name server would block it for ever.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import platform
+import queue
 import re
 import resource
+import secrets
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal, NamedTuple
 
 from psdist import addresses, cgroups
-from psdist.cli.diagnosis.finding import Finding, fail, ok, warn
-from psdist.cli.diagnosis.time_limit import Check
 from psdist.errors import PsdistError
+from psdist.snapshots.format import SNAPSHOTS, directory_path
+from psdist.snapshots.local import missing_directories
+from psdist.snapshots.opening import open_storage
 
 _GIB: Final = 1 << 30
 _MIB: Final = 1 << 20
@@ -299,3 +310,124 @@ def _memory_below_limit() -> int | None:
 
 def _limit(value: int) -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else str(value)
+
+
+Level = Literal["ok", "warn", "fail"]
+
+#: Exit status by the worst level.
+STATUSES: Final[dict[Level, int]] = {"ok": 0, "warn": 1, "fail": 69}
+_ORDER: Final[tuple[Level, ...]] = ("ok", "warn", "fail")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Result of one check. remedy: what to do about it, unless it is ok."""
+
+    check: str
+    level: Level
+    text: str
+    remedy: str = ""
+
+
+def ok(check: str, text: str) -> Finding:
+    """Return a finding without a remedy."""
+    return Finding(check, "ok", text)
+
+
+def warn(check: str, text: str, remedy: str) -> Finding:
+    """Return a finding that may cost speed or a feature."""
+    return Finding(check, "warn", text, remedy)
+
+
+def fail(check: str, text: str, remedy: str) -> Finding:
+    """Return a finding that keeps a run from working."""
+    return Finding(check, "fail", text, remedy)
+
+
+def worst(findings: Iterable[Finding]) -> Level:
+    """Return the worst level."""
+    return max((finding.level for finding in findings), key=_ORDER.index, default="ok")
+
+
+class Check(NamedTuple):
+    """A check, and the remedy if it does not end."""
+
+    name: str
+    run: Callable[[], Iterable[Finding]]
+    remedy: str
+
+
+class TimeLimit:
+    """Runs checks one after the other, each for at most ``seconds``. has_abandoned: True if a check still runs."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.has_abandoned = False
+
+    def run(self, check: Check) -> list[Finding]:
+        """Return the findings of a check, or that it did not end. Its errors propagate."""
+        results: queue.SimpleQueue[list[Finding] | Exception] = queue.SimpleQueue()
+
+        def work() -> None:
+            try:
+                results.put(list(check.run()))
+            except Exception as error:  # The caller raises it.
+                results.put(error)
+
+        # Nothing can interrupt a thread that waits for a disk, so nobody waits for it.
+        threading.Thread(target=work, name=f"doctor {check.name}", daemon=True).start()
+        try:
+            result = results.get(timeout=self._seconds)
+        except queue.Empty:
+            self.has_abandoned = True
+            return [fail(check.name, f"no answer within {self._seconds:g} s", check.remedy)]
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+
+_SIZE: Final = 8 << 20
+_SLOW_BYTES_PER_SECOND: Final = 20e6
+
+
+async def check_storage(path_or_url: str, timeout_seconds: float) -> Finding:
+    """Write a file as a snapshot's, read it back, and delete it. Nothing remains of it."""
+    remedy = "correct the path, its owner or mode, the mount (ro?), free space, or the bucket's credentials"
+    try:
+        async with asyncio.timeout(timeout_seconds):
+            written, read = await _use(path_or_url)
+    except TimeoutError:
+        return fail("storage", f"{path_or_url} does not answer within {timeout_seconds:g} s", remedy)
+    except PsdistError as error:
+        return fail("storage", error.message, remedy)
+    text = f"{path_or_url}: written and synced at {written / 1e6:,.0f} MB/s, read at {read / 1e6:,.0f} MB/s"
+    if written < _SLOW_BYTES_PER_SECOND:
+        return warn("storage", text, "snapshots will take long: use a faster disk or bucket, or save less often")
+    return ok("storage", text)
+
+
+async def _use(path_or_url: str) -> tuple[float, float]:
+    """Return the speed of writing and reading, in bytes per second. Raises PsdistError."""
+    storage, directory, content = (
+        open_storage(path_or_url),
+        directory_path(f"probe-{secrets.token_hex(8)}"),
+        secrets.token_bytes(_SIZE),
+    )
+    missing = [] if "://" in storage.url else missing_directories(os.path.join(storage.url, SNAPSHOTS))
+    await storage.check_writable(directory)
+    path = f"{directory}/doctor"
+    began = time.perf_counter()
+    try:
+        async with storage.writer(path) as file:
+            await file.write(content)
+        written = time.perf_counter()
+        same = await storage.read(path) == content
+        ended = time.perf_counter()
+    finally:
+        await storage.delete([path])
+        for made in missing:
+            with suppress(OSError):  # A run that started meanwhile uses it.
+                os.rmdir(made)
+    if not same:
+        raise PsdistError(f"{path_or_url} returns other bytes than were written")
+    return _SIZE / (written - began), _SIZE / (ended - written)

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
-from psdist.cli.diagnosis.out_file import written_whole
+from psdist.cli.commands import written_whole
 from psdist.cli.target import SchedulerChoice, ask, find_target, target_flags
-from psdist.cli.terminal.printable import printable
+from psdist.cli.terminal import printable
 from psdist.errors import InvalidArgumentError, SchedulerUnreachableError
 from psdist.settings.exit_codes import OK
 from psdist.settings.flags import CommandLine, Flag, integer, text

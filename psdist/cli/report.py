@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from psdist.cli.diagnosis.out_file import written_whole
+from psdist.cli.commands import written_whole
 from psdist.cli.target import SchedulerChoice, ask, find_target, target_flags
 from psdist.errors import ConfigurationError, PsdistError, SchedulerUnreachableError, StorageError
 from psdist.launcher.local import STORAGE_DIRECTORY

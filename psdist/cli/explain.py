@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from psdist.cli.commands import show
 from psdist.cli.target import SchedulerChoice, ask, find_target, target_flags, time_limit
-from psdist.cli.terminal.printable import printable
+from psdist.cli.terminal import printable
 from psdist.errors import WaitTimeoutError
 from psdist.settings.exit_codes import OK
 from psdist.settings.flags import CommandLine, Flag, seconds

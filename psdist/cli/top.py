@@ -18,7 +18,7 @@ from psdist.settings.exit_codes import OK
 from psdist.settings.flags import CommandLine
 
 if TYPE_CHECKING:
-    from psdist.cli.top.app import RunAnswer, TopApp
+    from psdist.cli.top_app import RunAnswer, TopApp
 
 
 def command_line() -> CommandLine:
@@ -51,7 +51,7 @@ def require_textual() -> Callable[..., TopApp]:
             f"psdist top needs the package textual: pip install 'psdist[tui]' ({error}). Without it: psdist status "
             "--watch"
         ) from None
-    from psdist.cli.top.app import TopApp
+    from psdist.cli.top_app import TopApp
 
     return TopApp
 
@@ -68,7 +68,7 @@ async def _ask(target: SchedulerChoice, timeout_seconds: float, after: int) -> R
     """Ask once, where a scheduler leads now. Raises SchedulerUnreachableError, or the scheduler's error."""
     import grpc
 
-    from psdist.cli.top.app import RunAnswer
+    from psdist.cli.top_app import RunAnswer
     from psdist.monitoring.run_json import sample_json, status_json
     from psdist.v1 import scheduler_pb2 as pb
     from psdist.wire.scheduler_client import scheduler_at

@@ -15,7 +15,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from psdist.cli.target import SchedulerChoice, ask, find_target, target_flags
-from psdist.cli.terminal.printable import printable
+from psdist.cli.terminal import printable
 from psdist.errors import SchedulerUnreachableError
 from psdist.monitoring.json_form import values
 from psdist.settings.exit_codes import OK

@@ -12,8 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
-from psdist.cli.generate.settings import GeneratedRun
-from psdist.cli.generate.template import fill, template_names
+from psdist.cli.generated import GeneratedRun, fill, template_names
 from psdist.cli.run import SCRIPT_USAGE
 from psdist.errors import ConfigurationError
 from psdist.security.roles import CERTIFICATE_ROLES, DOMAIN, SERVICE_ROLES, Role, service_name

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from psdist.cli.generate.settings import GeneratedRun
-from psdist.cli.generate.template import fill
+from psdist.cli.generated import GeneratedRun, fill
 from psdist.cli.run import SCRIPT_USAGE
 from psdist.errors import ConfigurationError
 from psdist.settings.config import check_run_id

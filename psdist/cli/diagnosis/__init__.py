@@ -1,1 +1,0 @@
-"""Commands that explain a run or a machine: its history, and what is wrong with its set-up."""

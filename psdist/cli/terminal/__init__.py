@@ -1,1 +1,0 @@
-"""A command's terminal: its streams, and bars that show progress."""

@@ -1,1 +1,0 @@
-"""The screen of ``psdist top``: six panels about a run, in the terminal."""
