@@ -1,11 +1,11 @@
 # All tasks of the project. Needs make and Python 3.11 or later; everything else goes into .venv.
 #
 #   make demo     train real digits through two servers and two workers on this machine
-#   make test     all checks, and the tests of psdist's parts, without those that only widen another: twelve
-#                 minutes on two cores
+#   make test     all checks, unit and property tests, some seeds of each simulation, and eight real runs: five minutes
+#                 on two cores
 #   make clusters
-#                 the tests of whole clusters: launchers, engines, faults, snapshots, monitoring, devices,
-#                 compression, examples
+#                 the tests with connections and processes: clients, links, collectives, launchers, engines, faults,
+#                 snapshots, monitoring, devices, compression, examples
 #   make frameworks
 #                 the tests that train by PyTorch, Hugging Face, Lightning, JAX and Ray
 #   make check    lint and types (make lint), drift of the generated stubs, tidiness, the documents (no training)

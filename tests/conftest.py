@@ -31,12 +31,21 @@ _MARK = "PSDIST_TEST_SESSION"
 _ENDING_SECONDS = 30
 #: Folders of the tests that other targets than ``make test`` run, by their marker.
 _PARTS = {
-    "clusters": (
-        "integration/launch", "integration/faults", "integration/snapshots", "integration/metrics",
-        "integration/device", "integration/compression", "integration/project", "chaos",
-    ),
+    "clusters": ("chaos", "integration"),
     "frameworks": ("integration/torch", "integration/frameworks", "integration/jax", "integration/ray"),
-}  # fmt: skip
+}
+#: Real runs that ``make test`` makes all the same: one of each promise.
+_RUNS = (
+    "integration/project/test_docs.py::test_the_program_of_the_page_on_torch_trains",
+    "integration/faults/test_failover.py::test_a_killed_server_changes_not_a_bit",
+    "integration/faults/test_failover.py::test_a_killed_scheduler_stops_nobody",
+    "integration/faults/test_rejoin.py::test_a_frozen_worker_takes_part_again",
+    "integration/snapshots/test_snapshot_resume.py"
+    "::test_a_lost_server_takes_the_run_back_to_its_snapshot_and_the_same_command_goes_on",
+    "integration/launch/test_launch_run.py::test_signals_end_everything",
+    "integration/launch/test_run_ends.py::test_a_run_over_tls_trains_and_ends_well_everywhere",
+    "integration/collectives/test_launched.py::test_survivors_continue_with_a_killed_worker_that_starts_again",
+)
 _MARKERS = {Path(__file__).parent / folder: name for name, folders in _PARTS.items() for folder in folders}
 #: Of Linux's headers.
 _CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x00020000, 0x4000, 1 << 18
@@ -60,7 +69,10 @@ _FOREIGN = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Forgets any launcher's variables and marks all processes to come."""
+    """Check the names of the real runs, forget any launcher's variables, and mark all processes to come."""
+    for file, _, test in (run.partition("::") for run in _RUNS):
+        if f"def {test}(" not in (Path(__file__).parent / file).read_text():
+            raise pytest.UsageError(f"{file} has no {test}, which make test is to run: mend _RUNS in tests/conftest.py")
     for name in [name for name in os.environ if name.startswith(_FOREIGN)]:
         del os.environ[name]
     os.environ[_MARK] = uuid.uuid4().hex
@@ -110,7 +122,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that take long together: those of whole clusters, and of frameworks, which take seconds to
     import."""
     for item in items:
-        if (marker := _MARKERS.get(item.path.parent)) is not None:
+        if item.nodeid.removeprefix("tests/").partition("[")[0] in _RUNS:
+            continue
+        folders = (item.path.parent, *item.path.parent.parents)
+        if (marker := next((_MARKERS[folder] for folder in folders if folder in _MARKERS), None)) is not None:
             item.add_marker(marker)
 
 

@@ -48,10 +48,8 @@ class Part:
 
 
 PARTS: Final = (
-    Part("test", "every check, and the tests of psdist's parts"),
-    Part(
-        "clusters", "whole clusters: launchers, engines, faults, snapshots, monitoring, devices, compression, examples"
-    ),
+    Part("test", "every check, unit and property tests, some simulated runs and eight real ones"),
+    Part("clusters", "connections and processes, from clients and links to launchers, faults and snapshots"),
     Part("frameworks", "training by PyTorch, Hugging Face, Lightning, JAX and Ray"),
     Part("long", "the other tests, and hypothesis with more examples"),
     Part("torch-suite", "PyTorch's tests of torch.distributed on psdist and on gloo, where apt-get has their source"),

@@ -80,7 +80,8 @@ def _digests(text: str) -> set[str]:
 @pytest.mark.parametrize(
     ("clip", "transport"),
     [
-        *(pytest.param(0.0, transport, marks=pytest.mark.long) for transport in ("grpc", "tcp", "shm")),
+        (0.0, "shm"),
+        *(pytest.param(0.0, transport, marks=pytest.mark.long) for transport in ("grpc", "tcp")),
         *(pytest.param(1.0, transport, marks=pytest.mark.long) for transport in ("grpc", "tcp")),
     ],
 )

@@ -69,6 +69,12 @@ with psdist.init() as context:
     open(f"came-{context.rank}", "w").close()
     context.client.parameters("p", {"w": np.zeros(4, np.float32)}, psdist.optim.SGD(lr=1.0))
 """
+_TRAINS = """
+import numpy as np, psdist
+with psdist.init() as context:
+    weights = context.client.parameters("p", {"w": np.zeros(4, np.float32)}, psdist.optim.SGD(lr=1.0))
+    print("weights", weights.push_pull({"w": np.ones(4, np.float32)})["w"].tolist())
+"""
 _LATE_COMMAND = """
 import sys, threading
 from pathlib import Path
@@ -220,15 +226,22 @@ def test_a_script_looks_for_its_scheduler_as_long_as_its_launcher(programs: Prog
 
 
 @ends((0, "scheduler"), (0, "server"), (0, "script"), (0, "launcher"))
-@pytest.mark.long
-@pytest.mark.timeout(300)
-def test_a_good_end_is_0_everywhere_and_reads_like_one(programs: Programs) -> None:
-    programs.start("scheduler", "--min-workers", "2", "--min-servers", "2", "--idle-timeout", "0.5")
+def test_a_run_over_tls_trains_and_ends_well_everywhere(programs: Programs) -> None:
+    programs.start("command", "certs", "init", "--host", "localhost", str(programs.path))
+    assert programs.statuses() == {"command": 0}, programs.text
+
+    def files(role: str) -> dict[str, str]:
+        names = {"PSDIST_TLS_CA": "ca", "PSDIST_TLS_CERT": role, "PSDIST_TLS_KEY": f"{role}-key"}
+        return {variable: str(programs.path / f"{name}.pem") for variable, name in names.items()}
+
+    arguments = ("--min-workers", "2", "--min-servers", "2", "--idle-timeout", "0.5")
+    programs.start("scheduler", *arguments, **files("scheduler"))
     for number in range(2):
-        programs.start(f"server-{number}")
+        programs.start(f"server-{number}", **files("server"))
     for number in range(2):
-        programs.start(f"agent-{number}", "--nnodes", "2", programs.script("waits.py", _WAITS))
+        programs.start(f"agent-{number}", "--nnodes", "2", programs.script("trains.py", _TRAINS), **files("worker"))
     assert set(programs.statuses().values()) == {0}, programs.text
+    assert programs.text.count("weights [-1.0, -1.0, -1.0, -1.0]") == 2, programs.text
     words = ("warning", "error", "refused", "alone", "Traceback")
     assert not [line for line in programs.text.splitlines() for word in words if word in line], programs.text
 
