@@ -23,7 +23,7 @@ from benchmarks.contenders import DIRECTORY, Contender, Running, module
 from psdist.security.tls import Credentials
 from psdist.settings.config import await_address
 from psdist.v1 import scheduler_pb2 as pb
-from psdist.wire.scheduler_client import scheduler_at
+from psdist.wire.scheduler_connection import scheduler_at
 
 #: Workers that join one after another, to measure how long the others wait for a new map.
 NEWCOMERS = 5

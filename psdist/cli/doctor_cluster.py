@@ -25,7 +25,7 @@ from psdist.v1 import scheduler_pb2
 from psdist.version import __version__
 from psdist.wire import auth, status
 from psdist.wire.channels import open_channel
-from psdist.wire.scheduler_client import scheduler_at
+from psdist.wire.scheduler_connection import scheduler_at
 
 #: Differences of clocks that confuse logs, and that break signed requests to buckets and certificates.
 _CLOCK_WARN_SECONDS: Final = 2.0

@@ -134,7 +134,7 @@ def _drain_line() -> CommandLine:
 
 def _drain(given: Namespace, environ: Mapping[str, str]) -> int:
     from psdist.v1 import scheduler_pb2
-    from psdist.wire.scheduler_client import last_answer
+    from psdist.wire.scheduler_connection import last_answer
 
     server: str = given.words[0]
     target, request = find_target(given, environ), scheduler_pb2.DrainRequest(server_id=server)

@@ -113,8 +113,8 @@ def time_limit(target: SchedulerChoice, timeout_seconds: float) -> Iterator[None
 
 
 def ask(target: SchedulerChoice, timeout_seconds: float, talk: Callable[[Callable[..., Any]], Awaitable[T]]) -> T:
-    """Return the result of ``talk``, which gets ``call`` of ``psdist.wire.scheduler_client``. Raises the scheduler's
-    error, or SchedulerUnreachableError, which says what was tried."""
+    """Return the result of ``talk``, which gets ``call`` of ``scheduler_at``. Raises the scheduler's error, or
+    SchedulerUnreachableError, which says what was tried."""
     import asyncio
 
     return asyncio.run(_ask(target, timeout_seconds, talk))
@@ -124,7 +124,7 @@ async def _ask(target: SchedulerChoice, timeout_seconds: float, talk: Callable[.
     import grpc
 
     from psdist.security.handshake import raise_cause
-    from psdist.wire.scheduler_client import scheduler_at
+    from psdist.wire.scheduler_connection import scheduler_at
 
     try:
         async with scheduler_at(target.address, target.credentials) as call:

@@ -71,7 +71,7 @@ async def _ask(target: SchedulerChoice, timeout_seconds: float, after: int) -> R
     from psdist.cli.top_app import RunAnswer
     from psdist.monitoring.run_json import sample_json, status_json
     from psdist.v1 import scheduler_pb2 as pb
-    from psdist.wire.scheduler_client import scheduler_at
+    from psdist.wire.scheduler_connection import scheduler_at
 
     try:
         async with scheduler_at(target.address, target.credentials) as call:

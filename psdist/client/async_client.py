@@ -30,8 +30,8 @@ from psdist.client.server_access import Options
 from psdist.client.session.barriers import Barrier
 from psdist.client.session.drops import OnDrop, check_on_drop
 from psdist.client.session.registration import Registration
-from psdist.client.session.scheduler_session import WorkerSession
 from psdist.client.session.target import find_target
+from psdist.client.session.worker_session import WorkerSession
 from psdist.client.snapshots import SnapshotInfo, SnapshotRequests
 from psdist.compression import Codec, resolve
 from psdist.compression.pulls import pull_codec_to_text

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from psdist.client.process.process_bound import ProcessBound
 from psdist.client.session.registration import Registration
-from psdist.client.session.scheduler_session import WorkerSession
+from psdist.client.session.worker_session import WorkerSession
 from psdist.data import RangeOrder
 from psdist.errors import PsdistError, SettingsMismatchError
 from psdist.types import DataPosition, DatasetSpec

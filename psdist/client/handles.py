@@ -18,7 +18,7 @@ from psdist.client.reporting.worker_totals import ReportedNumbers, worker_totals
 from psdist.client.server_access import Options, ServerAccess
 from psdist.client.session.drops import OnDrop
 from psdist.client.session.registration import Registration
-from psdist.client.session.scheduler_session import WorkerSession
+from psdist.client.session.worker_session import WorkerSession
 from psdist.client.transport.creation import CreatedParameters, ParametersCreator
 from psdist.client.transport.delivery import Delivery
 from psdist.client.transport.grpc import GrpcTransport

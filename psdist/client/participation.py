@@ -24,7 +24,7 @@ from psdist.client.reporting.phase_timer import PhaseTimer
 from psdist.client.session.activity import ReportedWait
 from psdist.client.session.membership import WorkerMembership
 from psdist.client.session.registration import Registration
-from psdist.client.session.scheduler_session import WorkerSession
+from psdist.client.session.worker_session import WorkerSession
 from psdist.client.session.worker_state import OWN, Restore, Save, State, check_state, fetch, part_of
 from psdist.client.transport.creation import CreatedParameters, ParametersCreator
 from psdist.client.transport.requests import RequestIdentity

@@ -24,7 +24,7 @@ from psdist.client.reporting.phase_timer import PhaseTimer
 from psdist.client.session.activity import ReportedWait
 from psdist.client.session.membership import Expulsion
 from psdist.client.session.registration import Registration
-from psdist.client.session.scheduler_session import WorkerSession
+from psdist.client.session.worker_session import WorkerSession
 from psdist.client.transport.buffers import PullTarget
 from psdist.client.transport.delivery import Delivery
 from psdist.client.transport.grpc import GrpcTransport

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeVar
 
-from psdist.client.session.scheduler_session import WorkerSession
 from psdist.client.session.wait_tracker import Wait
+from psdist.client.session.worker_session import WorkerSession
 from psdist.collectives import calls
 from psdist.collectives.core.machine import COLLECTIVES
 from psdist.collectives.exchange import Exchange

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from psdist.client.process import loop
 from psdist.client.process.blocking import on_loop
-from psdist.client.session.scheduler_session import WorkerSession
+from psdist.client.session.worker_session import WorkerSession
 
 if TYPE_CHECKING:
     from psdist.collectives.group import AsyncWorkerGroup

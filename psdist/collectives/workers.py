@@ -7,7 +7,7 @@ import operator
 from collections.abc import Iterable, Sequence
 
 from psdist.client.session.registration import Registration
-from psdist.client.session.scheduler_session import WorkerSession
+from psdist.client.session.worker_session import WorkerSession
 from psdist.collectives import SILENCE_SECONDS
 from psdist.collectives.exchange import Exchange
 from psdist.collectives.forming import GroupFormer, GroupSettings

@@ -32,13 +32,13 @@ async def request(
 ) -> scheduler_pb2.SaveSnapshotResponse | None:
     """Request a snapshot and wait until it is committed. Returns the last answer, or None if there was none.
 
-    call: of ``psdist.wire.scheduler_client``.
+    call: of ``psdist.wire.scheduler_connection``.
     on_answer: called with every answer.
 
     Raises grpc.aio.AioRpcError.
     """
     from psdist.v1 import scheduler_pb2
-    from psdist.wire.scheduler_client import last_answer
+    from psdist.wire.scheduler_connection import last_answer
 
     wanted = scheduler_pb2.SaveSnapshotRequest(run_id=run_id, reason=reason)
     last: scheduler_pb2.SaveSnapshotResponse | None = await last_answer(call("SaveSnapshot", wanted), on_answer)
@@ -102,7 +102,7 @@ async def _save(address: str, run_id: str, credentials: Credentials, reason: str
     from psdist.errors import NoStorageError
     from psdist.v1 import scheduler_pb2
     from psdist.wire import status
-    from psdist.wire.scheduler_client import scheduler_at
+    from psdist.wire.scheduler_connection import scheduler_at
 
     progress = SaveProgress(_say)
     try:

@@ -95,7 +95,7 @@ async def _ask(request: RankRequest, credentials: Credentials) -> Place:
     from psdist import addresses
     from psdist.errors import SchedulerUnreachableError
     from psdist.security.handshake import raise_cause
-    from psdist.wire.scheduler_client import scheduler_at
+    from psdist.wire.scheduler_connection import scheduler_at
 
     deadline = time.monotonic() + request.timeout_seconds
     silence = _Silence(request)
@@ -135,7 +135,7 @@ async def _rendezvous(
     from psdist.errors import InternalError, SchedulerUnreachableError
     from psdist.v1 import scheduler_pb2
     from psdist.wire import status
-    from psdist.wire.member_connection import FIND_SCHEDULER
+    from psdist.wire.scheduler_connection import FIND_SCHEDULER
 
     names = scheduler_pb2.RendezvousRequest.DESCRIPTOR.fields_by_name
     values = {name: value for name, value in asdict(request).items() if name in names}
@@ -159,7 +159,7 @@ async def _give_up(request: RankRequest, credentials: Credentials) -> None:
     import grpc
 
     from psdist.v1 import scheduler_pb2
-    from psdist.wire.scheduler_client import scheduler_at
+    from psdist.wire.scheduler_connection import scheduler_at
 
     message = scheduler_pb2.RendezvousRequest(
         run_id=request.run_id,

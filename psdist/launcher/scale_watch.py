@@ -52,7 +52,7 @@ async def _watch(scheduler: str, run_id: str, credentials: Credentials) -> None:
     import grpc
 
     from psdist.v1 import scheduler_pb2
-    from psdist.wire.scheduler_client import scheduler_at
+    from psdist.wire.scheduler_connection import scheduler_at
 
     said: ScaleRequest | None = None
     while True:

@@ -1,7 +1,7 @@
 """Pauses between attempts, and before answers to strangers: callers without the run's token. Pure: randomness and time
 are arguments.
 
-The callers decide what to retry (``delivery``, ``scheduler_session``) and which calls to pace (``auth``).
+The callers decide what to retry (``delivery``, ``member_session``) and which calls to pace (``auth``).
 """
 
 from __future__ import annotations

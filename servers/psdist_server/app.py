@@ -46,8 +46,8 @@ from psdist.wire.standard_services import add_standard_services, set_ready
 from psdist.wire.strangers import ConnectionGuard
 from psdist_server.device.staging import Lanes
 from psdist_server.kernels import means
-from psdist_server.scheduler_session import ServerSession
 from psdist_server.server import ParameterServer
+from psdist_server.server_session import ServerSession
 from psdist_server.service import SERVICE, ServerService
 
 logger = structlog.get_logger("psdist.server")

@@ -1,6 +1,6 @@
 """The parameter stores of one server process, and the cluster map that they follow.
 
-The map comes from the scheduler (``psdist_server.scheduler_session``). ``psdist_server.admission`` checks the senders
+The map comes from the scheduler (``psdist_server.server_session``). ``psdist_server.admission`` checks the senders
 of requests.
 """
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from psdist import ASP, BSP, SSP
 from psdist.client import participation
 from psdist.client.reporting.changed_counts import ChangedCounts
-from psdist.client.session import drops, reachability, scheduler_session
+from psdist.client.session import drops, reachability, worker_session
 from psdist.client.transport import creation
 from psdist.client.transport.grpc import GrpcTransport
 from psdist.client.transport.requests import PushRequest
@@ -562,7 +562,7 @@ def _only_changes(put: Put) -> None:
     def same(**enabled: Any) -> Any:
         return made.setdefault(running().current(), ChangedCounts(**enabled))
 
-    put(scheduler_session, "ChangedCounts", same)
+    put(worker_session, "ChangedCounts", same)
 
 
 # --- fillings ---------------------------------------------------------------------------------------------------------

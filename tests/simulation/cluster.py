@@ -28,8 +28,8 @@ from psdist_scheduler.run.scheduler import Scheduler
 from psdist_scheduler.run.service import Service
 from psdist_server.core.events import SliceRecord
 from psdist_server.core.replication import BackupReplication
-from psdist_server.scheduler_session import ServerSession
 from psdist_server.server import ParameterServer
+from psdist_server.server_session import ServerSession
 from psdist_server.service import ServerService
 from psdist_server.store.parameter_store import ParameterStore
 from tests.simulation import rpc

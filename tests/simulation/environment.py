@@ -25,13 +25,13 @@ from typing import Any
 import structlog
 
 import psdist_scheduler.run.service  # noqa: F401
-import psdist_server.scheduler_session
+import psdist_server.server_session
 import psdist_server.service  # noqa: F401
 from psdist.link.peers import PeerListener
 from psdist.security import handshake
 from psdist.security.tls import Credentials
 from psdist.wire import channels, convert, malloc_options, status
-from psdist.wire.followed_map import FollowedMap
+from psdist.wire.member_session import FollowedMap
 from psdist.wire.shm import WeightsArena
 from psdist_scheduler.decide import deadlocks
 from psdist_scheduler.decide.barriers import Barriers

@@ -32,8 +32,8 @@ from psdist_scheduler.decide.effects import MemberLost
 from psdist_scheduler.decide.snapshot_events import History
 from psdist_scheduler.run.scheduler import Scheduler
 from psdist_scheduler.run.snapshot_io import read_history
-from psdist_server.scheduler_session import ServerSession
 from psdist_server.server import ParameterServer
+from psdist_server.server_session import ServerSession
 from tests.simulation import scenario
 from tests.simulation.cluster import KERNEL_THREADS, NAME, RUN, World
 from tests.simulation.disk import Disk, DiskStore

@@ -4,7 +4,7 @@ Invariants: The plan of one call covers exactly the requested slices, each once,
 one route per server. A shard without a live primary has no route. Its slices wait for a newer map, because only the
 scheduler chooses the next server. A shard that the scheduler has declared lost is an error.
 
-Not here: connections (``scheduler_session``), unanswered slices (``push_sequence``).
+Not here: connections (``worker_session``), unanswered slices (``push_sequence``).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ leased data carry the same numbers, so a snapshot knows the ranges whose samples
 Invariants: Numbers and mark change together: a push either is numbered below an answer and has no mark, or above it and
 has the mark. Repeated requests for one attempt get the same answer.
 
-Not here: the numbers themselves (``push_sequence``), the wire (``scheduler_session``).
+Not here: the numbers themselves (``push_sequence``), the wire (``worker_session``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The client's view of the cluster: the newest map, the news since, and the end of its membership.
 
-Maps and news come from ``scheduler_session``. Calls under way wait here for a newer map, or for the end of the server
+Maps and news come from ``worker_session``. Calls under way wait here for a newer map, or for the end of the server
 that they use.
 
 Invariants: the epoch never decreases within one incarnation. News that a server is gone ends attempts on it, and

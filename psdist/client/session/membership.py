@@ -1,6 +1,6 @@
 """The membership of this client in the run, over all of its incarnations. It does no I/O.
 
-``scheduler_session`` reports registrations and expulsions. Every unit of work that an incarnation may not survive runs
+``worker_session`` reports registrations and expulsions. Every unit of work that an incarnation may not survive runs
 by ``run_in_incarnation``: the only place, with ``unless_dropped`` for blocking callers, that catches FencedError.
 
 Invariants: at most one incarnation of this client counts. Between the end of one and the start of the next,

@@ -1,6 +1,6 @@
 """Registration: this process becomes a worker of a run, and again after it was expelled.
 
-Not here: the session that keeps it a member (``scheduler_session``).
+Not here: the session that keeps it a member (``worker_session``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from psdist.link.peers import PeerListener
 from psdist.security.tls import Credentials
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire.backoff import Backoff
-from psdist.wire.member_connection import MemberConnection
+from psdist.wire.scheduler_connection import MemberConnection
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Calls to the scheduler, with its errors, and retries while it is unreachable.
 
-Not here: the session that keeps this worker a member (``scheduler_session``), the meaning of the calls.
+Not here: the session that keeps this worker a member (``worker_session``), the meaning of the calls.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from psdist.client.session.wait_tracker import Wait, WaitTracker
 from psdist.errors import ClosedError, FencedError, SchedulerUnreachableError
 from psdist.v1 import scheduler_pb2
 from psdist.wire.backoff import Backoff
-from psdist.wire.member_connection import MemberConnection
+from psdist.wire.scheduler_connection import MemberConnection
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from starting pushes (``hold``), cuts the last snapshot at a step that all of th
 Pushes before the cut are then finished, and later ones are abandoned. If only some workers were asked, each of them
 leaves after its current push. Everything here runs on the loop.
 
-Not here: the signal (``sigterm``), leaving itself (``scheduler_session``).
+Not here: the signal (``sigterm``), leaving itself (``worker_session``).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from psdist.client.core import flat_vector, routing
 from psdist.client.core.flat_vector import Flat
 from psdist.client.core.push_sequence import PendingRequest
 from psdist.client.core.routing import RoutingPlan
-from psdist.client.session.scheduler_session import WorkerSession
+from psdist.client.session.worker_session import WorkerSession
 from psdist.client.transport.delivery import Delivery
 from psdist.client.transport.requests import InstallRequest, RequestIdentity
 from psdist.errors import StaleEpochError, UnknownParametersError

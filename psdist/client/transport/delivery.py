@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol
 
 from psdist.client.core.routing import Route, RoutingPlan
 from psdist.client.reporting.phase_timer import Subject
-from psdist.client.session.scheduler_session import WorkerSession
+from psdist.client.session.worker_session import WorkerSession
 from psdist.client.transport.requests import PushRequest, Request
 from psdist.client.transport.transport import Transports
 from psdist.errors import (

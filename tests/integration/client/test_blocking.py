@@ -22,10 +22,10 @@ from benchmarks import blocking
 from psdist import AsyncClient, optim
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.settings.programs import server_settings
+from psdist.types import ClusterMap
 from psdist_server import app
 from psdist_server.kernels.memory import WeightsMemory
-from psdist_server.scheduler_session import ServerSession
-from psdist_server.server import ParameterServer
+from psdist_server.server_session import ServerSession
 
 #: Before memory was allocated in threads, servers blocked for 300 ms, and workers for 800, by 256 MiB.
 LIMIT_SECONDS = 0.1
@@ -60,11 +60,11 @@ async def test_a_server_opens_its_session_before_it_has_memory(monkeypatch: pyte
     """Check a server whose shards are known as soon as it registers, for example when it replaces a dead server.
     Allocating their memory may take longer than the scheduler waits for a session."""
     opened = threading.Event()
-    session, make_room = ServerSession._session, WeightsMemory.make_room
+    begin_stream, make_room = ServerSession.begin_stream, WeightsMemory.make_room
 
-    async def open_session(link: ServerSession, server: ParameterServer) -> None:
+    def open_session(link: ServerSession) -> ClusterMap:
         opened.set()
-        await session(link, server)
+        return begin_stream(link)
 
     def make_room_later(memory: WeightsMemory, indices: Iterable[int]) -> None:
         assert opened.wait(60)
@@ -78,7 +78,7 @@ async def test_a_server_opens_its_session_before_it_has_memory(monkeypatch: pyte
             cluster.processes[1].kill()
             while not (gone := [m for m in (await client.status()).members if m.state == "lost"]):
                 pass
-            monkeypatch.setattr(ServerSession, "_session", open_session)
+            monkeypatch.setattr(ServerSession, "begin_stream", open_session)
             monkeypatch.setattr(WeightsMemory, "make_room", make_room_later)
             words = ["--scheduler", cluster.address, "--server-id", gone[0].member_id, "--host", "127.0.0.1"]
             settings = server_settings(words, {"PSDIST_TOKEN": cluster.token})

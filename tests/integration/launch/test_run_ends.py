@@ -81,7 +81,7 @@ from pathlib import Path
 import grpc.aio
 from psdist.cli import main, servers
 from psdist.v1 import scheduler_pb2_grpc
-from psdist.wire import scheduler_client, status
+from psdist.wire import scheduler_connection, status
 Path("imported").touch()
 while not Path("go").exists():
     threading.Event().wait(0.01)

@@ -6,7 +6,7 @@ from structlog.testing import capture_logs
 
 from psdist.launcher.process import free_port
 from psdist.security.tls import Credentials
-from psdist_server.scheduler_session import ServerSession
+from psdist_server.server_session import ServerSession
 
 
 async def test_a_server_whose_scheduler_is_gone_says_in_one_sentence_why_it_is_not_drained() -> None:

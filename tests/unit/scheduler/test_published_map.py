@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from psdist.types import ClusterMap, WorkerEntry
 from psdist.v1 import scheduler_pb2 as pb
-from psdist.wire.followed_map import FollowedMap
+from psdist.wire.member_session import FollowedMap
 from psdist_scheduler.run.open_calls import PublishedMap
 
 MAPS = [ClusterMap("run", epoch, workers=tuple(WorkerEntry(f"w{n}", 1, n) for n in range(epoch))) for epoch in range(4)]

@@ -20,7 +20,7 @@ from psdist.security.roles import Role
 from psdist.security.tls import Credentials, TlsFiles
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import channels
-from psdist.wire.member_connection import MemberConnection
+from psdist.wire.scheduler_connection import MemberConnection
 from tests.support.certificates import NOW, make_ca, write_tls
 
 CA = make_ca()

@@ -22,9 +22,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-import grpc
-import grpc.aio
-
 from psdist.client.core.push_sequence import PushSequence
 from psdist.client.reporting.changed_counts import ChangedCounts
 from psdist.client.session.activity import Activities
@@ -36,43 +33,40 @@ from psdist.client.session.snapshot_participant import SnapshotParticipant
 from psdist.client.session.stopping import Stopping
 from psdist.client.session.wait_tracker import WaitTracker
 from psdist.errors import (
-    RUN_ENDING,
     ClosedError,
     FencedError,
     InternalError,
     PermissionDeniedError,
     ProtocolMismatchError,
     PsdistError,
-    SchedulerUnreachableError,
     UnauthenticatedError,
-    WrongRunError,
 )
 from psdist.tracing.otel import step_tracer
-from psdist.types import Replica
+from psdist.types import ClusterMap, Replica
 from psdist.v1 import scheduler_pb2
 from psdist.wire import convert, status
-from psdist.wire.backoff import Backoff
-from psdist.wire.followed_map import FollowedMap
-from psdist.wire.member_connection import SessionRequests, is_cancelled
+from psdist.wire.member_session import MemberSession
 
 logger = logging.getLogger("psdist")
 
 #: Longest wait, when leaving, for an incarnation that is being registered.
 _SETTLE_SECONDS: Final = 1.0
-#: Errors after which the scheduler never takes this member back.
-_FINAL_ERRORS: Final = (
-    *(FencedError, WrongRunError, UnauthenticatedError, PermissionDeniedError, ProtocolMismatchError),
-    *RUN_ENDING,
-)
 
 
-class WorkerSession:
+class WorkerSession(MemberSession):
     """One membership and its parts. ``connect`` once, ``close`` once; everything else in between.
 
     connections: returns how the open handles reach servers, for heartbeats: server, parameter set, transport and why
         others are not used.
     rejoins: True if it registers again after it was expelled; else that is the end.
     """
+
+    final_errors = (
+        *MemberSession.final_errors,
+        UnauthenticatedError,
+        PermissionDeniedError,
+        ProtocolMismatchError,
+    )
 
     def __init__(
         self,
@@ -86,18 +80,19 @@ class WorkerSession:
         self.waits = WaitTracker()
         self.membership = WorkerMembership(f"the scheduler at {target.address}", self.waits, rejoins=rejoins)
         self.calls = SchedulerCalls(target, self.membership, self.waits, rng)
+        super().__init__(self.calls)
         self.snapshots = SnapshotParticipant(self.calls, self.membership, self._send)
         iterations = Iterations(self._report_progress, lambda: self.is_heard)
         self.stopping = Stopping(lambda: self.snapshots.marks, self._report_stop, lambda: self.is_heard, iterations)
         self.activities = Activities(lambda: self.snapshots.marks, self.membership.view, self.waits.group_calls)
         self.registrar = Registrar(target, version, self.calls, self.waits)
         self._connections = connections
-        self._requests = SessionRequests()
         self._task: asyncio.Task[None] | None = None
-        self._broken = False
         #: Set once a session was accepted, or none can be.
         self._accepted = asyncio.Event()
-        self._leaving = False
+        #: Counts and connections that the scheduler has from this stream. Later heartbeats lack those unchanged.
+        self._counts = ChangedCounts(enabled=False)
+        self._reported: scheduler_pb2.Connections | None = None
         #: Time of the last heartbeat, and the longest silence between two of this incarnation, in seconds.
         self._beaten = self._silence = 0.0
 
@@ -156,74 +151,29 @@ class WorkerSession:
 
     async def _keep_session(self) -> None:
         """Hold the session open until it is cancelled or the scheduler ends the membership."""
-        backoff = Backoff.for_session(
-            self.calls.rng, self.membership.registration.heartbeat_seconds, has_standby=self.calls.has_standby
-        )
         while True:
-            peer = self.calls.peer  # After an error the next one may be another scheduler.
-            error = await self._session_once(backoff)
-            if self._leaving:  # The scheduler ends the session of a worker that left.
-                return
-            final = isinstance(error, _FINAL_ERRORS)
+            mine = self.membership.registration
+            error = await self.hold_session(mine.worker_id, mine.incarnation, mine.heartbeat_seconds)
             if isinstance(error, FencedError) and self.membership.rejoins:
-                refused = await self._rejoin(error)
-                if refused is None:
-                    backoff.reset()
+                error = await self._rejoin(error)
+                if error is None:
                     continue
-                error = refused
-            if final:
-                mine = self.membership.registration.worker_id
-                logger.error(
-                    "%s ended the membership of %s: %s", self.calls.peer, mine, error, extra={"peer": self.calls.peer}
-                )
+            if error is not None:
+                peer = self.calls.peer
+                logger.error("%s ended the membership of %s: %s", peer, mine.worker_id, error, extra={"peer": peer})
                 self.membership.view.on_fatal(error)
-                return
-            if not self._broken:
-                logger.warning(
-                    "the session with %s broke (%s); reconnecting while training continues",
-                    peer,
-                    error,
-                    extra={"peer": peer},
-                )
-            self._broken = True
-            await asyncio.sleep(backoff.next_seconds())
+            return
 
-    async def _session_once(self, backoff: Backoff) -> PsdistError:
-        """Run one session stream to its end. Returns why it ended."""
-        mine = self.membership.registration
-        requests = self._requests = SessionRequests()
+    def begin_stream(self) -> ClusterMap:
         self.snapshots.session_began()
         self.stopping.session_began()
         self.iterations.session_began()
-        heartbeat = self._heartbeats()
-        cluster = self.membership.view.cluster
-        sent = requests.stream(
-            mine.worker_id, mine.incarnation, heartbeat, mine.heartbeat_seconds, takes_differences=True,
-            epoch=cluster.epoch, scheduler_id=cluster.scheduler_id,
-        )  # fmt: skip
-        followed = FollowedMap()
-        call = self.calls.stub.Session(sent, metadata=self.calls.metadata)
-        try:
-            async for response in call:
-                self._on_response(response, followed)
-                backoff.reset()
-                self._accepted.set()
-                if self._broken:
-                    logger.info("%s is back", self.calls.peer, extra={"peer": self.calls.peer})
-                self._broken = False
-            return SchedulerUnreachableError(f"{self.calls.peer} ended the session")
-        except grpc.aio.AioRpcError as failure:
-            return self.calls.error(failure)
-        except PsdistError as error:  # A map that cannot be read, or the end of this incarnation.
-            return error
-        except asyncio.CancelledError:
-            if is_cancelled():
-                raise
-            return InternalError("a heartbeat could not be made")
-        finally:
-            call.cancel()
-            requests.close()
-            self.waits.trace.session_ended()
+        self._counts = ChangedCounts(enabled=self.membership.registration.takes_changes)
+        self._reported = None
+        return self.membership.view.cluster
+
+    def end_stream(self) -> None:
+        self.waits.trace.session_ended()
 
     def _session_ended(self, task: asyncio.Task[None]) -> None:
         """End the membership if the session failed by a defect: calls must not wait for news that cannot arrive."""
@@ -231,40 +181,33 @@ class WorkerSession:
             self.membership.view.on_fatal(InternalError(f"the session with {self.calls.peer} failed: {error!r}"))
         self._accepted.set()
 
-    def _heartbeats(self) -> Callable[[], scheduler_pb2.SessionRequest.Heartbeat]:
-        """Return a function that makes the heartbeats of one session. Later ones lack counts and connections that have
-        not changed."""
-        reported: scheduler_pb2.Connections | None = None
-        counts = ChangedCounts(enabled=self.membership.registration.takes_changes)
+    def heartbeat(self) -> scheduler_pb2.SessionRequest.Heartbeat:
+        now = asyncio.get_running_loop().time()
+        self._beaten, self._silence = now, max(self._silence, now - self._beaten)
+        connections = scheduler_pb2.Connections(connections=self._connections())
+        changed = connections != self._reported
+        self._reported = connections
+        beat = scheduler_pb2.SessionRequest.Heartbeat(
+            epoch=self.membership.view.cluster.epoch,
+            waiting_for=self.waits.sentences(),
+            connections=connections if changed else None,
+            activity=self.activities.report(),
+            rates=self.activities.throughput.rates(),
+            totals=self.activities.totals(),
+            unreachable=self.activities.reachability.reports(),
+            metrics_address=self.registrar.metrics_address,
+            certificate_not_after=self.calls.credentials.certificate_not_after(),
+        )
+        self._counts.drop_unchanged(beat)
+        return beat
 
-        def heartbeat() -> scheduler_pb2.SessionRequest.Heartbeat:
-            nonlocal reported
-            now = asyncio.get_running_loop().time()
-            self._beaten, self._silence = now, max(self._silence, now - self._beaten)
-            connections = scheduler_pb2.Connections(connections=self._connections())
-            changed = connections != reported
-            reported = connections
-            beat = scheduler_pb2.SessionRequest.Heartbeat(
-                epoch=self.membership.view.cluster.epoch,
-                waiting_for=self.waits.sentences(),
-                connections=connections if changed else None,
-                activity=self.activities.report(),
-                rates=self.activities.throughput.rates(),
-                totals=self.activities.totals(),
-                unreachable=self.activities.reachability.reports(),
-                metrics_address=self.registrar.metrics_address,
-                certificate_not_after=self.calls.credentials.certificate_not_after(),
-            )
-            counts.drop_unchanged(beat)
-            return beat
+    async def adopt_map(self, cluster: ClusterMap) -> None:
+        self.membership.view.on_map(cluster)
+        self._accepted.set()
 
-        return heartbeat
-
-    def _on_response(self, response: scheduler_pb2.SessionResponse, followed: FollowedMap) -> None:
+    async def on_command(self, response: scheduler_pb2.SessionResponse) -> PsdistError | None:
         view = self.membership.view
         match response.WhichOneof("command"):
-            case "map" | "map_difference":
-                view.on_map(followed.apply(response))
             case "member_lost" if response.member_lost.role == scheduler_pb2.ROLE_SERVER:
                 lost = response.member_lost
                 logger.warning("%s is lost: %s", lost.member_id, lost.reason, extra={"peer": lost.member_id})
@@ -278,7 +221,7 @@ class WorkerSession:
             case "check_server":
                 self._check_server(convert.replica_from_proto(response.check_server))
             case "trace":
-                requests = self._requests
+                requests = self.requests
                 self.waits.trace.on_command(
                     response.trace, lambda report: requests.send(scheduler_pb2.SessionRequest(trace=report))
                 )
@@ -293,11 +236,12 @@ class WorkerSession:
                 if self.activities.holds(response.check_call):
                     self._send(scheduler_pb2.SessionRequest(call_checked=response.check_call))
             case "rolled_back":
-                raise _rolled_back(response.rolled_back, self.snapshots.marks.sequences)
+                return _rolled_back(response.rolled_back, self.snapshots.marks.sequences)
+        return None
 
     def _check_server(self, server: Replica) -> None:
         """Answer the scheduler, on the session on which it asked, if this worker reaches a server."""
-        requests, wired = self._requests, convert.replica_to_proto(server)
+        requests, wired = self.requests, convert.replica_to_proto(server)
 
         def answer(reached: bool) -> None:
             checked = scheduler_pb2.ServerChecked(server=wired, reached=reached)
@@ -306,7 +250,7 @@ class WorkerSession:
         self.activities.reachability.check(server, answer)
 
     def _send(self, request: scheduler_pb2.SessionRequest) -> None:
-        self._requests.send(request)
+        self.requests.send(request)
 
     def _report_stop(self, report: scheduler_pb2.StopReport) -> None:
         self._send(scheduler_pb2.SessionRequest(stop=report))
@@ -325,7 +269,7 @@ class WorkerSession:
     def is_heard(self) -> bool:
         """True if this client is a member, as far as it knows, and the scheduler answers."""
         view = self.membership.view
-        return not self._broken and view.fatal is None and view.fenced is None
+        return not self.is_broken and view.fatal is None and view.fenced is None
 
     async def outlast_stop(self) -> None:
         """Return immediately, unless all workers stop together and this one starts no more pushes. Then return when its
@@ -342,7 +286,7 @@ class WorkerSession:
         await self.snapshots.close()
         await self.activities.reachability.close()
         if self._task is not None:
-            self._leaving = True
+            self.is_leaving = True
             self.waits.trace.end()
             await self._settle()
             if self.membership.view.fatal is None:

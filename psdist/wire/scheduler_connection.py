@@ -1,6 +1,7 @@
-"""Connection of a worker or server to the scheduler: registration, session requests, leaving.
+"""Connections to the scheduler: of a worker or server, which registers and leaves, and of programs outside its run.
 
-``scheduler_session`` of each program interprets the session's answers and handles refusals.
+Programs outside the run are commands, and processes started by a launcher. The session of a member is in
+``member_session``.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import logging
 import os
 import socket
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from random import Random
 from typing import Any, Final
 
@@ -40,6 +42,8 @@ FIND_SCHEDULER: Final = (
     "PSDIST_SCHEDULER=HOST:PORT"
 )
 _LEAVE_SECONDS: Final = 1.0
+#: Time for one of several places to answer a program outside the run.
+_ANSWER_SECONDS: Final = 1.0
 #: Shortest time for which one of several places is tried. Calls that fail together go to one next place.
 _PLACE_SECONDS: Final = 0.02
 #: Longest pause of a channel to one of several places: a standby may begin to listen at any moment.
@@ -241,79 +245,45 @@ class _Methods:
         return lambda *args, **options: getattr(self._stub(), name)(*args, **options)
 
 
-def is_cancelled() -> bool:
-    """True if the running task is being cancelled. Otherwise a CancelledError belongs to a call: gRPC cancels a stream
-    whose request iterator failed."""
-    task = asyncio.current_task()
-    return task is None or task.cancelling() > 0
+# --- programs outside the run -----------------------------------------------------------------------------------------
 
 
-class SessionRequests:
-    """Requests of a member on one Session stream: a hello, heartbeats, and reports in between.
+@asynccontextmanager
+async def scheduler_at(address: str, credentials: Credentials) -> AsyncIterator[Callable[..., Any]]:
+    """Connect to the scheduler at ``address`` (HOST:PORT; of several the first that answers).
 
-    Reports are sent in order and without delay. Reports on a broken stream are lost.
-    """
+    Yield ``call(method, request, timeout=None, wait_for_ready=False)``, which starts a call with the token and
+    returns an awaitable or a stream of answers. Both raise grpc.aio.AioRpcError. A call that waits connects until its
+    timeout; otherwise the first failed attempt ends it."""
+    metadata = auth.metadata(credentials.token)
+    async with channels.open_channel(
+        await _answering(address, credentials), credentials, limits.CONTROL_MESSAGE_BYTES
+    ) as channel:
+        stub: Any = scheduler_pb2_grpc.SchedulerServiceStub(channel)
 
-    def __init__(self) -> None:
-        #: None ends the stream.
-        self._reports: asyncio.Queue[pb.SessionRequest | None] = asyncio.Queue()
-        self._is_closed = False
+        def call(method: str, request: Any, timeout: float | None = None, wait_for_ready: bool = False) -> Any:
+            start = getattr(stub, method)
+            return start(request, metadata=metadata, timeout=timeout, wait_for_ready=wait_for_ready)
 
-    def close(self) -> None:
-        """End the requests. gRPC does not do this when the scheduler ends the stream."""
-        self._is_closed = True
-        self._reports.put_nowait(None)
+        yield call
 
-    def send(self, report: pb.SessionRequest) -> None:
-        """Send a report as soon as the stream is open."""
-        self._reports.put_nowait(report)
 
-    async def stream(
-        self,
-        member_id: str,
-        incarnation: int,
-        heartbeat: Callable[[], pb.SessionRequest.Heartbeat],
-        heartbeat_seconds: float,
-        *,
-        takes_differences: bool = False,
-        epoch: int = 0,
-        scheduler_id: str = "",
-    ) -> AsyncIterator[pb.SessionRequest]:
-        """Yield the requests until ``close``.
+async def _answering(address: str, credentials: Credentials) -> str:
+    """Return the first of several places where a scheduler listens: a standby listens only once it leads. Without one,
+    the last."""
+    *others, last = addresses.split_addresses(address)
+    for place in others:
+        async with channels.open_channel(place, credentials, limits.CONTROL_MESSAGE_BYTES) as channel:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_ANSWER_SECONDS):
+                    await channel.channel_ready()
+                    return place
+    return last
 
-        heartbeat: builds the next heartbeat, every ``heartbeat_seconds``.
-        takes_differences: True if maps after the first may be sent as differences.
-        epoch, scheduler_id: of the newest map that this member holds.
-        """
-        hello = pb.SessionRequest.Hello(
-            member_id=member_id,
-            incarnation=incarnation,
-            takes_differences=takes_differences,
-            epoch=epoch,
-            scheduler_id=scheduler_id,
-        )
-        yield pb.SessionRequest(hello=hello)
-        clock = asyncio.get_running_loop().time
-        next_beat = clock()
-        while True:
-            if clock() >= next_beat:
-                next_beat = clock() + heartbeat_seconds
-                try:
-                    beat = heartbeat()
-                except Exception:  # gRPC would end the stream silently.
-                    logger.exception("could not build a heartbeat")
-                    raise
-                yield pb.SessionRequest(heartbeat=beat)
-            try:
-                async with asyncio.timeout_at(next_beat):
-                    report = await self._reports.get()
-            except TimeoutError:
-                continue
-            except asyncio.CancelledError:
-                # gRPC cancels the task that reads these requests, and logs a traceback of any exception.
-                if self._is_closed:
-                    return
-                raise
-            if report is None:
-                return
-            yield report  # Outside the timeout, which would cancel gRPC's write.
+
+async def last_answer(stream: AsyncIterator[Any], on_answer: Callable[[Any], None]) -> Any:
+    """Pass each answer of a stream to ``on_answer``. Return the last one, or None without any."""
+    last = None
+    async for last in stream:
+        on_answer(last)
+    return last

@@ -1,8 +1,9 @@
-"""Registration of a member, and its session requests: heartbeats, and reports in between."""
+"""Registration of a member, and calls of programs outside the run."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from random import Random
 from typing import Any
@@ -17,7 +18,7 @@ from psdist.security.tls import Credentials
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import scheduler_pb2_grpc
 from psdist.wire import channels
-from psdist.wire.member_connection import MemberConnection, SessionRequests
+from psdist.wire.scheduler_connection import MemberConnection, scheduler_at
 
 
 class Scheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
@@ -117,40 +118,16 @@ async def test_a_client_that_closes_while_it_registers_does_not_try_again(
     assert registering.cancelled() and not failures
 
 
-async def test_a_slow_write_of_a_report_is_not_cut_off_by_the_next_heartbeat() -> None:
-    """Check a slow write. If it were cut off, the stream would end without an error, and with it this member's
-    heartbeats."""
-    session = SessionRequests()
-    requests = session.stream("server-0", 1, lambda: pb.SessionRequest.Heartbeat(epoch=3), 0.02)
-    assert (await anext(requests)).hello.member_id == "server-0"
-    assert (await anext(requests)).heartbeat.epoch == 3
-    session.send(pb.SessionRequest(join_answer=pb.SessionRequest.JoinAnswer(proposal_id=7)))
-    assert (await anext(requests)).join_answer.proposal_id == 7
-    with pytest.raises(TimeoutError):  # And no CancelledError.
-        async with asyncio.timeout(0.1):
-            await asyncio.Event().wait()
-    assert (await anext(requests)).HasField("heartbeat")
-    await requests.aclose()
-
-
-@pytest.mark.parametrize("is_closed", [True, False])
-async def test_a_stream_that_gRPC_stops_reading_ends_without_an_error_once_it_is_closed(is_closed: bool) -> None:
-    """Check that the stream raises nothing: gRPC logs any exception, with a traceback."""
-    session, read = SessionRequests(), []
-
-    async def consume() -> None:
-        async for request in session.stream("worker-0", 1, pb.SessionRequest.Heartbeat, 60.0):
-            read.append(request)
-            waits.set()
-
-    waits = asyncio.Event()
-    consuming = asyncio.create_task(consume())
-    async with asyncio.timeout(60):
-        while len(read) < 2:  # The hello and a heartbeat: then it waits for a report.
-            waits.clear()
-            await waits.wait()
-        consuming.cancel()  # As the session does: the call is cancelled first.
-        if is_closed:
-            session.close()
-        await asyncio.wait({consuming})
-    assert consuming.cancelled() is not is_closed and len(read) == 2
+@pytest.mark.parametrize(
+    ("wait_for_ready", "timeout", "code"),
+    [(False, 60.0, grpc.StatusCode.UNAVAILABLE), (True, 0.3, grpc.StatusCode.DEADLINE_EXCEEDED)],
+)
+async def test_failed_attempts_to_connect_end_only_calls_that_do_not_wait(
+    wait_for_ready: bool, timeout: float, code: grpc.StatusCode
+) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        async with scheduler_at(f"127.0.0.1:{unused.getsockname()[1]}", Credentials("token")) as call:
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await call("GetStatus", pb.GetStatusRequest(), timeout, wait_for_ready=wait_for_ready)
+    assert raised.value.code() is code

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -15,8 +14,7 @@ import pytest
 from psdist.addresses import free_port
 from psdist.security.tls import Credentials
 from psdist.v1 import scheduler_pb2 as pb
-from psdist.wire.member_connection import MemberConnection
-from psdist_server.scheduler_session import ServerSession
+from psdist_server.server_session import ServerSession
 
 
 class Drains(grpc.GenericRpcHandler):
@@ -34,10 +32,8 @@ class Drains(grpc.GenericRpcHandler):
 async def drained(places: list[str], port: int) -> bool:
     """Let a server drain whose current scheduler is gone. The next one starts at ``port`` after the first attempt.
     Returns True if it was let go."""
-    connection = MemberConnection(",".join(places), "the test", Credentials(), Random(0))
-    session: Any = ServerSession.__new__(ServerSession)
-    session._connection = connection
-    session.registration = SimpleNamespace(run_id="run", server_id="server-0")
+    session: Any = ServerSession(",".join(places), Credentials(), "127.0.0.1:1", "server-0", "run", Random(0))
+    connection = session.connection
     scheduler = grpc.aio.server()
     scheduler.add_generic_rpc_handlers((Drains(),))
     failed, tried = asyncio.Event(), connection.error

@@ -1,8 +1,8 @@
 """The server's session with the scheduler: registration, heartbeats, and commands.
 
 The server sends heartbeats with counters. The scheduler sends maps, proposals and news, which are passed to the server
-in order of arrival. A broken session is reopened with the same incarnation, while the data path continues. The server
-ends when the scheduler no longer knows this incarnation, because its shards then belong to other servers.
+in order of arrival. The server ends when the scheduler no longer knows this incarnation, because its shards then belong
+to other servers.
 """
 
 from __future__ import annotations
@@ -14,24 +14,15 @@ import grpc.aio
 import structlog
 
 import psdist
-from psdist.errors import (
-    RUN_ENDING,
-    DuplicateMemberError,
-    FencedError,
-    PsdistError,
-    SchedulerUnreachableError,
-    ServerUnreachableError,
-    WrongRunError,
-)
+from psdist.errors import DuplicateMemberError, PsdistError, SchedulerUnreachableError, ServerUnreachableError
 from psdist.security.tls import Credentials
 from psdist.security.tokens import Verifier
 from psdist.types import ClusterMap
 from psdist.v1 import common_pb2
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import convert, limits, status
-from psdist.wire.backoff import Backoff
-from psdist.wire.followed_map import FollowedMap
-from psdist.wire.member_connection import MemberConnection, SessionRequests, is_cancelled
+from psdist.wire.member_session import MemberSession
+from psdist.wire.scheduler_connection import MemberConnection
 from psdist_server.core.contributions import EqualReport
 from psdist_server.server import ParameterServer, ServerRegistration
 from psdist_server.snapshot_loader import LoadReport, ShardLoaded
@@ -44,7 +35,7 @@ _RETRY_SECONDS = 0.1
 logger = structlog.get_logger("psdist.server")
 
 
-class ServerSession:
+class ServerSession(MemberSession):
     """The membership of one server.
 
     address: address of the scheduler.
@@ -52,6 +43,9 @@ class ServerSession:
     rng: randomizes pauses between attempts.
     verifier: checks this server's callers. It receives its key from the scheduler.
     """
+
+    #: Given to ``run``.
+    _server: ParameterServer
 
     def __init__(
         self,
@@ -63,8 +57,8 @@ class ServerSession:
         rng: Random | None = None,
         verifier: Verifier | None = None,
     ) -> None:
-        self._connection = MemberConnection(address, "--scheduler or PSDIST_SCHEDULER", credentials, rng or Random())
-        self._connection.verifier = verifier
+        super().__init__(MemberConnection(address, "--scheduler or PSDIST_SCHEDULER", credentials, rng or Random()))
+        self.connection.verifier = verifier
         self._advertise = advertise
         self.registration = ServerRegistration(run_id, server_id)
         #: Set when the scheduler reports that no worker is left and the training result is saved.
@@ -73,10 +67,8 @@ class ServerSession:
         self.in_session = False
         #: ``host:port`` of this server's metrics; empty without.
         self.metrics_address = ""
-        self._leaving = False
         #: Proposals of earlier sessions. Those that the first map does not confirm are withdrawn.
         self._stale: set[tuple[str, str]] = set()
-        self._requests = SessionRequests()
         #: Reports sent in this session.
         self._reported: set[ReplicaReport | LoadReport | EqualReport] = set()
 
@@ -99,11 +91,11 @@ class ServerSession:
             nonlocal logged_at
             if now() - logged_at > limits.REPORT_WAIT_SECONDS:
                 logged_at = now()
-                logger.warning("waiting for the scheduler", peer=self._connection.address, reason=error.message)
+                logger.warning("waiting for the scheduler", peer=self.connection.address, reason=error.message)
 
         # The scheduler may not have noticed yet that an earlier process with this id ended.
         retried = (ServerUnreachableError, DuplicateMemberError)
-        answer = await self._connection.register(request, timeout_seconds, retried, on_failure)
+        answer = await self.connection.register(request, timeout_seconds, retried, on_failure)
         self.registration = ServerRegistration(
             answer.run_id,
             answer.member_id,
@@ -117,62 +109,34 @@ class ServerSession:
     async def run(self, server: ParameterServer) -> None:
         """Maintain the session until it is cancelled or left. Raises FencedError or WrongRunError if the scheduler
         rejects this incarnation, and an error of RUN_ENDING if the run cannot continue."""
-        connection, reason = self._connection, ""
-        backoff = Backoff.for_session(
-            connection.rng, self.registration.heartbeat_seconds, has_standby=connection.has_standby
-        )
-        while True:
-            self.in_session, peer = False, self._connection.address  # Later it may be another scheduler's.
-            server.snapshot_writer.session_ended()
-            try:
-                await self._session(server)
-            except grpc.aio.AioRpcError as error:
-                known = self._connection.error(error)
-                if isinstance(known, (FencedError, WrongRunError, *RUN_ENDING)):
-                    raise known from None
-                reason = str(known)
-            except asyncio.CancelledError:
-                if is_cancelled():
-                    raise
-                reason = "a heartbeat could not be made"
-            if self._leaving:
-                return
-            if self.in_session:  # Logged once, not for each further attempt.
-                backoff.reset()
-                logger.warning("session broken; reconnecting", peer=peer, reason=reason)
-            await asyncio.sleep(backoff.next_seconds())
+        self._server, mine = server, self.registration
+        error = await self.hold_session(mine.server_id, mine.incarnation, mine.heartbeat_seconds)
+        if error is not None:
+            raise error
 
-    async def _session(self, server: ParameterServer) -> None:
-        requests = self._requests = SessionRequests()
+    def begin_stream(self) -> ClusterMap:
+        server, requests = self._server, self.requests
         self._stale, self._reported = server.proposals, set()
-        server.report_to(
-            lambda: self._send_reports(server), lambda report: requests.send(pb.SessionRequest(snapshot=report))
-        )
-        mine, connection = self.registration, self._connection
-        cluster = server.admission.map
-        heartbeats = requests.stream(
-            mine.server_id, mine.incarnation, lambda: self._heartbeat(server), mine.heartbeat_seconds,
-            takes_differences=True, epoch=cluster.epoch, scheduler_id=cluster.scheduler_id,
-        )  # fmt: skip
-        followed = FollowedMap()
-        try:
-            async for response in connection.stub.Session(heartbeats, metadata=connection.metadata):
-                await self._handle(response, server, followed)
-        finally:
-            requests.close()
-            server.trace.session_ended()
+        server.report_to(self._send_reports, lambda report: requests.send(pb.SessionRequest(snapshot=report)))
+        return server.admission.map
 
-    def _send_reports(self, server: ParameterServer) -> None:
+    def end_stream(self) -> None:
+        self.in_session = False
+        self._server.snapshot_writer.session_ended()
+        self._server.trace.session_ended()
+
+    def _send_reports(self) -> None:
         """Send the reports that are new in this session. The scheduler may have missed those of an earlier one."""
-        reports = server.reports()
+        reports = self._server.reports()
         self._reported.intersection_update(reports)
         for report in reports:
             if report not in self._reported:
                 self._reported.add(report)
-                self._requests.send(_report_message(report))
+                self.requests.send(_report_message(report))
 
-    def _heartbeat(self, server: ParameterServer) -> pb.SessionRequest.Heartbeat:
-        self._send_reports(server)
+    def heartbeat(self) -> pb.SessionRequest.Heartbeat:
+        self._send_reports()
+        server = self._server
         statistics = server.statistics()
         return pb.SessionRequest.Heartbeat(
             epoch=server.admission.map.epoch,
@@ -180,21 +144,23 @@ class ServerSession:
             waiting_for=sorted({wait for part in statistics.parameters for wait in part.waiting_for}),
             snapshot=server.snapshot_progress(),
             metrics_address=self.metrics_address,
-            certificate_not_after=self._connection.credentials.certificate_not_after(),
+            certificate_not_after=self.connection.credentials.certificate_not_after(),
             heard=[
                 common_pb2.WorkerIncarnation(worker_id=worker_id, incarnation=incarnation, age_seconds=age)
                 for worker_id, incarnation, age in server.admission.take_heard()
             ],
         )
 
-    async def _handle(self, response: pb.SessionResponse, server: ParameterServer, followed: FollowedMap) -> None:
+    async def adopt_map(self, cluster: ClusterMap) -> None:
+        await self._server.adopt_map(cluster)
+        if not self.in_session:
+            self.in_session = True
+            for parameters, worker_id in self._stale:
+                self._server.withdraw(parameters, worker_id)
+
+    async def on_command(self, response: pb.SessionResponse) -> PsdistError | None:
+        server = self._server
         match response.WhichOneof("command"):
-            case "map" | "map_difference":
-                await server.adopt_map(followed.apply(response))
-                if not self.in_session:
-                    self.in_session = True
-                    for parameters, worker_id in self._stale:
-                        server.withdraw(parameters, worker_id)
             case "join_proposal":
                 proposal = response.join_proposal
                 member = convert.member_from_proto(proposal.member)
@@ -203,12 +169,12 @@ class ServerSession:
                 answer = pb.SessionRequest.JoinAnswer(
                     proposal_id=proposal.proposal_id, accepted=accepted, version_max=version_max
                 )
-                self._requests.send(pb.SessionRequest(join_answer=answer))
+                self.requests.send(pb.SessionRequest(join_answer=answer))
             case "check_values":
                 asked = response.check_values
                 installed = server.installed_slices(asked.parameters)
                 values_answer = pb.SessionRequest.ValuesAnswer(number=asked.number, installed=installed)
-                self._requests.send(pb.SessionRequest(values_answer=values_answer))
+                self.requests.send(pb.SessionRequest(values_answer=values_answer))
             case "join_withdrawn":
                 server.withdraw(response.join_withdrawn.parameters, response.join_withdrawn.worker_id)
             case "member_lost":
@@ -219,13 +185,14 @@ class ServerSession:
             case "snapshot":
                 server.snapshot_writer.command(response.snapshot)
             case "trace":
-                requests = self._requests
+                requests = self.requests
                 server.trace.on_command(response.trace, lambda report: requests.send(pb.SessionRequest(trace=report)))
             case "rolled_back":
                 logger.warning("rolled back", text=response.rolled_back.text)
             case "run_ended":
                 logger.info("the run has ended")
                 self.run_ended.set()
+        return None
 
     async def drain(self, timeout_seconds: float) -> None:
         """Ask the scheduler to move all shards away from this server. Returns when it holds none, when none can be
@@ -238,7 +205,7 @@ class ServerSession:
             return
         clock = asyncio.get_running_loop().time
         until = clock() + timeout_seconds
-        asked_until = clock() + (min(timeout_seconds, _TAKEOVER_SECONDS) if self._connection.has_standby else 0.0)
+        asked_until = clock() + (min(timeout_seconds, _TAKEOVER_SECONDS) if self.connection.has_standby else 0.0)
         while (error := await self._drain_once(until - clock())) is not None:
             if not isinstance(error, SchedulerUnreachableError) or clock() >= asked_until:
                 logger.warning("not drained", reason=error.message)
@@ -249,26 +216,26 @@ class ServerSession:
         """Follow the draining of this server at one scheduler. Returns the error if that fails."""
         request = pb.DrainRequest(run_id=self.registration.run_id, server_id=self.registration.server_id)
         try:
-            stub, metadata = self._connection.stub, self._connection.metadata
+            stub, metadata = self.connection.stub, self.connection.metadata
             async for progress in stub.Drain(request, metadata=metadata, timeout=timeout_seconds):
                 if progress.drained:
                     return None
                 logger.info("draining", shards_left=progress.shards_left, waiting_for=progress.waiting_for)
         except grpc.aio.AioRpcError as failure:
-            return self._connection.error(failure)
+            return self.connection.error(failure)
         return None
 
     async def leave(self, reason: str) -> None:
         """End the membership. Waits at most a second for the scheduler's answer."""
-        self._leaving = True
+        self.is_leaving = True
         try:
-            await self._connection.leave(self.registration.server_id, self.registration.incarnation, reason)
+            await self.connection.leave(self.registration.server_id, self.registration.incarnation, reason)
         except PsdistError as error:
             logger.info("left; the scheduler did not answer", reason=str(error))
 
     async def close(self) -> None:
         """Close the channel."""
-        await self._connection.close()
+        await self.connection.close()
 
 
 def _report_message(report: ReplicaReport | LoadReport | EqualReport) -> pb.SessionRequest:
