@@ -157,7 +157,7 @@ class Run(Driver):
     def churn(self) -> None:
         """Add or lose a worker, or request a cut."""
         what = self.rng.choice(("join", "lose", "cut"))
-        align = self.cluster.machines.creation.joins.alignment
+        align = self.cluster.alignment
         if what == "join" and len(self.workers) < 5 and not self.joining:
             member, _ = self.join()
             self.create(member, name=self.names[0])
@@ -175,7 +175,7 @@ class Run(Driver):
 
     def check(self) -> None:
         """Check that the agreed steps start an iteration, and that nothing after them is applied."""
-        align = self.cluster.machines.creation.joins.alignment
+        align = self.cluster.alignment
         vector = align.vector
         if vector is None:
             return

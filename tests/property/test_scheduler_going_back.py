@@ -19,7 +19,7 @@ from psdist.types import DatasetSpec
 from psdist_scheduler.decide import cluster_events as ev
 from psdist_scheduler.decide import snapshot_events as sn
 from psdist_scheduler.decide.cluster_state import Member
-from psdist_scheduler.decide.deferred_losses import PATIENCE_SECONDS
+from psdist_scheduler.decide.losses import PATIENCE_SECONDS
 from tests.support.scheduler_driver import caller
 from tests.support.snapshot_driver import SnapshotDriver, commit_of
 

@@ -24,10 +24,9 @@ from psdist.errors import ServerUnreachableError, StaleEpochError, StaleEstimate
 from psdist.optim import SGD
 from psdist.types import Shard
 from psdist_scheduler.decide import cluster as scheduler_cluster
-from psdist_scheduler.decide import shard_placement, unreachable_servers
-from psdist_scheduler.decide.deferred_losses import DeferredLosses
+from psdist_scheduler.decide import losses, shard_placement
 from psdist_scheduler.decide.effects import Persist
-from psdist_scheduler.decide.losses import SilentMembers
+from psdist_scheduler.decide.losses import DeferredLosses, MemberLosses
 from psdist_scheduler.decide.members import Sessions
 from psdist_scheduler.run import scheduler
 from psdist_server import admission
@@ -345,8 +344,8 @@ def _every_end_is_death(put: Put) -> None:
 
 @_ablation("a session that breaks is no death", **{**_SILENT, "faults": ("break session of server",)})
 def _broken_is_refused(put: Put) -> None:
-    on_probed = SilentMembers.on_probed
-    put(SilentMembers, "on_probed", lambda self, event, now: on_probed(self, replace(event, result="refused"), now))
+    on_probed = MemberLosses.on_probed
+    put(MemberLosses, "on_probed", lambda self, event, now: on_probed(self, replace(event, result="refused"), now))
 
 
 @_ablation("the last copy of a shard is waited for", **{**_SILENT, "faults": ("pause all servers",), "replicas": 1})
@@ -505,8 +504,8 @@ def _skip_one(next_copy: Any) -> Any:
 
 @_ablation("a silent worker whose connection answers pings is awaited", **{**_SILENT, "faults": (HELD,), "cut": 0.0})
 def _silence_is_death(put: Put) -> None:
-    evidence = SilentMembers._evidence
-    put(SilentMembers, "_evidence", lambda *arguments: replace(evidence(*arguments), answers=False))
+    evidence = MemberLosses._evidence
+    put(MemberLosses, "_evidence", lambda *arguments: replace(evidence(*arguments), answers=False))
 
 
 # --- a worker that cannot reach a server ------------------------------------------------------------------------------
@@ -519,12 +518,12 @@ _CUT_OFF: dict[str, Any] = {
 
 @_ablation("a worker without a path to a server is expelled", **_CUT_OFF)
 def _no_expulsion_without_a_path(put: Put) -> None:
-    put(unreachable_servers.UnreachableServers, "expelled", lambda self, now: [])
+    put(losses.UnreachableServers, "expelled", lambda self, now: [])
 
 
 @_ablation("other workers are asked before one is expelled", **_CUT_OFF)
 def _nobody_is_asked(put: Put) -> None:
-    put(unreachable_servers.UnreachableServers, "_ask", lambda self, server: [])
+    put(losses.UnreachableServers, "_ask", lambda self, server: [])
 
 
 @_ablation("a worker joins when servers answer it", **_CUT_OFF)

@@ -36,8 +36,8 @@ from psdist.wire.shm import WeightsArena
 from psdist_scheduler.decide import deadlocks
 from psdist_scheduler.decide.barriers import Barriers
 from psdist_scheduler.decide.cluster import Cluster
-from psdist_scheduler.decide.deferred_losses import DeferredLosses
 from psdist_scheduler.decide.joins import Joins
+from psdist_scheduler.decide.losses import DeferredLosses
 from psdist_scheduler.run import scheduler
 from psdist_server.core.async_shard import AsyncShard
 from psdist_server.core.bsp_shard import BspShard
@@ -276,7 +276,7 @@ def _watch_reply(reply: Any) -> Any:
     def watched(self: Any, effect: Any) -> None:
         store = self.replicator.store
         number, me = store.router.shard_of(effect.index), store.me
-        machine = store.replicator.machines.get(number)
+        machine = store.replicator.get(number)
         if machine is not None:
             running().oracle.acts(store.entry.spec.name, number, machine.term, f"{me}/{me.incarnation}")
             running().answered(store, effect.index)

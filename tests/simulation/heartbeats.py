@@ -49,7 +49,7 @@ def watch_kept(running: Any) -> None:
 
 
 def _lacking(scheduler: Scheduler, member_id: str, numbers: dict[str, int], pushes: dict[str, int]) -> list[str]:
-    _, activity = scheduler.cluster.machines.deadlocks._activities.get(member_id, (0, None))
+    _, activity = scheduler.cluster.deadlocks._activities.get(member_id, (0, None))
     worker = scheduler.reports.samples._workers.get(member_id)
     known = dict(activity.next) if activity is not None else {}
     counted = worker.pushes if worker is not None else {}

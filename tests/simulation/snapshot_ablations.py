@@ -12,7 +12,7 @@ from psdist.client import participation
 from psdist.client.session import worker_state
 from psdist.optim import SGD
 from psdist.snapshots import reader
-from psdist_scheduler.decide import deferred_losses, leased_datasets, members
+from psdist_scheduler.decide import leased_datasets, losses, members
 from psdist_scheduler.run import snapshot_io
 from psdist_server.core import cut_state as cuts
 from psdist_server.core.async_shard import AsyncShard
@@ -103,7 +103,7 @@ def _record_first(put: Put) -> None:
     consistency=BSP(), save_steps=1, save_seconds=0.0, lives=24, delay=(0.0002, 0.001), storage_seconds=(0.01, 0.1),
 )  # fmt: skip
 def _lost_at_once(put: Put) -> None:
-    put(deferred_losses.DeferredLosses, "_must_wait", lambda self, now: False)
+    put(losses.DeferredLosses, "_must_wait", lambda self, now: False)
 
 
 # --- the storage ------------------------------------------------------------------------------------------------------

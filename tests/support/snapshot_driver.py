@@ -150,7 +150,7 @@ class SnapshotDriver(Driver):
 
     def _standing(self, session: int, command: AlignCommand) -> AlignReported:
         """Return a held worker's report: an iteration begins where all slices are."""
-        names = self.cluster.machines.creation.joins.alignment.names
+        names = self.cluster.alignment.names
         steps = {name: max(self.versions.get(name, 0), self._first_step(name)) for name in names}
         low, high = min(steps.values()), max(steps.values())
         if high - low > 1:  # Not in step: iterations are declared.

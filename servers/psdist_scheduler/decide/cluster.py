@@ -13,7 +13,7 @@ The decisions themselves are in ``members``, ``placement``, ``datasets``, ``snap
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Final, get_args
 
@@ -22,13 +22,28 @@ from psdist.types import ClusterMap, ServerEntry, WorkerEntry
 from psdist_scheduler.decide import cluster_events as ev
 from psdist_scheduler.decide import effects as ef
 from psdist_scheduler.decide import snapshot_events as sn
+from psdist_scheduler.decide.alignment import Alignment
+from psdist_scheduler.decide.barriers import Barriers
 from psdist_scheduler.decide.cluster_events import Event, Heard, StopReported, TraceEvent
 from psdist_scheduler.decide.cluster_state import ClusterSettings, StoredState
-from psdist_scheduler.decide.effects import Broadcast, Effect, Publish, Refuse
+from psdist_scheduler.decide.deadlocks import Deadlocks
+from psdist_scheduler.decide.effects import Broadcast, Effect, Persist, Publish, Refuse, Wait
 from psdist_scheduler.decide.formations import GroupFormations
-from psdist_scheduler.decide.leased_datasets import SameBatchWarnings
+from psdist_scheduler.decide.joins import Joins
+from psdist_scheduler.decide.leased_datasets import Datasets, SameBatchWarnings
 from psdist_scheduler.decide.lineage import Lineage, lost
-from psdist_scheduler.decide.machines import Machines
+from psdist_scheduler.decide.losses import MemberLosses
+from psdist_scheduler.decide.member_admission import MemberAdmission
+from psdist_scheduler.decide.members import Membership
+from psdist_scheduler.decide.parameter_creation import Commits, Creation
+from psdist_scheduler.decide.parameter_sets import Registry
+from psdist_scheduler.decide.rendezvous import Rendezvous
+from psdist_scheduler.decide.restore_point import Resume
+from psdist_scheduler.decide.rollback import Rollback
+from psdist_scheduler.decide.run_end import CoordinatedShutdown, ExitRequests, RunStart
+from psdist_scheduler.decide.scaling import Scaling
+from psdist_scheduler.decide.shard_placement import ReplicaManager
+from psdist_scheduler.decide.snapshots import Snapshots
 from psdist_scheduler.decide.trace_recording import Traces
 from psdist_scheduler.decide.waiting_calls import WaitingCalls
 
@@ -41,6 +56,10 @@ _PASSING: Final = (
     ev.FormGroup,
     *get_args(TraceEvent),
 )
+#: Failed workers are restarted sooner than this by their agent, and new ones arrive.
+_VACANT_SECONDS: Final = 30.0
+#: Number of bits for commands to workers and proposals to servers per epoch. Their numbers begin with the epoch.
+_COMMANDS_BITS: Final = 20
 _NO_RECORD: Final = (
     "No snapshot has the training progress either. Start afresh under another --run-id; a scheduler with --store, and "
     "--storage-path for snapshots, survives this"
@@ -66,9 +85,7 @@ class Cluster:
         if history is not None:
             # A run that resumes from a snapshot has higher epochs than the run that took it.
             self.epoch = max(self.epoch, *(commit.epoch for commit in history.commits), 0)
-        self.machines = machines = Machines.build(settings, stored, history, self.epoch, now)
-        self.members, self.demand = machines.members, machines.members.demand
-        self.registry, self.datasets, self.snapshots = machines.registry, machines.datasets, machines.snapshots
+        self._make_machines(stored, history, now)
         self.lineage = Lineage(settings.salt, stored)
         self._same_batches = SameBatchWarnings(self.members, self.registry)
         self._formations = GroupFormations(self.members, is_restored=stored is not None)
@@ -76,6 +93,41 @@ class Cluster:
         self._calls = WaitingCalls()
         #: True once members and callers were notified that the run cannot continue.
         self._has_ended = False
+
+    def _make_machines(self, stored: StoredState | None, history: sn.History | None, now: float) -> None:
+        """Create the machines of the run."""
+        settings, epoch, begins = self.settings, self.epoch, stored is None
+        stored = stored or StoredState(settings.run_id, 0)
+        # Grace periods for missing members start again.
+        resume = Resume(stored.base, now if stored.base.generation else None)
+        if history is not None:
+            resume.read(history.base)
+            if begins and history.newest is not None:
+                resume.go_to(history.newest, 0, epoch + 1, None)
+        if stored.run_lost:
+            resume.fail(RunLostError(stored.run_lost))
+        numbers = (epoch + 1) << _COMMANDS_BITS
+        self.members = members = Membership(settings, stored.members, now, resume.incarnations, stored.servers_wanted)
+        self.demand = members.demand
+        self.admission = MemberAdmission(settings, members)
+        self.registry = registry = Registry(settings, stored.parameters, epoch + 1, resume)
+        self.alignment = Alignment(members, registry, numbers)
+        self.joins = Joins(registry, members, self.alignment, numbers)
+        self.creation = Creation(settings, registry, resume, members, self.joins, Commits(registry, members))
+        self.replica_manager = ReplicaManager(settings, registry, members)
+        self.datasets = datasets = Datasets(stored.datasets, resume)
+        self.snapshots = snapshots = Snapshots(settings, registry, members, datasets, self.alignment, history, now)
+        self.rollback = Rollback(registry, self.joins, members, datasets, snapshots)
+        vacant = max(settings.worker_lease_seconds, _VACANT_SECONDS)
+        self.rendezvous = Rendezvous(stored.nodes, settings.join_grace_seconds, vacant, now)
+        self.scaling = Scaling(settings, registry, members, self.rendezvous)
+        self.barriers = Barriers(members, stored.barriers)
+        self.losses = MemberLosses(settings, members, registry, snapshots, now)
+        self.run_start = RunStart(settings, members, registry, now)
+        self.exit_requests = ExitRequests(settings, registry, members, snapshots, self.scaling)
+        shutdown_numbers = epoch << _COMMANDS_BITS
+        self.coordinated_shutdown = CoordinatedShutdown(members, registry, snapshots, self.alignment, shutdown_numbers)
+        self.deadlocks = Deadlocks(members, registry, self.barriers)
 
     @property
     def failed(self) -> PsdistError | None:
@@ -102,7 +154,7 @@ class Cluster:
         Workers that are done count as present.
         """
         begun = any(entry.ready for entry in self.registry.entries)
-        return self.machines.rendezvous.shortage(self.demand.ranks_in_service) if begun else ""
+        return self.rendezvous.shortage(self.demand.ranks_in_service) if begun else ""
 
     @property
     def waits(self) -> list[str]:
@@ -119,7 +171,7 @@ class Cluster:
         """One sentence about the state of the run, with the reason if it is stalled."""
         if lost := self.registry.lost_text:
             return lost
-        if wait := self.machines.losses.deferred.wait:
+        if wait := self.losses.deferred.wait:
             return f"held up, waiting {wait}"
         training = [
             f"{p.name!r} at {p.version_text}" for p in self.registry.all if p.state == "ready" and p.entry.members
@@ -128,9 +180,9 @@ class Cluster:
             return f"paused, waiting {self.paused}"
         if training:
             shortage = self.demand.shortage(begun=True)
-            degraded = self.machines.replica_manager.degraded()
+            degraded = self.replica_manager.degraded()
             fewer = f"with fewer than wanted, waiting {shortage}" if shortage else ""
-            also = [self.machines.losses.silent.sentence, degraded, fewer]
+            also = [self.losses.silence_text, degraded, fewer]
             return "; ".join([f"training {', '.join(training)}", *(text for text in also if text)])
         if shortage := self.demand.shortage():
             everyone_left = not self.members.workers and self.members.ranks
@@ -173,7 +225,7 @@ class Cluster:
         before: effects of the events that led to this.
         changed: True if there is a new epoch in any case.
         """
-        effects = before + self.machines.scaling.progress(now)
+        effects = before + self.scaling.progress(now)
         if self._has_ended:
             return effects
         self._has_ended = True
@@ -183,7 +235,7 @@ class Cluster:
             self._end(call)
         # Only an operator knows whether a lost record comes back. The next scheduler examines the snapshots again.
         lost = error.message if isinstance(error, RunLostError) else ""
-        changed = changed or self.machines.has_changed
+        changed = changed or self._has_changed
         self.epoch += changed
         changes = replace(self._take_changes(), run_lost=lost)
         log = ef.LogEvent(f"the run ends: {error}", "warning", kind="shutdown")
@@ -192,15 +244,23 @@ class Cluster:
         return [changes, log, *published, *effects, *refused]
 
     def validate(self) -> None:
-        self.machines.validate()
+        self.members.validate()
+        self.registry.validate(self.members)
+        self.joins.validate()
+        self.alignment.validate()
+        self.creation.commits.validate()
+        self.rendezvous.validate()
+        self.datasets.validate()
+        self.snapshots.validate()
+        self.losses.validate()
+        self.barriers.validate()
         self._calls.validate()
         self._formations.validate()
-        assert not self.machines.has_changed and not self.machines.has_changed_aside
+        assert not self._has_changed and not self._has_changed_aside
 
     # --- events -------------------------------------------------------------------------------------------------------
 
     def _handle(self, event: Event, now: float) -> list[Effect]:
-        machines = self.machines
         if self.failed is not None and not isinstance(event, ev.CallEnded | ev.WatchScale):
             raise copy_error(self.failed)
         match event:
@@ -210,51 +270,51 @@ class Cluster:
                 self.members.on_activity(heard, now)
                 return []
             case ev.Tick():
-                effects, calls = machines.deadlocks.progress()
+                effects, calls = self.deadlocks.progress()
                 for call in calls:
                     self._end(call)
-                return effects + machines.losses.tick(now) + self._traces.tick(now)
+                return effects + self.losses.tick(now) + self._traces.tick(now)
             case ev.Register():
                 return self._register(event, now)
             case ev.SessionOpened():
                 self._check_lineage(event)
                 return self._open_session(event, now)
             case ev.SessionClosed():
-                return machines.losses.close_session(event, now)
+                return self.losses.close_session(event, now)
             case ev.Probed():
-                return machines.losses.on_probed(event, now)
+                return self.losses.on_probed(event, now)
             case ev.Leave():
-                return machines.losses.leave(event, now)
+                return self.losses.leave(event, now)
             case ev.JoinAnswered():
-                return machines.creation.joins.on_answer(event)
+                return self.joins.on_answer(event)
             case ev.ValuesAnswered():
-                return machines.creation.commits.on_answer(event)
+                return self.creation.commits.on_answer(event)
             case ev.ReplicaFilled():
-                return machines.replica_manager.on_filled(event)
+                return self.replica_manager.on_filled(event)
             case ev.ReplicaUnreachable():
-                return machines.replica_manager.on_unreachable(event, now)
+                return self.replica_manager.on_unreachable(event, now)
             case ev.GiveUp():
                 self.members.check_run(event.run_id)
-                return machines.losses.start.give_up(event)
+                return self.run_start.give_up(event)
             case ev.Drain() | ev.Stop():
-                return machines.exit_requests.hold(event, now)
+                return self.exit_requests.hold(event, now)
             case StopReported():
-                return machines.coordinated_shutdown.on_report(event)
+                return self.coordinated_shutdown.on_report(event)
             case ev.ServerChecked():
-                return machines.losses.on_checked(event, now)
+                return self.losses.on_checked(event, now)
             case ev.CallChecked():
-                machines.deadlocks.on_checked(event)
+                self.deadlocks.on_checked(event)
                 return []
             case ev.EqualContributions():
                 return self._same_batches.on_report(event)
             case ev.AlignReported():
-                return machines.creation.joins.alignment.on_report(event, now)
+                return self.alignment.on_report(event, now)
             case ev.Scale():
-                return machines.scaling.scale(event)
+                return self.scaling.scale(event)
             case ev.WatchScale():
-                return machines.scaling.watch(event)
+                return self.scaling.watch(event)
             case ev.CommitParameters():
-                return machines.creation.commit(event, self.members.check_caller(event.caller))
+                return self.creation.commit(event, self.members.check_caller(event.caller))
             case ev.OpenDataset() | ev.LeaseRange() | ev.EndRanges() | ev.GetPosition() | ev.SetPosition():
                 return self._data(event)
             case ev.FormGroup():
@@ -270,22 +330,21 @@ class Cluster:
                 return self._snapshot(event, now)
 
     def _register(self, event: ev.Register, now: float) -> list[Effect]:
-        losses = self.machines.losses
+        losses = self.losses
         losses.on_register(event, now)
-        member, effects = self.machines.admission.register(event, self.registry.lost_owners, now)
+        member, effects = self.admission.register(event, self.registry.lost_owners, now)
         return effects + losses.replace_at_address(member, now)
 
     def _open_session(self, event: ev.SessionOpened, now: float) -> list[Effect]:
         """Open a member's session. All machines that send commands repeat theirs on it."""
-        machines = self.machines
         member, effects = self.members.open_session(event, now)
         if member.role == "server":
-            effects += machines.creation.joins.on_session(member.member_id)
+            effects += self.joins.on_session(member.member_id)
         else:
-            machines.coordinated_shutdown.on_session(member)
-            machines.creation.joins.alignment.on_session(member)
+            self.coordinated_shutdown.on_session(member)
+            self.alignment.on_session(member)
         effects += self.snapshots.on_session(member, self.epoch, now)
-        return effects + machines.exit_requests.on_session(event.call)
+        return effects + self.exit_requests.on_session(event.call)
 
     def _check_lineage(self, event: ev.SessionOpened) -> None:
         """Raise RunLostError if a member comes from a part of the run that is not on record.
@@ -314,7 +373,7 @@ class Cluster:
         raise copy_error(error)
 
     def _snapshot(self, event: sn.SnapshotEvent, now: float) -> list[Effect]:
-        snapshots, rollback = self.snapshots, self.machines.rollback
+        snapshots, rollback = self.snapshots, self.rollback
         match event:
             case sn.Save():
                 effects = snapshots.save(event, now)
@@ -336,7 +395,7 @@ class Cluster:
             case sn.Pruned():
                 return snapshots.catalog.on_pruned(event)
             case sn.Loaded():
-                return self.machines.creation.on_loaded(event)
+                return self.creation.on_loaded(event)
             case sn.LoadFailed():
                 return rollback.on_load_failed(event)
             case sn.HistoryRead():
@@ -344,25 +403,24 @@ class Cluster:
 
     def _wait(self, event: ev.Create | ev.Describe | ev.EnterBarrier | ev.EnterRendezvous, now: float) -> list[Effect]:
         """Process a call that may have to wait."""
-        machines = self.machines
         if isinstance(event, ev.EnterRendezvous):
             self.members.check_run(event.run_id)
-            effects = machines.rendezvous.enter(event, now)
+            effects = self.rendezvous.enter(event, now)
             self._calls.add(event.call, "")
             return effects
         worker = self.members.check_caller(event.caller)
         self._calls.check(worker)
         match event:
             case ev.Create():
-                effects = machines.creation.create(event, worker)
+                effects = self.creation.create(event, worker)
                 self.snapshots.end_snapshot.forget()
             case ev.Describe():
-                effects = machines.creation.describe(event, worker)
+                effects = self.creation.describe(event, worker)
             case ev.EnterBarrier():
-                effects = machines.barriers.enter(event, worker)
+                effects = self.barriers.enter(event, worker)
         self._calls.add(event.call, worker.member_id)
         if not isinstance(event, ev.Describe):
-            machines.deadlocks.on_activity(worker, event.activity, event.call)
+            self.deadlocks.on_activity(worker, event.activity, event.call)
         return effects
 
     def _data(self, event: ev.DataEvent) -> list[Effect]:
@@ -385,19 +443,16 @@ class Cluster:
         if member is None:
             return []
         self.members.sessions.on_heartbeat(event, member.member_id, now)
+        effects = self.losses.on_heartbeat(event, member, now)
         if member.role == "worker":
-            self.machines.deadlocks.on_activity(member, event.activity)
-            return self.machines.losses.unreachable.on_report(member, event.unreachable, now)
-        unreachable, server = self.machines.losses.unreachable, member.replica
-        for worker_id, incarnation, age in event.heard:
-            self.members.on_activity([(worker_id, incarnation)], now - age)
-            unreachable.on_heard(server, (worker_id, incarnation), now - age)
+            self.deadlocks.on_activity(member, event.activity)
+            return effects
         for name, version in event.versions:
             if (p := self.registry.get(name)) is not None:
                 p.on_version(member.member_id, event.epoch, version)
         if event.progress is not None and (attempt := self.snapshots.attempt) is not None:
             attempt.on_progress(member.member_id, event.progress, now)
-        return []
+        return effects
 
     def _trace(self, event: TraceEvent, now: float) -> list[Effect]:
         effects = self._traces.on(event, now)
@@ -406,8 +461,16 @@ class Cluster:
         return effects
 
     def _end(self, call: int) -> None:
+        """Remove a call that is over from every machine."""
         self._calls.end_call(call)
-        self.machines.end_call(call)
+        self.registry.end_call(call)
+        self.creation.commits.end_call(call)
+        self.barriers.end_call(call)
+        self.rendezvous.end_call(call)
+        self.scaling.end_call(call)
+        self.snapshots.waiters.end_call(call)
+        self.exit_requests.end_call(call)
+        self.deadlocks.end_call(call)
 
     # --- what follows -------------------------------------------------------------------------------------------------
 
@@ -423,41 +486,76 @@ class Cluster:
         4. Alignment: it sends commands on behalf of joins, shutdown and snapshots.
         5. Scaling, barriers, rendezvous and data sets, which nothing else depends on.
         """
-        machines, epoch = self.machines, self.epoch + 1
-        effects += machines.losses.progress(now)
-        effects += machines.rollback.roll_back_if_lost(epoch, now)
+        epoch = self.epoch + 1
+        effects += self.losses.progress(now)
+        effects += self.rollback.roll_back_if_lost(epoch, now)
         if self.failed is None:
-            effects += self._end_calls_of_the_gone() + machines.replica_manager.lose(epoch)
-            machines.rollback.end_if_lost()
-            effects += machines.losses.start.progress(now)
+            effects += self._end_calls_of_the_gone() + self.replica_manager.lose(epoch)
+            self.rollback.end_if_lost()
+            effects += self.run_start.progress(now)
         if self.failed is not None:
             return self._end_run(self.failed, effects, now, changed)
-        effects += machines.creation.progress(epoch, now) + machines.replica_manager.plan(epoch, now)
-        effects += machines.exit_requests.request_snapshots(now) + machines.coordinated_shutdown.progress(now)
+        effects += self.creation.progress(epoch, now) + self.replica_manager.plan(epoch, now)
+        effects += self.exit_requests.request_snapshots(now) + self.coordinated_shutdown.progress(now)
         # A scheduler that starts belongs to its own epoch now: numbers derived from it must exceed all that its
         # predecessor used.
-        effects += machines.snapshots.progress(self.epoch + changed, now) + machines.exit_requests.release(now)
-        effects += machines.creation.joins.alignment.progress(now)
-        effects += machines.scaling.progress(now) + machines.barriers.progress()
-        if machines.rendezvous.world_size:
+        effects += self.snapshots.progress(self.epoch + changed, now) + self.exit_requests.release(now)
+        effects += self.alignment.progress(now)
+        effects += self.scaling.progress(now) + self.barriers.progress()
+        if self.rendezvous.world_size:
             live = [worker.rank for worker in self.members.workers]
             done = [worker.rank for worker in self.demand.workers_done]
-            machines.rendezvous.update_presence(self.members.ranks, live, done, now)
-        effects += machines.rendezvous.progress(now, max(self.members.next_rank, self.demand.ranks_used))
+            self.rendezvous.update_presence(self.members.ranks, live, done, now)
+        effects += self.rendezvous.progress(now, max(self.members.next_rank, self.demand.ranks_used))
         if changed or self.members.changed:
-            effects += machines.datasets.lose(self.members.is_live)
-        changed = changed or machines.has_changed
+            effects += self.datasets.lose(self.members.is_live)
+        changed = changed or self._has_changed
         self.epoch += changed
-        machines.replica_manager.published(self.epoch)
-        first = [self._take_changes()] if changed or machines.has_changed_aside else []
+        self.replica_manager.published(self.epoch)
+        first = [self._take_changes()] if changed or self._has_changed_aside else []
         news = [effect for effect in effects if isinstance(effect, Broadcast)]
         rest: list[Effect] = [effect for effect in effects if not isinstance(effect, Broadcast)]
         published = [Publish(self.map)] if changed else []
         self._calls.drop_answered(rest)
-        return [*first, *news, *published, *rest, *self._calls.report(machines.waits(now), now)]
+        return [*first, *news, *published, *rest, *self._calls.report(self._all_waits(now), now)]
 
-    def _take_changes(self) -> ef.Persist:
-        return replace(self.machines.take_changes(self.epoch), schedulers=self.lineage.take_change())
+    def _all_waits(self, now: float) -> Iterator[Wait]:
+        yield from self.creation.waits(now)
+        yield from self.joins.waits()
+        yield from self.barriers.waits()
+        yield from self.rendezvous.waits(now)
+        yield from self.scaling.waits()
+        yield from self.losses.waits()
+        yield from self.snapshots.waits()
+        yield from self.coordinated_shutdown.waits()
+        yield from self.alignment.waits()
+
+    @property
+    def _has_changed(self) -> bool:
+        """True if something changed that makes an epoch: content of the map, or state that a restart needs."""
+        parameters = self.registry.changed or self.registry.resume.changed
+        return bool(self.members.changed or self.demand.changed or parameters or self.rendezvous.changed)
+
+    @property
+    def _has_changed_aside(self) -> bool:
+        """True if something changed that a restart needs and that the map does not show."""
+        return bool(self.datasets.changed or self.barriers.changed)
+
+    def _take_changes(self) -> Persist:
+        """Return everything that changed since the previous call."""
+        forgotten, parameters = self.registry.take_changes()
+        return Persist(
+            epoch=self.epoch,
+            members=self.members.take_changes(),
+            parameters=parameters,
+            nodes=self.rendezvous.take_changes(),
+            datasets=self.datasets.take_changes(),
+            servers_wanted=self.demand.take_change(),
+            forgotten=forgotten,
+            base=self.registry.resume.take_change(),
+            barriers=self.barriers.take_changes(),
+            schedulers=self.lineage.take_change(),
+        )
 
     def _end_calls_of_the_gone(self) -> list[Effect]:
         effects: list[Effect] = []

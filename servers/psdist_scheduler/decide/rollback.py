@@ -7,7 +7,7 @@ end, because their knowledge of steps and leases is no longer true. Without such
 ``ServerLostError``: the training progress is gone.
 
 The run rolls back to the newest committed snapshot. While the storage is committing one, nobody knows which that is,
-and the loss waits (``deferred_losses``). Only if the storage does not answer for too long does the run use the previous
+and the loss waits (``losses``). Only if the storage does not answer for too long does the run use the previous
 snapshot. If the newer one is committed nevertheless before anything is placed, the run rolls back once more, to that
 one. If it is committed later, it belongs to a history that was given up and never announced, and it is not kept.
 
@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from psdist.errors import ServerLostError, SnapshotCorruptError
 from psdist.types import Restore
 from psdist_scheduler.decide.cluster_state import group
-from psdist_scheduler.decide.deferred_losses import PATIENCE_SECONDS
 from psdist_scheduler.decide.effects import Broadcast, Close, Effect, LogEvent
 from psdist_scheduler.decide.joins import Joins
 from psdist_scheduler.decide.leased_datasets import Datasets
+from psdist_scheduler.decide.losses import PATIENCE_SECONDS
 from psdist_scheduler.decide.members import WENT_BACK, Membership
 from psdist_scheduler.decide.parameter_sets import ParameterSet, Registry, name_shards
 from psdist_scheduler.decide.shard_placement import after_loss

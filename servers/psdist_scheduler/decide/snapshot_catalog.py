@@ -2,7 +2,7 @@
 
 A snapshot exists if the storage has its commit record. Until the storage answers, nobody knows whether it has; after an
 ambiguous answer (a time limit, a broken connection) the storage is read. ``doubt`` is set until this is known, and
-decisions that depend on the newest snapshot wait (``deferred_losses``).
+decisions that depend on the newest snapshot wait (``losses``).
 
 Invariants: ``commits`` lists the newest first, each number once, none above ``highest``. One commit is in progress at a
 time, so that no two are sent under one number. The next record's number is one above the highest ever seen. A scheduler

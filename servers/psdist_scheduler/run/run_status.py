@@ -138,7 +138,7 @@ def _member(
     if (presence := cluster.members.sessions.liveness.get(member.member_id)) is not None:
         report.heartbeat_age_seconds, report.epoch = now - presence.seen, presence.epoch
         report.waiting_for.extend(presence.waiting_for)
-        report.waiting_for.extend(cluster.machines.losses.unreachable.sentences(member.member_id, now))
+        report.waiting_for.extend(cluster.losses.unreachable.sentences(member.member_id, now))
     return report
 
 

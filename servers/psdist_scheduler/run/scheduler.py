@@ -133,7 +133,7 @@ class Scheduler:
             self._store.check()
             self.post(Tick())
             self.reports.tick(self.cluster, self.time())
-            if self.cluster.machines.exit_requests.is_over(self.time()):
+            if self.cluster.exit_requests.is_over(self.time()):
                 self.is_over.set()
 
     def stop(self) -> None:

@@ -180,7 +180,7 @@ def test_barrier_names(name: str) -> None:
     before, call = driver.stored, driver.number()
     driver.on(ev.EnterBarrier(call, caller(worker), name, 1, 0))
     assert isinstance(driver.state(call), errors.InvalidNameError)
-    assert driver.stored == before and not list(driver.cluster.machines.barriers.arrivals)
+    assert driver.stored == before and not list(driver.cluster.barriers.arrivals)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_numbers_of_arrivals(numbers: dict[str, Any], tmp_path: Path) -> None:
     before, call = driver.stored, driver.number()
     driver.on(ev.EnterBarrier(call, caller(worker), "b", **numbers))
     assert isinstance(driver.state(call), errors.InvalidArgumentError)
-    assert driver.stored == before and not list(driver.cluster.machines.barriers.arrivals)
+    assert driver.stored == before and not list(driver.cluster.barriers.arrivals)
     last = driver.number()
     driver.on(ev.EnterBarrier(last, caller(worker), "b", 1, limits.BARRIERS_PASSED_MAX - 1))
     assert driver.state(last) == ef.Done()
@@ -248,7 +248,7 @@ def test_calls_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     worker, _ = driver.join()
     calls = [driver.ask(ev.EnterBarrier, worker, f"b{number}") for number in range(3)]
     assert isinstance(driver.state(calls[2]), errors.LimitExceededError)
-    assert [name for name, _ in driver.cluster.machines.barriers.arrivals] == ["b0", "b1"]
+    assert [name for name, _ in driver.cluster.barriers.arrivals] == ["b0", "b1"]
 
 
 # --- limits of the transport ------------------------------------------------------------------------------------------

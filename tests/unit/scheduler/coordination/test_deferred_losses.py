@@ -10,7 +10,7 @@ from psdist.errors import DuplicateMemberError, SnapshotFailedError
 from psdist_scheduler.decide import cluster_events as ev
 from psdist_scheduler.decide import effects as ef
 from psdist_scheduler.decide import snapshot_events as sn
-from psdist_scheduler.decide.deferred_losses import PATIENCE_SECONDS
+from psdist_scheduler.decide.losses import PATIENCE_SECONDS
 from tests.support.scheduler_driver import Driver, caller
 from tests.support.snapshot_driver import SnapshotDriver, commit_of, history_of
 from tests.unit.scheduler.placement.test_restore_point import DATA, lease, lose, rejoin, saved_run

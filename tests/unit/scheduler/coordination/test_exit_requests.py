@@ -99,7 +99,7 @@ def test_a_server_that_ends_between_two_workers_hands_its_shards_to_the_others(p
 def test_a_run_is_over_when_no_worker_has_been_there_for_the_idle_timeout() -> None:
     """Not before the first worker came, and not while another one is present, or returns within that time."""
     d = Ready(idle_timeout_seconds=5.0)
-    shutdown = d.cluster.machines.exit_requests
+    shutdown = d.cluster.exit_requests
     d.now += 60.0
     d.tick()
     assert not shutdown.is_over(d.now)
@@ -118,7 +118,7 @@ def test_a_run_is_over_when_no_worker_has_been_there_for_the_idle_timeout() -> N
 def test_a_run_without_an_idle_timeout_is_never_over() -> None:
     d = ready()
     d.on(ev.Leave(d.number(), caller(d.members[0]), "done"))
-    assert not d.cluster.machines.exit_requests.is_over(d.now + 1e6)
+    assert not d.cluster.exit_requests.is_over(d.now + 1e6)
 
 
 @pytest.mark.parametrize("ends", [True, False])
@@ -153,7 +153,7 @@ def begin_the_end(d: Ready) -> int:
 def test_a_run_whose_last_snapshot_fails_goes_on_and_ends_with_the_next() -> None:
     """Servers have the only values, so that they are not told to end."""
     d = ready(idle_timeout_seconds=5.0)
-    shutdown = d.cluster.machines.exit_requests
+    shutdown = d.cluster.exit_requests
     call = begin_the_end(d)
     d.on(sn.PartFailed(d.cluster.members.sessions.call_of("server-0"), d.attempt.number, "no space"))
     assert isinstance(d.errors[call], SnapshotFailedError) and d.run_ended == 0
@@ -172,12 +172,12 @@ def test_a_worker_that_registers_during_the_last_snapshot_withdraws_the_end() ->
     d.writing = True
     d.go_on()
     know(d)
-    assert d.run_ended == 0 and not d.cluster.machines.exit_requests.is_over(d.now + 60.0)
+    assert d.run_ended == 0 and not d.cluster.exit_requests.is_over(d.now + 60.0)
 
 
 def test_a_worker_that_was_lost_has_the_time_of_its_lease_to_come_back() -> None:
     d = ready(workers=2, idle_timeout_seconds=5.0, worker_lease_seconds=30.0)
-    shutdown = d.cluster.machines.exit_requests
+    shutdown = d.cluster.exit_requests
     lost, last = d.members
     d.on(ev.SessionClosed(d.cluster.members.sessions.call_of(lost.member_id), "its process was killed"))
     d.on(ev.Leave(d.number(), caller(last), "done"))
@@ -187,7 +187,7 @@ def test_a_worker_that_was_lost_has_the_time_of_its_lease_to_come_back() -> None
 def test_a_longer_idle_timeout_counts_for_lost_workers_too() -> None:
     d = ready(idle_timeout_seconds=60.0, worker_lease_seconds=30.0)
     d.on(ev.SessionClosed(d.cluster.members.sessions.call_of(d.members[0].member_id), "its process was killed"))
-    shutdown = d.cluster.machines.exit_requests
+    shutdown = d.cluster.exit_requests
     assert not shutdown.is_over(d.now + 59.9) and shutdown.is_over(d.now + 60.0)
 
 

@@ -94,7 +94,7 @@ def test_a_worker_without_a_path_is_named_soon_and_expelled_after_its_lease(cons
     run.pass_time(5.0)
     status = run.driver.cluster
     assert any("for worker-1 to reach server-0, which it cannot; worker-0" in wait for wait in status.waits)
-    (sentence,) = status.machines.losses.unreachable.sentences("worker-1", run.driver.now)
+    (sentence,) = status.losses.unreachable.sentences("worker-1", run.driver.now)
     assert sentence.startswith("for server-0 to be reachable from here (5 s)") and REASON in sentence
     assert run.driver.notes.count(f"worker-1 cannot reach server-0: {REASON}") == 1
     run.pass_time(LEASE - 5.5)
@@ -229,7 +229,7 @@ def test_the_scheduler_keeps_nothing_of_members_that_are_gone() -> None:
     run = Run()
     run.cut(1, 0)
     run.pass_time(4.0)
-    unreachable = run.driver.cluster.machines.losses.unreachable
+    unreachable = run.driver.cluster.losses.unreachable
     assert unreachable._doubts and unreachable._reached
     run.driver.on(ev.SessionClosed(run.workers[1][1], "gone"))
     run.driver.tick(0.25)
@@ -251,7 +251,7 @@ def test_one_bad_path_of_many_workers_is_found_in_a_restarted_scheduler_too() ->
     run = Run()
     run.cut(1, 0)
     run.pass_time(LEASE - 2.0)
-    run.driver.cluster.machines.losses.unreachable._doubts.clear()
-    run.driver.cluster.machines.losses.unreachable._reached.clear()
+    run.driver.cluster.losses.unreachable._doubts.clear()
+    run.driver.cluster.losses.unreachable._reached.clear()
     run.pass_time(3.0)
     assert run.gone == ["worker-1"]

@@ -172,7 +172,7 @@ def test_an_order_without_iterations_is_refused_with_its_remedy() -> None:
 
 def test_another_set_that_is_trained_makes_them_choose_again() -> None:
     run = Run()
-    alignment = run.cluster.machines.creation.joins.alignment
+    alignment = run.cluster.alignment
     alignment.want("test")
     run.tick()
     for worker in run.workers:
@@ -320,7 +320,7 @@ class Parts(Run):
 
     @property
     def alignment(self) -> Alignment:
-        return self.cluster.machines.creation.joins.alignment
+        return self.cluster.alignment
 
     def reports(self, *steps: int) -> None:
         """All workers report their next steps, which start iterations."""
