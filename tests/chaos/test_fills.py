@@ -33,14 +33,17 @@ def test_fills_are_read_from_the_map() -> None:
     assert fills_of([entry]) == [Fill("net", 1, 7, B, C)]
 
 
-@pytest.mark.parametrize(
-    ("server", "gone", "expendable"),
-    [(A, (), True), (B, (), True), (C, (), True), (A, (B,), False), (B, (A,), False), (C, (B,), True), (B, (C,), True)],
-)
-def test_a_server_is_expendable_unless_it_has_a_last_copy(
-    server: Replica, gone: tuple[Replica, ...], expendable: bool
-) -> None:
-    assert is_expendable([_entry(Shard(A, 1, (B,)))], server, gone) is expendable
+def test_a_server_is_expendable_unless_it_has_a_last_copy() -> None:
+    for server, gone, expendable in [
+        (A, (), True),
+        (B, (), True),
+        (C, (), True),
+        (A, (B,), False),
+        (B, (A,), False),
+        (C, (B,), True),
+        (B, (C,), True),
+    ]:
+        assert is_expendable([_entry(Shard(A, 1, (B,)))], server, gone) is expendable
 
 
 def test_a_copy_that_is_being_filled_is_no_copy() -> None:

@@ -53,16 +53,19 @@ def test_asynchronous_what_nobody_knows_may_be_missing() -> None:
     assert judge(pushes, weights, _WORKERS, synchronous=False) == Verdict(89, 1, 1, 0, 0)
 
 
-@pytest.mark.parametrize(
-    ("rank", "number", "slices", "times", "lost", "repeated"),
-    [(1, 7, 1, -1, 1, 0), (1, 7, 3, -1, 3, 0), (1, 7, 2, 1, 0, 2), (0, 50, 1, 1, 0, 1), (0, 50, 1, -2, 1, 0)],
-)
-def test_asynchronous_sees(rank: int, number: int, slices: int, times: int, lost: int, repeated: int) -> None:
-    pushes = _asynchronous()
-    weights = _weights(pushes)
-    _apply(weights[:slices], rank, number, times=times)
-    verdict = judge(pushes, weights, _WORKERS, synchronous=False)
-    assert (verdict.lost, verdict.repeated) == (lost, repeated)
+def test_asynchronous_sees() -> None:
+    for rank, number, slices, times, lost, repeated in [
+        (1, 7, 1, -1, 1, 0),
+        (1, 7, 3, -1, 3, 0),
+        (1, 7, 2, 1, 0, 2),
+        (0, 50, 1, 1, 0, 1),
+        (0, 50, 1, -2, 1, 0),
+    ]:
+        pushes = _asynchronous()
+        weights = _weights(pushes)
+        _apply(weights[:slices], rank, number, times=times)
+        verdict = judge(pushes, weights, _WORKERS, synchronous=False)
+        assert (verdict.lost, verdict.repeated) == (lost, repeated)
 
 
 def test_what_nobody_pushed_is_seen() -> None:
@@ -110,21 +113,18 @@ def test_bsp_of_workers_that_come_and_go() -> None:
     assert judge(pushes, weights, _WORKERS, synchronous=True) == Verdict(17, 0, 1, 0, 0)
 
 
-@pytest.mark.parametrize(
-    ("changes", "lost", "repeated"),
-    [
+def test_bsp_of_workers_that_come_and_go_sees() -> None:
+    for changes, lost, repeated in [
         ([(0, 8, -0.5), (1, 8, 0.5)], 3, 0),  # one push was lost, so the other had the whole step
         ([(0, 5, 1.0)], 0, 3),  # a step of one worker applied twice
         ([(0, 8, 0.5), (1, 8, 0.5)], 0, 6),  # a step of two applied twice
         ([(1, 5, 0.5), (0, 5, -0.5)], 0, 3),  # worker 1 took part in a step that it never pushed
-    ],
-)
-def test_bsp_of_workers_that_come_and_go_sees(changes: list[tuple[int, int, float]], lost: int, repeated: int) -> None:
-    pushes, weights = _elastic()
-    for rank, step, share in changes:
-        _apply(weights, rank, step, share)
-    verdict = judge(pushes, weights, _WORKERS, synchronous=True)
-    assert (verdict.lost, verdict.repeated) == (lost, repeated)
+    ]:
+        pushes, weights = _elastic()
+        for rank, step, share in changes:
+            _apply(weights, rank, step, share)
+        verdict = judge(pushes, weights, _WORKERS, synchronous=True)
+        assert (verdict.lost, verdict.repeated) == (lost, repeated)
 
 
 def test_bsp_of_workers_that_come_and_go_needs_a_place_for_each_step() -> None:
@@ -178,11 +178,9 @@ def test_the_log_half_a_line(tmp_path: Path) -> None:
 # --- the report -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("count", "part", "rank"), [(1, 0.5, 1), (2, 0.5, 1), (3, 0.5, 2), (100, 0.99, 99), (50, 0.99, 50)]
-)
-def test_percentile(count: int, part: float, rank: int) -> None:
-    assert percentile([float(n) for n in range(1, count + 1)], part) == rank
+def test_percentile() -> None:
+    for count, part, rank in [(1, 0.5, 1), (2, 0.5, 1), (3, 0.5, 2), (100, 0.99, 99), (50, 0.99, 50)]:
+        assert percentile([float(n) for n in range(1, count + 1)], part) == rank
 
 
 def test_a_loss_makes_a_bad_report() -> None:

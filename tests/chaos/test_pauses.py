@@ -19,9 +19,8 @@ def _moments(*gaps: tuple[float, float]) -> list[float]:
     return [moment for moment in _STEADY if not any(begin < moment < end for begin, end in gaps)]
 
 
-@pytest.mark.parametrize(
-    ("faults", "gaps", "expected"),
-    [
+def test_a_pause_counts_for_its_fault() -> None:
+    for faults, gaps, expected in [
         ([("server-kill", 0.15)], [], [0.1]),
         ([("server-kill", 0.15)], [(0.1, 0.4)], [0.3]),
         ([("server-kill", 0.15)], [(0.5, 0.9)], [0.4]),  # later, as while a shard changes its primary
@@ -30,12 +29,8 @@ def _moments(*gaps: tuple[float, float]) -> list[float]:
         ([("server-kill", 0.15), ("server-freeze", 0.25)], [(0.1, 0.6)], [0.0, 0.5]),
         ([("server-freeze", 0.15), ("server-kill", 0.55)], [(0.1, 0.6)], [0.5, 0.1]),
         ([("server-kill", 0.45)], [(0.0, 0.4)], [0.1]),  # before it
-    ],
-)
-def test_a_pause_counts_for_its_fault(
-    faults: list[tuple[str, float]], gaps: list[tuple[float, float]], expected: list[float]
-) -> None:
-    assert longest_pauses(_moments(*gaps), _faults(*faults), 1.0) == pytest.approx(expected)
+    ]:
+        assert longest_pauses(_moments(*gaps), _faults(*faults), 1.0) == pytest.approx(expected)
 
 
 def test_pauses_after_the_end_do_not_count() -> None:

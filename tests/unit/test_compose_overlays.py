@@ -7,7 +7,6 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from psdist.settings.flags import flags_of
@@ -25,24 +24,26 @@ def services(path: Path) -> dict[str, dict[str, Any]]:
     return loaded
 
 
-@pytest.mark.parametrize("path", [BASE, *OVERLAYS], ids=lambda path: path.stem)
-def test_the_programs_understand_their_commands(path: Path) -> None:
-    commands = [
-        words
-        for service in services(path).values()
-        if isinstance(command := service.get("command"), str)
-        and (words := shlex.split(_VARIABLE.sub(r"\1", command)))[0] in ("psdist-scheduler", "psdist-server")
-    ]
-    for words in commands:
-        given = parse(words, {})
-        assert given.host == "0.0.0.0"
+def test_the_programs_understand_their_commands() -> None:
+    for path in [BASE, *OVERLAYS]:
+        commands = [
+            words
+            for service in services(path).values()
+            if isinstance(command := service.get("command"), str)
+            and (words := shlex.split(_VARIABLE.sub(r"\1", command)))[0] in ("psdist-scheduler", "psdist-server")
+        ]
+        for words in commands:
+            given = parse(words, {})
+            assert given.host == "0.0.0.0"
 
 
-@pytest.mark.parametrize("path", OVERLAYS, ids=lambda path: path.stem)
-def test_variables_are_those_of_the_programs(path: Path) -> None:
-    known = {"PSDIST_" + flag.dest.upper() for kind in (SchedulerSettings, ServerSettings) for flag in flags_of(kind)}
-    given = {name for service in services(path).values() for name in service.get("environment") or {}}
-    assert {name for name in given if name.startswith("PSDIST_")} <= known | {"PSDIST_TOKEN", "PSDIST_TOKEN_FILE"}
+def test_variables_are_those_of_the_programs() -> None:
+    for path in OVERLAYS:
+        known = {
+            "PSDIST_" + flag.dest.upper() for kind in (SchedulerSettings, ServerSettings) for flag in flags_of(kind)
+        }
+        given = {name for service in services(path).values() for name in service.get("environment") or {}}
+        assert {name for name in given if name.startswith("PSDIST_")} <= known | {"PSDIST_TOKEN", "PSDIST_TOKEN_FILE"}
 
 
 def test_there_is_an_overlay_for_each_promise_of_the_readme() -> None:

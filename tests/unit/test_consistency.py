@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 import psdist
-from psdist.consistency import Consistency, with_reduction
+from psdist.consistency import with_reduction
 from psdist.errors import InvalidArgumentError
 from psdist.v1 import common_pb2
 from psdist.wire import convert
 
 
-@pytest.mark.parametrize("mode", [psdist.BSP(1, "sqrt"), psdist.BSP(reduction="sum"), psdist.SSP(2), psdist.ASP()])
-def test_modes_come_back_from_the_wire(mode: Consistency) -> None:
-    data = convert.consistency_to_proto(mode).SerializeToString()
-    assert convert.consistency_from_proto(common_pb2.Consistency.FromString(data)) == mode
+def test_modes_come_back_from_the_wire() -> None:
+    for mode in [psdist.BSP(1, "sqrt"), psdist.BSP(reduction="sum"), psdist.SSP(2), psdist.ASP()]:
+        data = convert.consistency_to_proto(mode).SerializeToString()
+        assert convert.consistency_from_proto(common_pb2.Consistency.FromString(data)) == mode
 
 
 def test_a_message_without_a_reduction_means_the_mean() -> None:

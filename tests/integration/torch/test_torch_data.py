@@ -167,20 +167,17 @@ def test_it_reads_ahead_without_reporting(client: psdist.Client) -> None:
     assert sum(count for _, count in leases.position().done) == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
+def test_options_that_do_not_fit_are_refused(client: psdist.Client) -> None:
+    for options, said in [
         ({"shuffle": True}, r"shuffle= does not apply to a LeasedDataLoader"),
         ({"sampler": [1, 2]}, "sampler= does not apply"),
         ({"drop_last": True}, "drop_last= does not apply"),
         ({"in_order": False}, "in_order=False is not supported"),
         ({"batch_size": 0}, "batch_size=0 is out of range"),
         ({"num_workers": 40, "prefetch_factor": 4}, "read 160 batches ahead, which are 82 ranges of 8 samples"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(client: psdist.Client, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=said):
-        loader(client, "refused", **options)
+    ]:
+        with pytest.raises(InvalidArgumentError, match=said):
+            loader(client, "refused", **options)
 
 
 def test_the_sizes_must_agree(client: psdist.Client) -> None:

@@ -218,10 +218,10 @@ def test_a_script_gets_its_arguments_as_they_were_given(tmp_path: Path) -> None:
     assert _expanded(worker["args"]) == ["--", *words]
 
 
-@pytest.mark.parametrize("name", ["no", "on", "true", "null", "y"])
-def test_a_name_that_is_no_text_in_yaml_is_refused(name: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"'{name}' is not possible: .*but none of y, n, yes"):
-        k8s.name_text(name)
+def test_a_name_that_is_no_text_in_yaml_is_refused() -> None:
+    for name in ["no", "on", "true", "null", "y"]:
+        with pytest.raises(ConfigurationError, match=f"'{name}' is not possible: .*but none of y, n, yes"):
+            k8s.name_text(name)
 
 
 def question(probe: Object, variables: dict[str, str]) -> tuple[int, str | None]:
@@ -361,18 +361,22 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         generate(tmp_path / "file" / "run")
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["--image", "train"], ["--image", "train:latest"], ["--image", "r:5000/train"], ["--name", "A"],
-        ["--name", "a" * 41], ["--server-memory", "much"], ["--server-memory", "0"], ["--snapshot-storage", "0.0Gi"],
-        ["--grace", "5"], ["--run-id", "a b"],
-    ],
-)  # fmt: skip
-def test_values_that_kubernetes_would_refuse_are_refused(argv: list[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        k8s.command_line().parse(["--out", "x", *argv, "train.py"], {})
-    assert ended.value.code == 2
+def test_values_that_kubernetes_would_refuse_are_refused() -> None:
+    for argv in [
+        ["--image", "train"],
+        ["--image", "train:latest"],
+        ["--image", "r:5000/train"],
+        ["--name", "A"],
+        ["--name", "a" * 41],
+        ["--server-memory", "much"],
+        ["--server-memory", "0"],
+        ["--snapshot-storage", "0.0Gi"],
+        ["--grace", "5"],
+        ["--run-id", "a b"],
+    ]:
+        with pytest.raises(SystemExit) as ended:
+            k8s.command_line().parse(["--out", "x", *argv, "train.py"], {})
+        assert ended.value.code == 2
 
 
 @pytest.mark.parametrize("image", ["train:1", "host:5000/a/b_c:v1.2-x", f"train@sha256:{'0' * 64}"])

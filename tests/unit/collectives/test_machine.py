@@ -32,25 +32,22 @@ def summed(rank: int, size: int, array: np.ndarray, op: str = "sum") -> Plan:
     return calls.all_reduce(rank, size, array, np.empty_like(array), op)
 
 
-@pytest.mark.parametrize(
-    ("odd", "texts"),
-    [
+def test_a_call_that_differs_is_named_at_all_ranks() -> None:
+    for odd, texts in [
         (lambda: calls.barrier(1, 3), ("barrier()", "all_reduce(op=sum, dtype=float32, shape=(2,))")),
         (lambda: summed(1, 3, np.ones(2, np.float32), "max"), ("op=max", "op=sum")),
         (lambda: summed(1, 3, np.ones(2, np.int32)), ("dtype=int32", "dtype=float32")),
         (lambda: summed(1, 3, np.ones(3, np.float32)), ("shape=(3,)", "shape=(2,)")),
-    ],
-)
-def test_a_call_that_differs_is_named_at_all_ranks(odd: object, texts: tuple[str, str]) -> None:
-    network = CollectiveNetwork(3, random.Random(1))
-    plans = [summed(rank, 3, np.ones(2, np.float32)) for rank in (0, 2)]
-    started = [network.start(0, plans[0]), network.start(1, odd()), network.start(2, plans[1])]  # type: ignore[operator]
-    network.run()
-    for call in started:
-        assert isinstance(call.error, CollectiveMismatchError)
-        assert all(text in call.error.message for text in texts) and "rank 1" in call.error.message
-    again = network.start(0, calls.barrier(0, 3))
-    assert isinstance(again.error, CollectiveMismatchError), "the group has ended"
+    ]:
+        network = CollectiveNetwork(3, random.Random(1))
+        plans = [summed(rank, 3, np.ones(2, np.float32)) for rank in (0, 2)]
+        started = [network.start(0, plans[0]), network.start(1, odd()), network.start(2, plans[1])]
+        network.run()
+        for call in started:
+            assert isinstance(call.error, CollectiveMismatchError)
+            assert all(text in call.error.message for text in texts) and "rank 1" in call.error.message
+        again = network.start(0, calls.barrier(0, 3))
+        assert isinstance(again.error, CollectiveMismatchError), "the group has ended"
 
 
 def test_roots_that_differ_are_named() -> None:

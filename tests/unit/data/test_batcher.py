@@ -63,9 +63,8 @@ def test_named_arrays_are_padded_each_and_numbers_are_stacked() -> None:
     assert batch.values["frames"].tolist() == [[[1, 1], [1, 1]], [[1, 1], [0, 0]]]
 
 
-@pytest.mark.parametrize(
-    ("samples", "error", "text"),
-    [
+def test_samples_that_do_not_fit_together_are_refused() -> None:
+    for samples, error, text in [
         ([["a", "b"]], InvalidArgumentError, "a sample of type list is no array of numbers"),
         ([{"x": [None]}], InvalidArgumentError, "a sample 'x' of type list is no array of numbers"),
         ([3], ShapeMismatchError, "a sample has no array with an axis"),
@@ -75,25 +74,20 @@ def test_named_arrays_are_padded_each_and_numbers_are_stacked() -> None:
         ([{"x": [1]}, {"y": [1]}], InvalidArgumentError, r"have different names than \['x'\]"),
         ([[1] * 65], InvalidArgumentError, "a sample of length 65 is longer than the last bucket"),
         ([np.ones(2, np.uint8), np.ones(1, np.uint8)], InvalidArgumentError, "pad_value=-1 is no value of uint8"),
-    ],
-)
-def test_samples_that_do_not_fit_together_are_refused(samples: list[Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        list(small(pad_value=-1).batches(samples))
+    ]:
+        with pytest.raises(error, match=text):
+            list(small(pad_value=-1).batches(samples))
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
+def test_wrong_options_are_refused() -> None:
+    for options, text in [
         ({"max_batch_size": "3"}, "max_batch_size='3' is out of range"),
         ({"timeout_ms": "fast"}, "timeout_ms='fast' is no number"),
         ({"timeout_ms": 0}, "timeout_ms=0 is not possible"),
         ({"capacity": 2}, "capacity=2 is out of range"),
-    ],
-)
-def test_wrong_options_are_refused(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=text):
-        small(**options)
+    ]:
+        with pytest.raises(InvalidArgumentError, match=text):
+            small(**options)
 
 
 # --- passes and places ------------------------------------------------------------------------------------------------

@@ -20,19 +20,14 @@ SCHEDULER = "scheduler:29600"
 W1 = ProcessKey("worker", 1)
 
 
-@pytest.mark.parametrize(
-    ("place", "environ", "master"),
-    [
+def test_scripts_meet_where_the_rendezvous_says_and_else_where_the_user_says() -> None:
+    for place, environ, master in [
         (Place(1, 2, 1, 2, "box:7000", "run"), {"MASTER_ADDR": "other", "MASTER_PORT": "1"}, "box:7000"),
         (Place(1, 2, 1, 2), {"MASTER_ADDR": "2001:db8::7", "MASTER_PORT": "29500"}, "[2001:db8::7]:29500"),
         (Place(1, 2, 1, 2), {"MASTER_ADDR": "box"}, SCHEDULER),
         (Place(1, 2, 1, 2), {}, SCHEDULER),
-    ],
-)
-def test_scripts_meet_where_the_rendezvous_says_and_else_where_the_user_says(
-    place: Place, environ: dict[str, str], master: str
-) -> None:
-    assert agent._master(place, SCHEDULER, environ) == master
+    ]:
+        assert agent._master(place, SCHEDULER, environ) == master
 
 
 def test_the_scripts_of_a_single_node_meet_at_a_free_port_of_it() -> None:
@@ -40,9 +35,9 @@ def test_the_scripts_of_a_single_node_meet_at_a_free_port_of_it() -> None:
     assert not is_wildcard(host) and host != "scheduler" and port != 29600
 
 
-@pytest.mark.parametrize("status", [exit_codes.FAILURE, exit_codes.CONFIGURATION, exit_codes.NEVER_CONNECTED, 42])
-def test_a_script_that_fails_is_given_up(status: int) -> None:
-    assert why_given_up(Finish(status, "worker 1 failed", W1), has_connected=True) == "worker 1 failed"
+def test_a_script_that_fails_is_given_up() -> None:
+    for status in [exit_codes.FAILURE, exit_codes.CONFIGURATION, exit_codes.NEVER_CONNECTED, 42]:
+        assert why_given_up(Finish(status, "worker 1 failed", W1), has_connected=True) == "worker 1 failed"
 
 
 def test_so_is_one_that_never_connected() -> None:

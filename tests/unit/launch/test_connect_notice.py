@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from psdist.launcher.connect_notice import ConnectNotice
 
 
@@ -21,12 +19,13 @@ def test_a_quick_start_says_nothing_and_a_worker_that_starts_again_is_news() -> 
     assert notice.text([1], 105.0) == "waiting for worker 1 to call psdist.init()"
 
 
-@pytest.mark.parametrize(
-    ("ranks", "names"),
-    [([3], "worker 3"), ([0, 1], "workers 0 and 1"), ([0, 1, 2, 5], "workers 0, 1, 2 and 5"),
-     (range(9), "workers 0, 1, 2, 3 and 5 others")],
-)  # fmt: skip
-def test_who_is_waited_for_is_named(ranks: list[int], names: str) -> None:
-    notice = ConnectNotice()
-    notice.text(ranks, 0.0)
-    assert notice.text(ranks, 9.0) == f"waiting for {names} to call psdist.init()"
+def test_who_is_waited_for_is_named() -> None:
+    for ranks, names in [
+        ([3], "worker 3"),
+        ([0, 1], "workers 0 and 1"),
+        ([0, 1, 2, 5], "workers 0, 1, 2 and 5"),
+        (range(9), "workers 0, 1, 2, 3 and 5 others"),
+    ]:
+        notice = ConnectNotice()
+        notice.text(ranks, 0.0)
+        assert notice.text(ranks, 9.0) == f"waiting for {names} to call psdist.init()"

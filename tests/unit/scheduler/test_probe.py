@@ -73,9 +73,9 @@ async def test_only_a_refusal_is_a_refusal(monkeypatch: pytest.MonkeyPatch, erro
     assert await probe(f"{_LOOPBACK}:1", _LONG) == result
 
 
-@pytest.mark.parametrize("address", ["", "no-port", "host:port", "host:99999"])
-async def test_an_address_that_cannot_be_used_is_silent(address: str) -> None:
-    assert await probe(address, _LONG) == "silent"
+async def test_an_address_that_cannot_be_used_is_silent() -> None:
+    for address in ["", "no-port", "host:port", "host:99999"]:
+        assert await probe(address, _LONG) == "silent"
 
 
 async def test_a_name_that_cannot_be_resolved_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,12 +111,18 @@ def test_names_and_members_are_limited() -> None:
     assert len(found.workers) == form.MEMBERS_KEPT
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"[]", b"{}", b'{"format": true}', b'{"format": 1}', b'{"format": 1, "run_id": 5}', b"[" * 100_000]
-)
-def test_other_bytes_are_no_summary(data: bytes) -> None:
-    with pytest.raises(SnapshotCorruptError, match="file is not what was written"):
-        form.parse(data, "file")
+def test_other_bytes_are_no_summary() -> None:
+    for data in [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"format": true}',
+        b'{"format": 1}',
+        b'{"format": 1, "run_id": 5}',
+        b"[" * 100_000,
+    ]:
+        with pytest.raises(SnapshotCorruptError, match="file is not what was written"):
+            form.parse(data, "file")
 
 
 def test_a_newer_format_is_refused_with_the_remedy() -> None:

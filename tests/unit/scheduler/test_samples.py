@@ -153,19 +153,22 @@ def test_the_first_bytes_count_and_bytes_that_move_to_another_transport_do_not_c
     assert sizes == [[("shm", 100)], [("shm", 60)], [("tcp", 40)]]
 
 
-@pytest.mark.parametrize(
-    "heartbeat",
-    [worker(math.inf, 0.0, 1), worker(-1.0, 0.0, 1), worker(math.nan, 0.0, 1),
-     worker(1.0, 0.0, 1, reported={"n" * 2000: 1.0}), worker(1.0, 0.0, 1, samples_per_second=math.nan),
-     worker(1.0, 0.0, 1, samples_per_second=1e308), worker(1e308, 0.0, 1)],
-)  # fmt: skip
-def test_implausible_totals_are_not_kept(heartbeat: pb.SessionRequest.Heartbeat) -> None:
-    history = SampleHistory()
-    history.on_heartbeat("worker-0", worker(0.0, 0.0, 0), 0.0)
-    history.on_tick(0.0, 0.0)
-    history.on_heartbeat("worker-0", heartbeat, 1.0)
-    history.on_tick(1.0, 1.0)
-    assert not history.after(1)[0].workers
+def test_implausible_totals_are_not_kept() -> None:
+    for heartbeat in [
+        worker(math.inf, 0.0, 1),
+        worker(-1.0, 0.0, 1),
+        worker(math.nan, 0.0, 1),
+        worker(1.0, 0.0, 1, reported={"n" * 2000: 1.0}),
+        worker(1.0, 0.0, 1, samples_per_second=math.nan),
+        worker(1.0, 0.0, 1, samples_per_second=1e308),
+        worker(1e308, 0.0, 1),
+    ]:
+        history = SampleHistory()
+        history.on_heartbeat("worker-0", worker(0.0, 0.0, 0), 0.0)
+        history.on_tick(0.0, 0.0)
+        history.on_heartbeat("worker-0", heartbeat, 1.0)
+        history.on_tick(1.0, 1.0)
+        assert not history.after(1)[0].workers
 
 
 def test_kept_samples_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:

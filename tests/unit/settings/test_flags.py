@@ -62,9 +62,8 @@ def test_misplaced_flags_are_found() -> None:
     assert line.misplaced(["train.py", "--lr", "1"]) == []
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
+def test_wrong_flags_say_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv, words in [
         (["--nservers", "0", "x.py"], ["--nservers", "0", "at least 1"]),
         (["--nproc-per-node", "0", "x.py"], ["--nproc-per-node", "0", "at least 1"]),
         (["--nproc-per-node", "many", "x.py"], ["--nproc-per-node", "'many'"]),
@@ -76,14 +75,12 @@ def test_misplaced_flags_are_found() -> None:
         (["-r", "4", "x.py"], ["--redirects", "'4'"]),
         (["--local-ranks-filter", "a", "x.py"], ["--local-ranks-filter", "'a'"]),
         (["--frobnicate", "x.py"], ["--frobnicate"]),
-    ],
-)
-def test_wrong_flags_say_what_is_wrong(argv: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        run.command_line().parse(argv, {})
-    assert ended.value.code == 2
-    message = capsys.readouterr().err
-    assert all(word in message for word in words), message
+    ]:
+        with pytest.raises(SystemExit) as ended:
+            run.command_line().parse(argv, {})
+        assert ended.value.code == 2
+        message = capsys.readouterr().err
+        assert all(word in message for word in words), message
 
 
 def test_a_wrong_variable_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,20 +136,17 @@ def test_an_agent_takes_its_place_from_srun() -> None:
     assert (found.nodes, found.node_rank, found.first_local_rank) == ((9, 9), 5, 0)
 
 
-@pytest.mark.parametrize(
-    ("argv", "environ", "words"),
-    [
+def test_flags_that_contradict_srun_are_refused() -> None:
+    for argv, environ, words in [
         (["--nnodes", "2"], {}, "--nnodes is 2, but SLURM_STEP_NUM_TASKS is 4: srun started 4 tasks"),
         ([], {"PET_NNODES": "2"}, "PET_NNODES is 2, but SLURM_STEP_NUM_TASKS is 4"),
         (["--nnodes", "5:6"], {}, "--nnodes is 5:6, but"),
         (["--node-rank", "1"], {}, "--node-rank is 1, but SLURM_PROCID is 3"),
         ([], {"PSDIST_NODE_RANK": "0"}, "PSDIST_NODE_RANK is 0, but SLURM_PROCID is 3"),
-    ],
-)
-def test_flags_that_contradict_srun_are_refused(argv: list[str], environ: dict[str, str], words: str) -> None:
-    with pytest.raises(ConfigurationError, match=words) as caught:
-        agent(*argv, **TASK | environ)
-    assert "unset SLURM_STEP_NUM_TASKS" in str(caught.value)
+    ]:
+        with pytest.raises(ConfigurationError, match=words) as caught:
+            agent(*argv, **TASK | environ)
+        assert "unset SLURM_STEP_NUM_TASKS" in str(caught.value)
 
 
 def test_a_script_takes_its_place_from_srun() -> None:
@@ -212,9 +206,8 @@ def test_torchruns_habits_are_accepted_with_its_meaning() -> None:
     assert agent("--rdzv-backend=static", "--master-addr", "h", "--master-port", "3").scheduler == "h:3"
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
+def test_what_torchrun_has_and_psdist_lacks_names_the_flag_to_use(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv, words in [
         (["--rdzv-backend", "etcd-v2"], ["etcd-v2", "--scheduler"]),
         (["--rdzv-backend", "zeus"], ["zeus", "c10d"]),
         (["--rdzv-conf", "timeout=900"], ["--rdzv-conf", "--start-timeout"]),
@@ -225,13 +218,9 @@ def test_torchruns_habits_are_accepted_with_its_meaning() -> None:
         (["--n_proc_per_node=2"], ["did you mean --nproc-per-node?"]),
         (["--max-restart", "2"], ["did you mean --max-restarts?"]),
         (["--xyzzy"], ["there is no flag --xyzzy\n"]),
-    ],
-)
-def test_what_torchrun_has_and_psdist_lacks_names_the_flag_to_use(
-    argv: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = refusal(capsys, *argv)
-    assert all(word in text for word in words), text
+    ]:
+        text = refusal(capsys, *argv)
+        assert all(word in text for word in words), text
 
 
 def test_values_that_look_like_flags_are_values() -> None:
@@ -259,25 +248,20 @@ def test_storage_and_policy_of_a_scheduler(tmp_path: Path, monkeypatch: pytest.M
     assert scheduler_settings([], {"PSDIST_STORAGE_PATH": "/elsewhere"}).storage == "/elsewhere"
 
 
-@pytest.mark.parametrize(
-    ("interval", "policy"),
-    [
+def test_where_there_is_a_storage_snapshots_are_taken_every_ten_minutes_by_default() -> None:
+    for interval, policy in [
         (None, DEFAULT_POLICY),
         ("10m", DEFAULT_POLICY),
         ("0", SavePolicy()),
         ("7", SavePolicy(steps=7)),
         ("30s", SavePolicy(seconds=30)),
-    ],
-)
-def test_where_there_is_a_storage_snapshots_are_taken_every_ten_minutes_by_default(
-    interval: str | None, policy: SavePolicy
-) -> None:
-    assert SavePolicy(seconds=600) == DEFAULT_POLICY
-    given = [] if interval is None else ["--save-interval", interval]
-    assert scheduler_settings(["--storage-path", "s3://bucket/a", *given], {}).policy == policy
-    assert local(*given).policy == policy
-    if interval in (None, "0"):
-        assert scheduler_settings(given, {}).policy == SavePolicy()
+    ]:
+        assert SavePolicy(seconds=600) == DEFAULT_POLICY
+        given = [] if interval is None else ["--save-interval", interval]
+        assert scheduler_settings(["--storage-path", "s3://bucket/a", *given], {}).policy == policy
+        assert local(*given).policy == policy
+        if interval in (None, "0"):
+            assert scheduler_settings(given, {}).policy == SavePolicy()
 
 
 def services(settings: ServicesSettings, directory: Path, **others: Any) -> ServicesPlan:
@@ -377,9 +361,8 @@ def test_snapshots_of_a_run_lie_in_a_directory_of_its_own_by_default(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("text", "steps", "seconds", "says"),
-    [
+def test_intervals() -> None:
+    for text, steps, seconds, says in [
         ("100", 100, 0.0, "every 100 steps and at the end, the last 3 kept"),
         ("1step", 1, 0.0, "every step and at the end, the last 3 kept"),
         ("2500 steps", 2500, 0.0, "every 2,500 steps and at the end, the last 3 kept"),
@@ -388,21 +371,17 @@ def test_snapshots_of_a_run_lie_in_a_directory_of_its_own_by_default(
         ("5m", 0, 300.0, "every 5 min and at the end, the last 3 kept"),
         ("1d", 0, 86400.0, "every 24 h and at the end, the last 3 kept"),
         ("0", 0, 0.0, "at the end, the last 3 kept"),
-    ],
-)
-def test_intervals(text: str, steps: int, seconds: float, says: str) -> None:
-    assert parse_interval(text) == (steps, seconds)
-    policy = SavePolicy(steps, seconds)
-    assert policy.text == says
-    assert parse_interval(policy.interval or "0") == (steps, seconds)
+    ]:
+        assert parse_interval(text) == (steps, seconds)
+        policy = SavePolicy(steps, seconds)
+        assert policy.text == says
+        assert parse_interval(policy.interval or "0") == (steps, seconds)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "-1", "10 years", "1.5", "1.5steps", "nan", "s", "0.01s", "1e9", "400d", "9" * 40]
-)
-def test_wrong_intervals(text: str) -> None:
-    with pytest.raises(ConfigurationError):
-        parse_interval(text)
+def test_wrong_intervals() -> None:
+    for text in ["", "-1", "10 years", "1.5", "1.5steps", "nan", "s", "0.01s", "1e9", "400d", "9" * 40]:
+        with pytest.raises(ConfigurationError):
+            parse_interval(text)
 
 
 def test_policies_out_of_range() -> None:
@@ -420,9 +399,8 @@ def test_policies_out_of_range() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("argv", "environ", "word"),
-    [
+def test_wrong_scheduler_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv, environ, word in [
         (["--storage-path", "ftp://x"], {}, "s3://"),
         (["--storage-path", "s3://"], {}, "s3://"),
         (["--save-interval", "5m"], {}, "--storage-path"),
@@ -436,15 +414,11 @@ def test_policies_out_of_range() -> None:
         ([], {"PSDIST_TOKEN": "two\nlines"}, "PSDIST_TOKEN"),
         ([], {"PSDIST_FAILURE_TIMEOUT": "0"}, "PSDIST_FAILURE_TIMEOUT"),
         (["stray"], {}, "stray"),
-    ],
-)
-def test_wrong_scheduler_settings(
-    argv: list[str], environ: dict[str, str], word: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        scheduler_settings(argv, environ)
-    assert ended.value.code == 2
-    assert word in capsys.readouterr().err
+    ]:
+        with pytest.raises(SystemExit) as ended:
+            scheduler_settings(argv, environ)
+        assert ended.value.code == 2
+        assert word in capsys.readouterr().err
 
 
 def test_server_settings(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -469,12 +443,12 @@ def test_the_device_of_a_server(argv: list[str], environ: dict[str, str], device
     assert server_settings(["--scheduler", "h:1", *argv], environ).device == device
 
 
-@pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:x", "cuda:0,cuda:1", ""])
-def test_another_device_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        server_settings(["--scheduler", "h:1", "--device", name], {})
-    assert ended.value.code == 2
-    assert "neither cpu, cuda nor cuda:N" in capsys.readouterr().err
+def test_another_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ["gpu", "cuda:", "cuda:x", "cuda:0,cuda:1", ""]:
+        with pytest.raises(SystemExit) as ended:
+            server_settings(["--scheduler", "h:1", "--device", name], {})
+        assert ended.value.code == 2
+        assert "neither cpu, cuda nor cuda:N" in capsys.readouterr().err
 
 
 def test_servers_take_devices_in_turn() -> None:
@@ -515,9 +489,8 @@ def test_client_settings() -> None:
     assert client_settings(old, scheduler="h:2").scheduler == "h:2"
 
 
-@pytest.mark.parametrize(
-    ("environ", "word"),
-    [
+def test_wrong_client_settings() -> None:
+    for environ, word in [
         ({"RANK": "one"}, "RANK='one'"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "WORLD_SIZE 2"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0'"),
@@ -526,11 +499,9 @@ def test_client_settings() -> None:
         ({"PSDIST_LOCAL_ADDR": "node-3:80"}, "PSDIST_LOCAL_ADDR='node-3:80' is no host"),
         ({"PSDIST_TOKEN_FILE": "absent"}, "absent"),
         ({"PSDIST_RUN_ID": "a b"}, "'a b'"),
-    ],
-)
-def test_wrong_client_settings(environ: dict[str, str], word: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=word):
-        client_settings(environ)
+    ]:
+        with pytest.raises(InvalidArgumentError, match=word):
+            client_settings(environ)
 
 
 def test_a_scheduler_that_never_leaves_its_address(tmp_path: Path) -> None:
@@ -546,12 +517,15 @@ def test_addresses() -> None:
             config.parse_address(wrong)
 
 
-@pytest.mark.parametrize(
-    ("host", "loopback"),
-    [("localhost", True), ("127.9.9.9", True), ("::1", True), ("0.0.0.0", False), ("example.org", False)],
-)
-def test_loopback(host: str, loopback: bool) -> None:
-    assert config.is_loopback(host) is loopback
+def test_loopback() -> None:
+    for host, loopback in [
+        ("localhost", True),
+        ("127.9.9.9", True),
+        ("::1", True),
+        ("0.0.0.0", False),
+        ("example.org", False),
+    ]:
+        assert config.is_loopback(host) is loopback
 
 
 def test_a_token_is_created_once_and_for_this_user_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -577,20 +551,17 @@ def test_a_token_is_created_once_and_for_this_user_alone(tmp_path: Path, capsys:
         assert caught.value.code == 2 and words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
+def test_a_store_in_etcd_must_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, reason in [
         (("--standby",), "--standby needs a store that two schedulers can reach"),
         (("--standby", "--store", "memory"), "--standby needs a store that two schedulers can reach"),
         (("--store", "etcd://10.0.0.1:2379/p"), "without encryption: use etcds://"),
         (("--store", "etcds://10.0.0.1:2379/p"), "needs --tls-ca, --tls-cert and --tls-key"),
         (("--store", "etcd://10.0.0.1:2379"), "names no prefix"),
-    ],
-)
-def test_a_store_in_etcd_must_fit(arguments: tuple[str, ...], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        scheduler_settings(arguments, {})
-    assert reason in capsys.readouterr().err
+    ]:
+        with pytest.raises(SystemExit, match="2"):
+            scheduler_settings(flags, {})
+        assert reason in capsys.readouterr().err
 
 
 def test_a_store_in_etcd_of_this_machine_or_a_private_network() -> None:

@@ -46,14 +46,17 @@ def test_variables_for_another_run_leave_the_scheduler_of_a_run_without_storage_
     assert scheduler_settings(argv[argv.index("psdist_scheduler") + 1 :], {"PSDIST_TOKEN": "t"}).policy == SavePolicy()
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [("--scheduler", "h:1"), ("--token-file", "t"), ("--tls-ca", "ca.pem"), ("--nnodes", "2"), ("--nnodes", "2:3")],
-)
-def test_standalone_refuses_flags_for_a_run_elsewhere(flags: tuple[str, str]) -> None:
-    given = worker.command_line().parse(["--standalone", *flags, "x.py"], {})
-    with pytest.raises(ConfigurationError, match=f"{flags[0]} has no effect with --standalone"):
-        worker.run(given, {})
+def test_standalone_refuses_flags_for_a_run_elsewhere() -> None:
+    for flags in [
+        ("--scheduler", "h:1"),
+        ("--token-file", "t"),
+        ("--tls-ca", "ca.pem"),
+        ("--nnodes", "2"),
+        ("--nnodes", "2:3"),
+    ]:
+        given = worker.command_line().parse(["--standalone", *flags, "x.py"], {})
+        with pytest.raises(ConfigurationError, match=f"{flags[0]} has no effect with --standalone"):
+            worker.run(given, {})
 
 
 def test_a_port_of_nobody_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

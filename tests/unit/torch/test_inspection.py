@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from psdist import optim
-from psdist.errors import DTypeMismatchError, InvalidArgumentError, PsdistError
+from psdist.errors import DTypeMismatchError, InvalidArgumentError
 from psdist.torch import DistributedOptimizer
 from psdist.torch.gradients import BucketPlan
 from psdist.torch.inspection import ModelParameters, inspect
@@ -104,9 +104,8 @@ def on_two_devices() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "said"),
-    [
+def test_models_that_cannot_be_trained_are_refused() -> None:
+    for make, error, said in [
         (lambda: [1], InvalidArgumentError, "model is of type list: give a torch.nn.Module"),
         (
             lambda: with_buffer(torch.eye(3).to_sparse()),
@@ -123,13 +122,9 @@ def on_two_devices() -> nn.Module:
         (mixed, InvalidArgumentError, "on the meta device"),
         (lambda: nn.LazyLinear(3), InvalidArgumentError, "has no shape yet"),
         (on_two_devices, InvalidArgumentError, "wrapped in DataParallel"),
-    ],
-)
-def test_models_that_cannot_be_trained_are_refused(
-    make: Callable[[], nn.Module], error: type[PsdistError], said: str
-) -> None:
-    with pytest.raises(error, match=said):
-        DistributedOptimizer(make(), optim.SGD())
+    ]:
+        with pytest.raises(error, match=said):
+            DistributedOptimizer(make(), optim.SGD())
 
 
 def test_several_devices_are_refused() -> None:
@@ -170,22 +165,19 @@ def write(model: nn.Module) -> None:
     model[2].weight.mul_(2)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
+def test_changes_of_a_wrapped_model_are_seen() -> None:
+    for change, said in [
         (replace_layer, "were added, replaced or removed"),
         (unfreeze, "'0.weight' was unfrozen .*: pass it to the optimizer of torch from the start, frozen"),
         (lambda model: model.bfloat16(), "'1.weight' was cast"),
         (lambda model: model.append(nn.Linear(1, 1)), "were added"),
-    ],
-)
-def test_changes_of_a_wrapped_model_are_seen(change: Callable[[nn.Module], object], said: str) -> None:
-    model = frozen()
-    watch = ModelWatch(model, inspect(model).trained)
-    watch.check()
-    change(model)
-    with pytest.raises(InvalidArgumentError, match=said):
+    ]:
+        model = frozen()
+        watch = ModelWatch(model, inspect(model).trained)
         watch.check()
+        change(model)
+        with pytest.raises(InvalidArgumentError, match=said):
+            watch.check()
 
 
 @pytest.mark.parametrize("change", [write, lambda model: model.load_state_dict(frozen().state_dict())])
@@ -232,22 +224,17 @@ def test_without_torch_the_extra_is_named() -> None:
     assert "psdist.torch needs PyTorch: pip install torch" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("sizes", "limit", "buckets"),
-    [
+def test_buckets_are_filled_from_the_last_tensor_on() -> None:
+    for sizes, limit, buckets in [
         ([4, 4, 4], 8, [(1, 2), (0,)]),
         ([100, 1, 1], 8, [(0, 1, 2)]),
         ([1, 100], 8, [(1,), (0,)]),
         ([0, 0], 8, [(0, 1)]),
         ([5], 1, [(0,)]),
-    ],
-)
-def test_buckets_are_filled_from_the_last_tensor_on(
-    sizes: list[int], limit: int, buckets: list[tuple[int, ...]]
-) -> None:
-    plan = BucketPlan(sizes, limit)
-    assert plan.buckets == buckets
-    for _ in range(2):
-        plan.start_step()
-        ready = [plan.on_ready(number) for number in range(len(sizes))]
-        assert sorted(bucket for bucket in ready if bucket) == sorted(buckets)
+    ]:
+        plan = BucketPlan(sizes, limit)
+        assert plan.buckets == buckets
+        for _ in range(2):
+            plan.start_step()
+            ready = [plan.on_ready(number) for number in range(len(sizes))]
+            assert sorted(bucket for bucket in ready if bucket) == sorted(buckets)

@@ -131,20 +131,17 @@ def as_buffer(view: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], None]:
     return lambda model: model.register_buffer("seen", view(model[0].weight.data))
 
 
-@pytest.mark.parametrize(
-    ("share", "names"),
-    [
+def test_other_overlaps_are_refused_by_name() -> None:
+    for share, names in [
         (transpose, "'0.weight' .*'1.weight'"),
         (slice_rows, "'0.weight' .*'1.weight'"),
         (as_buffer(lambda weight: weight[1]), "'0.weight' .*'seen'"),
         (as_buffer(lambda weight: weight.view(-1)), "'0.weight' .*'seen'"),
-    ],
-)
-def test_other_overlaps_are_refused_by_name(share: Callable[[nn.Module], None], names: str) -> None:
-    model = pair()
-    share(model)
-    with pytest.raises(InvalidArgumentError, match=names):
-        merge_shared(model, inspect(model), None)
+    ]:
+        model = pair()
+        share(model)
+        with pytest.raises(InvalidArgumentError, match=names):
+            merge_shared(model, inspect(model), None)
 
 
 def test_slices_beside_each_other_are_trained() -> None:

@@ -102,11 +102,11 @@ module.SigtermHandler.on_signal, Client.close = on_signal, close
     assert (status, lines, error) == (-signal.SIGTERM, ["leaves: closed"], "")
 
 
-@pytest.mark.parametrize("ends", ["", "thread.call(client.close(), ending=True)\n"])
-@pytest.mark.parametrize("place", ["callback", "thread"])
-def test_a_script_that_has_ended_is_ended_by_the_signals_default(place: str, ends: str) -> None:
+def test_a_script_that_has_ended_is_ended_by_the_signals_default() -> None:
     """Python would print an exception in a callback at exit, or while it waits for threads, and go on."""
-    callback = """
+    for ends in ["", "thread.call(client.close(), ending=True)\n"]:
+        for place in ["callback", "thread"]:
+            callback = """
 import atexit
 def finish():
     term()
@@ -114,7 +114,7 @@ def finish():
     print("not reached")
 atexit.register(finish)
 """
-    waiting = """
+            waiting = """
 def work():
     main = threading.main_thread()
     main.join()
@@ -123,8 +123,8 @@ def work():
         threading.Event().wait(0.01)
 threading.Thread(target=work).start()
 """
-    status, lines, error = run(ends + {"callback": callback, "thread": waiting}[place])
-    assert (status, lines, error) == (-signal.SIGTERM, ["leaves: closed"] * bool(ends), "")
+            status, lines, error = run(ends + {"callback": callback, "thread": waiting}[place])
+            assert (status, lines, error) == (-signal.SIGTERM, ["leaves: closed"] * bool(ends), "")
 
 
 def test_ctrl_c_while_the_interpreter_exits_does_not_keep_clients_from_leaving() -> None:

@@ -126,25 +126,22 @@ async def test_held_it_says_where_it_stands_and_begins_no_push() -> None:
     waits.cancel()
 
 
-@pytest.mark.parametrize(
-    ("ends", "awaited"),
-    [
+async def test_a_push_below_the_end_is_finished() -> None:
+    for ends, awaited in [
         ({}, True),
         ({"a": 1}, True),
         ({"b": 1}, True),  # "a" is not mentioned: all of it is finished.
         ({"a": 0}, False),
-    ],
-)
-async def test_a_push_below_the_end_is_finished(ends: dict[str, int], awaited: bool) -> None:
-    worker = Worker()
-    worker.begin("a")
-    leaves = asyncio.create_task(worker.stopping.until_leaving())
-    assert not await is_over(leaves)
-    worker.leave(**ends)
-    assert await is_over(leaves) is not awaited
-    assert worker.stopping.holding  # Calls that the script starts from now on do not delay it.
-    worker.end("a")
-    await leaves
+    ]:
+        worker = Worker()
+        worker.begin("a")
+        leaves = asyncio.create_task(worker.stopping.until_leaving())
+        assert not await is_over(leaves)
+        worker.leave(**ends)
+        assert await is_over(leaves) is not awaited
+        assert worker.stopping.holding  # Calls that the script starts from now on do not delay it.
+        worker.end("a")
+        await leaves
 
 
 async def test_each_of_several_pushes_is_finished_or_dropped() -> None:

@@ -97,24 +97,22 @@ async def test_another_grpc_server_answers() -> None:
     await server.stop(None)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
+async def test_bad_arguments() -> None:
+    arguments: Any
+    for arguments, words in [
         ({"scheduler": "nonsense"}, "HOST:PORT"),
         ({"rank": -1}, "rank=-1"),
         ({"worker_id": "a b"}, "worker_id"),
         ({"run_id": "a/b"}, "run id"),
-    ],
-)
-async def test_bad_arguments(arguments: dict[str, Any], words: str) -> None:
-    with pytest.raises(errors.InvalidArgumentError, match=words):
-        await psdist.AsyncClient(**({"scheduler": "127.0.0.1:1"} | arguments)).connect()
+    ]:
+        with pytest.raises(errors.InvalidArgumentError, match=words):
+            await psdist.AsyncClient(**({"scheduler": "127.0.0.1:1"} | arguments)).connect()
 
 
-@pytest.mark.parametrize("value", [0, -1.0, "10", True])
-async def test_bad_timeouts(value: object) -> None:
-    with pytest.raises(errors.InvalidArgumentError, match="connect_timeout"):
-        psdist.AsyncClient("127.0.0.1:1", connect_timeout=value)
+async def test_bad_timeouts() -> None:
+    for value in [0, -1.0, "10", True]:
+        with pytest.raises(errors.InvalidArgumentError, match="connect_timeout"):
+            psdist.AsyncClient("127.0.0.1:1", connect_timeout=value)
 
 
 async def test_use_before_connect() -> None:

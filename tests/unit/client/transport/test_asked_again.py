@@ -106,28 +106,28 @@ async def test_a_server_is_not_asked_again_before_its_time(monkeypatch: pytest.M
     await transport.close()
 
 
-@pytest.mark.parametrize("has_answered", [False, True])
-@pytest.mark.parametrize("end", ["close", "rejoin", "loss of the shard"])
-async def test_nothing_is_left_of_a_negotiation_that_nobody_needs(end: str, has_answered: bool) -> None:
-    stream = Stream()
-    transport = Asking(REFUSAL, stream)
-    await transport.prepare([ROUTE])
-    transport.may_answer.clear()
-    assert not transport.is_missing(ROUTE)
-    (again,) = transport._asked_again.values()
-    if has_answered:
-        transport.may_answer.set()
-        await transport.until_answered()
-    if end == "close":
-        await transport.close()
-    elif end == "rejoin":
-        transport.rejoin(SENDER, ENTRY)
-    else:
-        other = ParametersEntry(ENTRY.spec, 4096, (Shard(Replica("server-1", 1), 2),), ())
-        servers = (ServerEntry("server-1", 1, "127.0.0.1:2"),)
-        transport._view.on_map(ClusterMap("run", 2, servers, (), (other,)))
-        assert transport.connection(ROUTE) is None
-    await asyncio.wait([again])
-    assert not transport._asked_again
-    assert stream.is_closed if has_answered else again.cancelled()
-    await transport.close()
+async def test_nothing_is_left_of_a_negotiation_that_nobody_needs() -> None:
+    for has_answered in [False, True]:
+        for end in ["close", "rejoin", "loss of the shard"]:
+            stream = Stream()
+            transport = Asking(REFUSAL, stream)
+            await transport.prepare([ROUTE])
+            transport.may_answer.clear()
+            assert not transport.is_missing(ROUTE)
+            (again,) = transport._asked_again.values()
+            if has_answered:
+                transport.may_answer.set()
+                await transport.until_answered()
+            if end == "close":
+                await transport.close()
+            elif end == "rejoin":
+                transport.rejoin(SENDER, ENTRY)
+            else:
+                other = ParametersEntry(ENTRY.spec, 4096, (Shard(Replica("server-1", 1), 2),), ())
+                servers = (ServerEntry("server-1", 1, "127.0.0.1:2"),)
+                transport._view.on_map(ClusterMap("run", 2, servers, (), (other,)))
+                assert transport.connection(ROUTE) is None
+            await asyncio.wait([again])
+            assert not transport._asked_again
+            assert stream.is_closed if has_answered else again.cancelled()
+            await transport.close()

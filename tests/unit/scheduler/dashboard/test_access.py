@@ -53,16 +53,16 @@ def test_members_do_not_look_at_the_run(role: Role, opens: bool) -> None:
     assert access.set_cookie(f"Bearer {create('other', role)}") is None
 
 
-@pytest.mark.parametrize("value", ["", "Bearer", "Bearer ", "Bearer other", "Basic secret", "secret", "Bearer \u00e9"])
-def test_nothing_else_is(value: str) -> None:
-    access = Access("secret", KEY, 80)
-    assert access.set_cookie(value) is None
-    assert not access.may_read({"authorization": value})
+def test_nothing_else_is() -> None:
+    for value in ["", "Bearer", "Bearer ", "Bearer other", "Basic secret", "secret", "Bearer \u00e9"]:
+        access = Access("secret", KEY, 80)
+        assert access.set_cookie(value) is None
+        assert not access.may_read({"authorization": value})
 
 
-@pytest.mark.parametrize("cookie", ["", "psdist-dashboard-80=", "psdist-dashboard-81=" + KEY, "=;;\x00=", "a" * 5000])
-def test_other_cookies_open_nothing(cookie: str) -> None:
-    assert not Access("secret", KEY, 80).may_read({"cookie": cookie})
+def test_other_cookies_open_nothing() -> None:
+    for cookie in ["", "psdist-dashboard-80=", "psdist-dashboard-81=" + KEY, "=;;\x00=", "a" * 5000]:
+        assert not Access("secret", KEY, 80).may_read({"cookie": cookie})
 
 
 def test_without_a_token_everybody_who_names_an_address_may_read() -> None:

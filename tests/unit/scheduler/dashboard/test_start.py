@@ -37,9 +37,8 @@ def test_the_flags_of_the_scheduler() -> None:
     assert inherited == type(endpoint)("::1", 0, "", 7)
 
 
-@pytest.mark.parametrize(
-    ("argv", "refusal"),
-    [
+def test_flags_without_effect_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv, refusal in [
         (["--dashboard-host", "::1"], "--dashboard-host ::1 has no effect without --dashboard-port or --dashboard-fd"),
         (["--metrics-host", "::1"], "--metrics-host ::1 has no effect without --metrics-port: add --metrics-port"),
         (["--storage-optional"], "--storage-optional has no effect without --storage-path"),
@@ -48,12 +47,10 @@ def test_the_flags_of_the_scheduler() -> None:
         (["--keep-every", "100"], "--keep-every 100 has no effect without --storage-path"),
         (["--no-save-at-end"], "--no-save-at-end has no effect without --storage-path"),
         (["--fresh"], "--fresh has no effect without --storage-path"),
-    ],
-)
-def test_flags_without_effect_are_refused(argv: list[str], refusal: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        scheduler_settings(argv, {})
-    assert ended.value.code == 2 and refusal in capsys.readouterr().err
+    ]:
+        with pytest.raises(SystemExit) as ended:
+            scheduler_settings(argv, {})
+        assert ended.value.code == 2 and refusal in capsys.readouterr().err
 
 
 def test_a_variable_may_be_meant_for_another_program() -> None:

@@ -70,21 +70,18 @@ def test_an_agent_that_goes_away_is_dropped_and_one_that_asks_again_keeps_its_ra
     assert isinstance(again.errors[enter(again, "x")], errors.LimitExceededError)
 
 
-@pytest.mark.parametrize(
-    ("processes", "nodes", "error"),
-    [
+def test_refused_agents() -> None:
+    for processes, nodes, error in [
         (0, (2, 2), errors.InvalidArgumentError),
         (1, (0, 2), errors.InvalidArgumentError),
         (1, (3, 2), errors.InvalidArgumentError),
         (1, (1, 2), errors.InvalidArgumentError),
         (10**5, (2, 2), errors.LimitExceededError),
-    ],
-)
-def test_refused_agents(processes: int, nodes: tuple[int, int], error: type[Exception]) -> None:
-    d = Driver()
-    waiting = enter(d, "a")
-    assert isinstance(d.errors[enter(d, "b", processes, nodes)], error)
-    assert isinstance(d.state(waiting), ef.Waiting)
+    ]:
+        d = Driver()
+        waiting = enter(d, "a")
+        assert isinstance(d.errors[enter(d, "b", processes, nodes)], error)
+        assert isinstance(d.state(waiting), ef.Waiting)
 
 
 def gone(d: Driver, rank: int) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from psdist import errors
@@ -104,38 +102,33 @@ def test_a_mismatch_names_the_field() -> None:
     assert "optimizer is SGD, not Adam;" in str(d.errors[call])
 
 
-@pytest.mark.parametrize(
-    ("hosts", "settings", "elements"),
-    [
+def test_uncompressed_slices_between_hosts_are_smaller() -> None:
+    for hosts, settings, elements in [
         (("a", "a", "a"), {}, 1 << 20),
         (("a", "a", "b"), {}, 1 << 18),
         (("b", "a", "a"), {}, 1 << 18),
         (("a", "a", "b"), {"pull_compression": "Int8()"}, 1 << 20),
         (("a", "a", "b"), {"slice_elements": 1 << 19}, 1 << 19),
-    ],
-)
-def test_uncompressed_slices_between_hosts_are_smaller(
-    hosts: tuple[str, str, str], settings: dict[str, Any], elements: int
-) -> None:
-    d = Driver(workers_min=2)
-    d.join("server", host=hosts[0])
-    workers = [d.join(host=host)[0] for host in hosts[1:]]
-    for worker in workers:
-        d.create(worker, Layout((TensorSpec("w", (25_000_000,)),)), **settings)
-    assert d.map.parameters[0].slicing == Slicing(25_000_000, elements)
+    ]:
+        d = Driver(workers_min=2)
+        d.join("server", host=hosts[0])
+        workers = [d.join(host=host)[0] for host in hosts[1:]]
+        for worker in workers:
+            d.create(worker, Layout((TensorSpec("w", (25_000_000,)),)), **settings)
+        assert d.map.parameters[0].slicing == Slicing(25_000_000, elements)
 
 
-@pytest.mark.parametrize("between_hosts", [False, True])
-@pytest.mark.parametrize("bits", range(44))
-def test_slices_are_a_power_of_two_and_enough(bits: int, between_hosts: bool) -> None:
-    for total in ((1 << bits) - 1, 1 << bits, (1 << bits) + 1):
-        if not total:
-            continue
-        elements = choose_slice_elements(total, between_hosts=between_hosts)
-        assert elements.bit_count() == 1
-        assert SLICE_ELEMENTS_MIN <= elements <= SLICE_ELEMENTS_MAX
-        if elements > 1 << 18:
-            assert Slicing(total, elements).count >= (80 if between_hosts else 20)
+def test_slices_are_a_power_of_two_and_enough() -> None:
+    for between_hosts in [False, True]:
+        for bits in range(44):
+            for total in ((1 << bits) - 1, 1 << bits, (1 << bits) + 1):
+                if not total:
+                    continue
+                elements = choose_slice_elements(total, between_hosts=between_hosts)
+                assert elements.bit_count() == 1
+                assert SLICE_ELEMENTS_MIN <= elements <= SLICE_ELEMENTS_MAX
+                if elements > 1 << 18:
+                    assert Slicing(total, elements).count >= (80 if between_hosts else 20)
 
 
 def test_a_set_of_some_workers_waits_for_these_alone() -> None:

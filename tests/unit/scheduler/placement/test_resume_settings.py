@@ -62,25 +62,25 @@ ALLOWED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", ALLOWED)
-def test_other_settings_hold_from_the_snapshot_on_and_are_announced(case: str) -> None:
-    settings, text = ALLOWED[case]
-    before = saved_run(7, workers=2)
-    d = resumed(before, workers_min=2)
-    d.begin(2, 2, **settings)
-    entry, spec = d.entry(), d.entry().spec
-    assert spec.slice_elements == before.entry().spec.slice_elements
-    for name, value in settings.items():
-        assert getattr(spec, name) == value
-    assert entry.restore is not None and not entry.restore.weights_only and entry.state_since == 0
-    d.go_on()
-    notice = f"'mlp' resumes from snapshot {first_snapshot(d)} with other settings: {text}"
-    assert d.entry().ready and noted(d) == [notice] and told(d) == [notice] * 2
-    d.train(9)
-    d.saved(d.save())
-    assert d.cluster.snapshots.catalog.newest is not None
-    (state,) = d.cluster.snapshots.catalog.newest.manifest.parameters
-    assert state.spec == spec
+def test_other_settings_hold_from_the_snapshot_on_and_are_announced() -> None:
+    for case in ALLOWED:
+        settings, text = ALLOWED[case]
+        before = saved_run(7, workers=2)
+        d = resumed(before, workers_min=2)
+        d.begin(2, 2, **settings)
+        entry, spec = d.entry(), d.entry().spec
+        assert spec.slice_elements == before.entry().spec.slice_elements
+        for name, value in settings.items():
+            assert getattr(spec, name) == value
+        assert entry.restore is not None and not entry.restore.weights_only and entry.state_since == 0
+        d.go_on()
+        notice = f"'mlp' resumes from snapshot {first_snapshot(d)} with other settings: {text}"
+        assert d.entry().ready and noted(d) == [notice] and told(d) == [notice] * 2
+        d.train(9)
+        d.saved(d.save())
+        assert d.cluster.snapshots.catalog.newest is not None
+        (state,) = d.cluster.snapshots.catalog.newest.manifest.parameters
+        assert state.spec == spec
 
 
 def test_with_the_same_settings_nothing_is_announced() -> None:
@@ -184,26 +184,26 @@ NEEDING: dict[str, tuple[optim.Optimizer, optim.Optimizer, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", NEEDING)
-def test_what_the_state_is_of_no_use_with_needs_a_reset(case: str) -> None:
-    old, new, text = NEEDING[case]
-    d = resumed(saved_run(7, optimizer=old))
-    d.join("server")
-    error = refused(d, optimizer=new)
-    assert isinstance(error, SettingsMismatchError)
-    assert f"'mlp' as snapshot {first_snapshot(d)} has it: {text}. " in error.message
-    assert "reset_optimizer=True to client.parameters(), or to DistributedOptimizer" in error.message
-    assert "keeps the snapshot's weights" in error.message and "another --run-id" in error.message
-    assert d.map.parameters == () and d.cluster.registry.all == ()
-    (worker,) = (member for member in d.cluster.members.workers)
-    call = d.create(worker, optimizer=new, reset_optimizer=True)
-    entry = d.entry()
-    assert entry.restore is not None and entry.restore.weights_only
-    assert (entry.state_since, entry.members[0].first_step, entry.spec.optimizer) == (7, 7, new)
-    d.go_on()
-    assert text in d.state(call).notice
-    assert d.state(call).notice.endswith(", and the optimizer's state is reset (reset_optimizer=True)")
-    assert noted(d) == [d.state(call).notice]
+def test_what_the_state_is_of_no_use_with_needs_a_reset() -> None:
+    for case in NEEDING:
+        old, new, text = NEEDING[case]
+        d = resumed(saved_run(7, optimizer=old))
+        d.join("server")
+        error = refused(d, optimizer=new)
+        assert isinstance(error, SettingsMismatchError)
+        assert f"'mlp' as snapshot {first_snapshot(d)} has it: {text}. " in error.message
+        assert "reset_optimizer=True to client.parameters(), or to DistributedOptimizer" in error.message
+        assert "keeps the snapshot's weights" in error.message and "another --run-id" in error.message
+        assert d.map.parameters == () and d.cluster.registry.all == ()
+        (worker,) = (member for member in d.cluster.members.workers)
+        call = d.create(worker, optimizer=new, reset_optimizer=True)
+        entry = d.entry()
+        assert entry.restore is not None and entry.restore.weights_only
+        assert (entry.state_since, entry.members[0].first_step, entry.spec.optimizer) == (7, 7, new)
+        d.go_on()
+        assert text in d.state(call).notice
+        assert d.state(call).notice.endswith(", and the optimizer's state is reset (reset_optimizer=True)")
+        assert noted(d) == [d.state(call).notice]
 
 
 def test_a_reset_may_be_all_that_is_wanted() -> None:
@@ -254,20 +254,20 @@ def test_asynchronous_slices_count_from_the_lowest_version() -> None:
     assert d.entry().state_since == 5
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"optimizer": optim.Adam(lr=0.5)}, {"optimizer": ADAM, "reset_optimizer": True}, {"optimizer": ADAM}],
-    ids=["settings", "reset", "same"],
-)
-@pytest.mark.parametrize("waits", [False, True])
-def test_what_went_on_otherwise_is_saved_though_nothing_was_trained(settings: dict[str, Any], waits: bool) -> None:
+def test_what_went_on_otherwise_is_saved_though_nothing_was_trained() -> None:
     """A run that resumes from there must find the settings that were in force, and the state as it was."""
-    d = resumed(saved_run(7, optimizer=ADAM))
-    (worker,) = d.begin(**settings)
-    d.go_on()
-    d.versions["mlp"] = 7
-    saved = d.state(d.save(worker, mlp=7) if waits else d.save())
-    assert saved.unchanged == (settings == {"optimizer": ADAM}) and saved.commit.steps == {"mlp": 7}
+    for settings in [
+        {"optimizer": optim.Adam(lr=0.5)},
+        {"optimizer": ADAM, "reset_optimizer": True},
+        {"optimizer": ADAM},
+    ]:
+        for waits in [False, True]:
+            d = resumed(saved_run(7, optimizer=ADAM))
+            (worker,) = d.begin(**settings)
+            d.go_on()
+            d.versions["mlp"] = 7
+            saved = d.state(d.save(worker, mlp=7) if waits else d.save())
+            assert saved.unchanged == (settings == {"optimizer": ADAM}) and saved.commit.steps == {"mlp": 7}
 
 
 @pytest.mark.parametrize("after", [BSP(), ASP()])

@@ -89,16 +89,19 @@ def test_what_workers_keep_is_in_the_snapshot(consistency: Consistency | None) -
     assert driver.places[0].directory == commit.directory and commit.bytes > 200
 
 
-@pytest.mark.parametrize("consistency", [None, ASP()])
-@pytest.mark.parametrize("later", [0, 1])
-def test_a_file_may_come_before_the_answer_that_names_it(consistency: Consistency | None, later: int) -> None:
+def test_a_file_may_come_before_the_answer_that_names_it() -> None:
     """They are two calls. One that is not of the push that is answered then counts for nothing."""
-    driver = KeeperDriver(2, consistency)
-    driver.early, driver.handing = later, later > 0
-    driver.train(5)
-    driver.saved(driver.save())
-    assert [(state.parameters, state.rank, state.next) for state in driver.states] == [("mlp", 0, 5), ("mlp", 1, 5)]
-    assert [bool(place.file) for place in driver.places] == [True] * (4 if later else 2)
+    for consistency in [None, ASP()]:
+        for later in [0, 1]:
+            driver = KeeperDriver(2, consistency)
+            driver.early, driver.handing = later, later > 0
+            driver.train(5)
+            driver.saved(driver.save())
+            assert [(state.parameters, state.rank, state.next) for state in driver.states] == [
+                ("mlp", 0, 5),
+                ("mlp", 1, 5),
+            ]
+            assert [bool(place.file) for place in driver.places] == [True] * (4 if later else 2)
 
 
 def test_a_worker_that_leaves_after_its_files_are_written_is_in_the_snapshot() -> None:

@@ -48,7 +48,7 @@ def _wide(w: Any, g: Any, rate: Any) -> Any:
     return w - rate * g * 0.5
 
 
-@pytest.mark.parametrize("element", [_power, _logarithm, _loop, _wide])
-def test_what_has_no_translation_is_refused(element: Any) -> None:
-    with pytest.raises(InternalError, match="no CUDA C"):
-        source._kernel("broken", element)
+def test_what_has_no_translation_is_refused() -> None:
+    for element in [_power, _logarithm, _loop, _wide]:
+        with pytest.raises(InternalError, match="no CUDA C"):
+            source._kernel("broken", element)

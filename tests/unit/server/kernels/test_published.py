@@ -4,7 +4,6 @@ weights that diverge."""
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from psdist.compression import Codec, Int2, Int8, OneBit, RandomK, TopK, segments
 from psdist.types import Slicing
@@ -50,14 +49,14 @@ def test_a_worker_that_adds_the_differences_has_the_published_weights() -> None:
                 assert mine.tobytes() == published.part(index).tobytes()
 
 
-@pytest.mark.parametrize("codec", [Int8(), Int2(), TopK(0.2), OneBit()], ids=repr)
-def test_what_is_left_out_comes_later(codec: Codec) -> None:
+def test_what_is_left_out_comes_later() -> None:
     """Published weights reach weights that no longer change."""
-    published, weights = published_of(codec), walk(0, 5)[-1]
-    for version in range(1, 200):
-        published.publish(0, version, weights)
-    left = np.abs(published.part(0) - weights).max()
-    assert left < (0.1 if isinstance(codec, OneBit) else 0.02) * np.abs(weights).max()
+    for codec in [Int8(), Int2(), TopK(0.2), OneBit()]:
+        published, weights = published_of(codec), walk(0, 5)[-1]
+        for version in range(1, 200):
+            published.publish(0, version, weights)
+        left = np.abs(published.part(0) - weights).max()
+        assert left < (0.1 if isinstance(codec, OneBit) else 0.02) * np.abs(weights).max()
 
 
 def test_differences_are_known_up_to_half_of_the_weights() -> None:
