@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from psdist.client.sync_client import Bucket, Client, Dataset, Parameters
     from psdist.consistency import ASP, BSP, SSP
     from psdist.errors import PsdistError
-    from psdist.launcher.from_python.launch import LaunchResult, launch
+    from psdist.launcher.launch import LaunchResult, launch
     from psdist.snapshots.load import load_snapshot
 
 #: Module of each name, or the module that the name stands for.
@@ -47,7 +47,7 @@ _MODULES: Final = {
     **dict.fromkeys(("ASP", "BSP", "SSP"), "psdist.consistency"),
     **dict.fromkeys(("Bucket", "Client", "Dataset", "Parameters"), "psdist.client.sync_client"),
     **dict.fromkeys(("Context", "init"), "psdist.client.context"),
-    **dict.fromkeys(("LaunchResult", "launch"), "psdist.launcher.from_python.launch"),
+    **dict.fromkeys(("LaunchResult", "launch"), "psdist.launcher.launch"),
     "AsyncBucket": "psdist.client.step",
     "AsyncClient": "psdist.client.async_client",
     "AsyncDataset": "psdist.client.datasets",

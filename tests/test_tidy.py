@@ -199,7 +199,7 @@ def no_waiting(module: str, tree: ast.Module) -> Iterator[str]:
 #: Modules that import by a name, with the source of the name.
 IMPORTERS = {
     # The program that called ``psdist.launch``, by a file in a directory of this user alone.
-    "psdist.launcher.from_python.functions",
+    "psdist.launcher.function_calls",
 }
 
 

@@ -28,11 +28,11 @@ from psdist import addresses, loop_monitor
 from psdist.errors import BY_CODE, ConfigurationError, InternalError
 from psdist.launcher.events import Finish
 from psdist.launcher.local import announce, open_metrics, open_output, plural
-from psdist.launcher.metrics.run_metrics import RunMetrics
 from psdist.launcher.output import stamped
 from psdist.launcher.plan import SchedulerAddress, ScriptSettings, WorkersPlan, program
 from psdist.launcher.process import spawn
 from psdist.launcher.rendezvous import Place, RankRequest
+from psdist.launcher.run_metrics import RunMetrics
 from psdist.launcher.run_record import DIRECTORY_PREFIX
 from psdist.launcher.runner import ProcessPlan, Runner
 from psdist.launcher.shutdown import RunPolicy

@@ -26,7 +26,6 @@ from typing import Any, Final
 from psdist import addresses, loop_monitor
 from psdist.errors import ConfigurationError
 from psdist.launcher.events import Event, Finish, ProcessKey, RunFailed, ServersWanted, WorkersWanted
-from psdist.launcher.metrics.run_metrics import RunMetrics
 from psdist.launcher.output import STDOUT, Output
 from psdist.launcher.plan import (
     SchedulerAddress,
@@ -39,6 +38,7 @@ from psdist.launcher.plan import (
     server_number,
 )
 from psdist.launcher.process import Child, ProcessSpec, free_port
+from psdist.launcher.run_metrics import RunMetrics
 from psdist.launcher.run_record import ADDRESS_FILE, DIRECTORY_PREFIX, RunRegistry, records_directory
 from psdist.launcher.runner import ProcessPlan, Runner
 from psdist.launcher.scale_watch import ScaleRequest

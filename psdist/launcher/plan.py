@@ -22,9 +22,9 @@ from psdist.cgroups import usable_cores
 from psdist.errors import ConfigurationError
 from psdist.interpreter import python
 from psdist.launcher.events import ProcessKey
-from psdist.launcher.metrics.run_metrics import MetricsOptions
 from psdist.launcher.output import Routing
 from psdist.launcher.process import ProcessSpec
+from psdist.launcher.run_metrics import MetricsOptions
 from psdist.launcher.shutdown import STOP_TIMEOUT_SECONDS
 from psdist.security.tls import TlsFiles
 from psdist.settings import launcher_reports

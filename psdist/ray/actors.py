@@ -26,9 +26,9 @@ from ray.util.metrics import Gauge
 import psdist
 from psdist.addresses import parse_address
 from psdist.client import context
-from psdist.launcher.metrics.receiver import MetricsReceiver
 from psdist.launcher.plan import program
 from psdist.launcher.process import Lifeline
+from psdist.launcher.run_metrics import MetricsReceiver
 from psdist.metrics.interval import WorkerInterval, summarize
 from psdist.ray.settings import RaySettings
 from psdist.settings.exit_codes import Role, statuses

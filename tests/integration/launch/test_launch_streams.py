@@ -258,7 +258,7 @@ signal.pause()
 #: The child of ``psdist.launch``, with a program in place of the launcher.
 _LAUNCHED = """
 import os, signal, sys
-from psdist.launcher.from_python.run_process import RunProcess
+from psdist.launcher.launch import RunProcess
 
 waits = "import os, sys; os.read(int(sys.argv[1].partition('=')[2]), 1)"
 run = RunProcess([sys.executable, "-c", waits], 3)

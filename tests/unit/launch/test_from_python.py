@@ -17,8 +17,16 @@ from hypothesis.extra import numpy as arrays
 
 import psdist
 from psdist.errors import ConfigurationError, InternalError, InvalidArgumentError, LimitExceededError
-from psdist.launcher.from_python import functions, values
-from psdist.launcher.from_python.call import read_values, run_call, write_call
+from psdist.launcher import function_calls
+from psdist.launcher.function_calls import (
+    decode_value,
+    encode_value,
+    import_name,
+    load_function,
+    read_values,
+    run_call,
+    write_call,
+)
 from psdist.settings.launcher_reports import RunReport
 
 _PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
@@ -78,12 +86,12 @@ def made(qualname: str = "") -> Any:
 
 @given(_VALUES)
 def test_values_come_back_equal_and_of_the_same_type(value: Any) -> None:
-    assert same(values.load(values.dump(value, "it")), value)
+    assert same(decode_value(encode_value(value, "it")), value)
 
 
 def test_scalars_of_numpy_stay_scalars() -> None:
     for scalar in (np.float32(0.1), np.int8(-3), np.bool_(True), np.str_("x")):
-        assert same(values.load(values.dump([scalar], "it")), [scalar])
+        assert same(decode_value(encode_value([scalar], "it")), [scalar])
 
 
 @pytest.mark.parametrize(
@@ -98,23 +106,23 @@ def test_scalars_of_numpy_stay_scalars() -> None:
 )
 def test_other_values_are_refused_with_the_remedy(value: object, text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=f"^the result {text}"):
-        values.dump(value, "the result")
+        encode_value(value, "the result")
 
 
 def test_a_value_in_itself_and_a_large_one_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     loop: list[Any] = []
     loop.append(loop)
     with pytest.raises(InvalidArgumentError, match="or in itself"):
-        values.dump(loop, "it")
-    monkeypatch.setattr(values, "LAUNCH_VALUE_BYTES_MAX", 100)
+        encode_value(loop, "it")
+    monkeypatch.setattr(function_calls, "LAUNCH_VALUE_BYTES_MAX", 100)
     with pytest.raises(LimitExceededError, match="it has 404 bytes, more than 100: write it to a file"):
-        values.dump(np.zeros(98, np.float32), "it")
+        encode_value(np.zeros(98, np.float32), "it")
 
 
 @given(st.binary(max_size=40))
 def test_other_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(InvalidArgumentError, match="are not a value"):
-        values.load(data)
+        decode_value(data)
 
 
 # --- functions --------------------------------------------------------------------------------------------------------
@@ -122,7 +130,7 @@ def test_other_bytes_are_refused(data: bytes) -> None:
 
 @pytest.mark.parametrize("function", [returns, Model.train, np.linalg.norm, len])
 def test_functions_are_found_by_their_names(function: Any) -> None:
-    assert functions.load(functions.import_name(function)) == function
+    assert load_function(import_name(function)) == function
 
 
 @pytest.mark.parametrize(
@@ -136,7 +144,7 @@ def test_functions_are_found_by_their_names(function: Any) -> None:
 )
 def test_functions_without_an_import_name_are_refused(function: Any, text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
-        functions.import_name(function)
+        import_name(function)
 
 
 def test_functions_of_main_are_imported_by_the_name_of_its_file(
@@ -147,20 +155,20 @@ def test_functions_of_main_are_imported_by_the_name_of_its_file(
     main.work.__module__ = "__main__"
     monkeypatch.setitem(sys.modules, "__main__", main)
     with pytest.raises(ConfigurationError, match=r"work is defined in __main__, .*%%writefile work.py"):
-        functions.import_name(main.work)  # a notebook
+        import_name(main.work)  # a notebook
     main.__file__ = str(tmp_path / "some_script.py")
     (tmp_path / "some_script.py").touch()
     with pytest.raises(ConfigurationError, match="work is defined in __main__"):
-        functions.import_name(main.work)  # a script whose directory is not on the path
+        import_name(main.work)  # a script whose directory is not on the path
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert functions.import_name(main.work) == "some_script:work"
+    assert import_name(main.work) == "some_script:work"
     main.__spec__ = SimpleNamespace(name="package.module")
-    assert functions.import_name(main.work) == "package.module:work"
+    assert import_name(main.work) == "package.module:work"
 
 
 def test_a_function_that_the_worker_does_not_find_is_named() -> None:
     with pytest.raises(ConfigurationError, match="there is no function gone in module json, as a worker imports it"):
-        functions.load("json:gone")
+        load_function("json:gone")
 
 
 def test_a_call_and_its_values(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
