@@ -1,8 +1,8 @@
 # All tasks of the project. Needs make and Python 3.11 or later; everything else goes into .venv.
 #
 #   make demo     train real digits through two servers and two workers on this machine
-#   make test     all checks, unit and property tests, some seeds of each simulation, and eight real runs: five minutes
-#                 on two cores
+#   make test     all checks, unit and property tests, the contract of channels, some seeds of each simulation, and
+#                 eight real runs: five minutes on two cores
 #   make clusters
 #                 the tests with connections and processes: clients, links, collectives, launchers, engines, faults,
 #                 snapshots, monitoring, devices, compression, examples

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,14 +22,20 @@ from psdist.errors import (
 from psdist.v1 import common_pb2 as cpb
 from psdist.v1 import server_pb2 as spb
 from psdist_server.kernels import means
-from tests.integration.link import test_connect_stream as by_tcp
-from tests.integration.link import test_share_stream as by_memory
-from tests.integration.link.test_connect_stream import COUNT, STEPPED, TcpBench, connected, framed
-from tests.integration.server.test_server_service import GRADIENT, INITIAL, TOTAL, cut, payloads
 from tests.support.segments import integers, raw, sparse
+from tests.support.server_bench import (
+    COUNT,
+    GRADIENT,
+    INITIAL,
+    STEPPED,
+    TOTAL,
+    ServerBench,
+    cut,
+    opened_bench,
+    payloads,
+)
+from tests.support.worker_channels import TcpWorker
 
-#: A server that is reached by gRPC and by TCP.
-bench = by_tcp.bench
 SEGMENTS: dict[str, Any] = {"codec": cpb.CODEC_SEGMENTS}
 
 #: The gradient 0, 1, ... 24, a slice of 10 or 5 elements at a time, by several kinds of segments.
@@ -56,18 +62,23 @@ def after(gradient: np.ndarray) -> np.ndarray:
 
 
 async def push(
-    bench: TcpBench, transport: str, step: int, parts: Sequence[bytes], worker: int = 0, **header: Any
+    bench: ServerBench, transport: str, step: int, parts: Sequence[bytes], worker: int = 0, **header: Any
 ) -> Any:
     """Push all slices. Returns the weights after it. Raises the error that the call ends with."""
     if transport == "grpc":
         return await bench.push_pull(bench.header(step, worker, **(SEGMENTS | header)), parts)
-    peer = await connected(bench, worker)
-    request = peer.push(step, **(SEGMENTS | header))
-    await peer.connection.send(framed(request))
+    peer = await TcpWorker.opened(bench, worker)
+    await peer.begin(request := peer.push(step, **(SEGMENTS | header)))
     for index, part in enumerate(parts):
-        await peer.connection.send(peer.slice(request, index, part))
-    answers = await peer.answers(request)
-    return np.concatenate([answers[index][1] for index in sorted(answers)])
+        await peer.send_slice(request, index, part)
+    return np.concatenate([answer.weights for answer in await peer.answers(request)])
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[ServerBench]:
+    """A server that is reached by gRPC and by TCP."""
+    async with opened_bench() as bench:
+        yield bench
 
 
 @pytest.fixture(params=["grpc", "tcp"])
@@ -79,7 +90,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 # --- behaviour --------------------------------------------------------------------------------------------------------
 
 
-async def test_a_step(bench: TcpBench, transport: str) -> None:
+async def test_a_step(bench: ServerBench, transport: str) -> None:
     await bench.create()
     weights = await push(bench, transport, 0, ENCODED)
     assert weights.tobytes() == after(decoded()).tobytes()
@@ -90,41 +101,39 @@ async def test_a_step(bench: TcpBench, transport: str) -> None:
     assert statistics.bytes_held == 0
 
 
-async def test_contributions_with_different_codecs_in_one_step(bench: TcpBench) -> None:
+async def test_contributions_with_different_codecs_in_one_step(bench: ServerBench) -> None:
     await bench.create(workers=3)
-    peers = [await connected(bench, rank) for rank in range(3)]
+    peers = [await TcpWorker.opened(bench, rank) for rank in range(3)]
     requests = [peers[0].push(0), peers[1].push(0, **SEGMENTS), peers[2].push(0, dtype=cpb.DTYPE_FLOAT16)]
     halves = GRADIENT.astype(np.float16)
     for index in range(COUNT):
         bodies = [cut(GRADIENT)[index].tobytes(), ENCODED[index], cut(halves)[index].tobytes()]
         for peer, request, body in zip(peers, requests, bodies, strict=True):
             if index == 0:
-                await peer.connection.send(framed(request))
-            await peer.connection.send(peer.slice(request, index, body))
-        for peer in peers:
-            while (frame := await peer.connection.frame())[0].WhichOneof("kind") != "slice":
-                pass
-            assert frame[0].slice.slice == index
+                await peer.begin(request)
+            await peer.send_slice(request, index, body)
+        for peer, request in zip(peers, requests, strict=True):
+            assert [answer.slice for answer in await peer.next_answers(request)] == [index]
     mean = ((GRADIENT + decoded()) + halves.astype(np.float32)) / np.float32(3)
     assert await bench.pull(bench.identity()) == after(mean).tobytes()
 
 
 @pytest.mark.parametrize(("transport", "consistency"), [("tcp", BSP()), ("tcp", ASP()), ("grpc", ASP())], ids=str)
-async def test_clipping(bench: TcpBench, transport: str, consistency: Any) -> None:
+async def test_clipping(bench: ServerBench, transport: str, consistency: Any) -> None:
     await bench.create(consistency=consistency, optimizer=optim.SGD(lr=0.5, max_grad_norm=1.0))
     norm = float(np.sqrt(np.sum(decoded().astype(np.float64) ** 2)))
     weights = await push(bench, transport, 0, ENCODED, grad_norm=norm)
     np.testing.assert_allclose(weights, after(decoded() / np.float32(norm)), rtol=1e-6)
 
 
-async def test_a_push_that_abstains_has_no_payloads(bench: TcpBench) -> None:
+async def test_a_push_that_abstains_has_no_payloads(bench: ServerBench) -> None:
     await bench.create()
-    peer = await connected(bench)
+    peer = await TcpWorker.opened(bench)
     assert np.array_equal(await peer.say(peer.push(0, abstain=True, **SEGMENTS)), INITIAL)
 
 
 async def test_decoders_are_prepared_by_the_first_encoded_push(
-    bench: TcpBench, monkeypatch: pytest.MonkeyPatch
+    bench: ServerBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared: list[str] = []
     monkeypatch.setattr(bench.host, "_compiler", Compiler(prepared))
@@ -146,7 +155,7 @@ class Compiler:
         self._prepared.append(purpose)
 
 
-async def test_differences_are_added_to_the_gradient_before(bench: TcpBench, transport: str) -> None:
+async def test_differences_are_added_to_the_gradient_before(bench: ServerBench, transport: str) -> None:
     await bench.create()
     weights, gradient = INITIAL, np.zeros(TOTAL, np.float32)
     for step in range(3):
@@ -158,7 +167,9 @@ async def test_differences_are_added_to_the_gradient_before(bench: TcpBench, tra
     assert bench.host.statistics().parameters[0].bytes_held == 0
 
 
-async def test_a_difference_to_what_is_not_kept_is_refused_and_changes_nothing(bench: TcpBench, transport: str) -> None:
+async def test_a_difference_to_what_is_not_kept_is_refused_and_changes_nothing(
+    bench: ServerBench, transport: str
+) -> None:
     await bench.create()
     for number in (0, 1):
         with pytest.raises(StaleEstimateError, match=r"push \d of slice 0 .* send the whole gradient"):
@@ -175,7 +186,7 @@ async def test_a_difference_to_what_is_not_kept_is_refused_and_changes_nothing(b
 
 
 @pytest.mark.parametrize("policy", ["reject", "skip"])
-async def test_differences_whose_sum_is_not_finite(bench: TcpBench, transport: str, policy: str) -> None:
+async def test_differences_whose_sum_is_not_finite(bench: ServerBench, transport: str, policy: str) -> None:
     await bench.create(non_finite=policy)
     huge = [raw(np.full(part.size, 3e38, np.float32)) for part in cut(GRADIENT)]
     await push(bench, transport, 0, huge, difference=spb.GradientDifference(number=0, from_zeros=True))
@@ -194,7 +205,7 @@ async def test_differences_whose_sum_is_not_finite(bench: TcpBench, transport: s
     assert weights.tobytes() == before
 
 
-async def test_nothing_is_a_difference_to_a_push_that_was_refused(bench: TcpBench, transport: str) -> None:
+async def test_nothing_is_a_difference_to_a_push_that_was_refused(bench: ServerBench, transport: str) -> None:
     await bench.create()
     with pytest.raises(FutureStepError):
         await push(bench, transport, 5, ENCODED, difference=spb.GradientDifference(number=1, from_zeros=True))
@@ -203,7 +214,7 @@ async def test_nothing_is_a_difference_to_a_push_that_was_refused(bench: TcpBenc
         await push(bench, transport, 0, ENCODED, difference=spb.GradientDifference(number=1))
 
 
-async def test_a_worker_that_is_gone_leaves_no_estimate(bench: TcpBench) -> None:
+async def test_a_worker_that_is_gone_leaves_no_estimate(bench: ServerBench) -> None:
     await bench.create()
     await push(bench, "grpc", 0, ENCODED, difference=spb.GradientDifference(number=0, from_zeros=True))
     estimates = bench.host.admission.store("p").gradients.estimates
@@ -233,7 +244,7 @@ MALFORMED: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("payload", MALFORMED.values(), ids=MALFORMED)
-async def test_a_malformed_payload_changes_nothing(bench: TcpBench, transport: str, payload: bytes) -> None:
+async def test_a_malformed_payload_changes_nothing(bench: ServerBench, transport: str, payload: bytes) -> None:
     await bench.create()
     with pytest.raises(MalformedPayloadError, match="slice 0"):
         await push(bench, transport, 0, [payload, *ENCODED[1:]])
@@ -242,11 +253,11 @@ async def test_a_malformed_payload_changes_nothing(bench: TcpBench, transport: s
     assert (await push(bench, transport, 0, ENCODED)).tobytes() == after(decoded()).tobytes()
 
 
-async def test_a_connection_goes_on_after_a_malformed_payload(bench: TcpBench) -> None:
+async def test_a_connection_goes_on_after_a_malformed_payload(bench: ServerBench) -> None:
     await bench.create()
-    peer = await connected(bench)
-    refused = peer.push(0, **SEGMENTS)
-    await peer.connection.send(framed(refused) + peer.slice(refused, 0, b"\0\0\0\0"))
+    peer = await TcpWorker.opened(bench)
+    await peer.begin(refused := peer.push(0, **SEGMENTS))
+    await peer.send_slice(refused, 0, b"\0\0\0\0")
     with pytest.raises(MalformedPayloadError):
         await peer.answers(refused)
     assert np.array_equal(await peer.say(peer.push(0)), STEPPED)
@@ -254,7 +265,7 @@ async def test_a_connection_goes_on_after_a_malformed_payload(bench: TcpBench) -
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("policy", ["reject", "skip"])
-async def test_values_that_are_not_finite(bench: TcpBench, transport: str, policy: str, value: float) -> None:
+async def test_values_that_are_not_finite(bench: ServerBench, transport: str, policy: str, value: float) -> None:
     await bench.create(non_finite=policy)
     bad = GRADIENT[:10].copy()
     bad[7] = value
@@ -274,27 +285,17 @@ async def test_values_that_are_not_finite(bench: TcpBench, transport: str, polic
 
 
 @pytest.mark.parametrize("dtype", [cpb.DTYPE_FLOAT16, cpb.DTYPE_BFLOAT16, cpb.DTYPE_FLOAT64, cpb.DTYPE_UNSPECIFIED])
-async def test_segments_are_of_float32(bench: TcpBench, transport: str, dtype: int) -> None:
+async def test_segments_are_of_float32(bench: ServerBench, transport: str, dtype: int) -> None:
     await bench.create()
     with pytest.raises((InvalidArgumentError, PsdistError), match=r"DTYPE_FLOAT32|float64|DType"):
         await push(bench, transport, 0, ENCODED, dtype=dtype)
     assert await bench.pull(bench.identity()) == INITIAL.tobytes()
 
 
-async def test_a_difference_is_encoded(bench: TcpBench, transport: str) -> None:
+async def test_a_difference_is_encoded(bench: ServerBench, transport: str) -> None:
     await bench.create()
     with pytest.raises(InvalidArgumentError, match="in segments: send CODEC_SEGMENTS"):
         await push(
             bench, transport, 0, payloads(GRADIENT), codec=cpb.CODEC_RAW, difference=spb.GradientDifference(number=0)
         )
     assert await bench.pull(bench.identity()) == INITIAL.tobytes()
-
-
-async def test_shared_memory_has_no_segments(bench: TcpBench) -> None:
-    await bench.create()
-    peer = await by_memory.attached(bench)
-    with pytest.raises(InvalidArgumentError, match="a gradient arena holds elements, not segments"):
-        await peer.say(peer.push(0, **SEGMENTS))
-    assert np.array_equal(peer.values(), INITIAL)
-    await peer.say(peer.push(0))
-    assert np.array_equal(peer.values(), STEPPED)

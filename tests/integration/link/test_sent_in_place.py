@@ -19,7 +19,7 @@ from psdist.v1 import server_pb2 as pb
 from psdist.wire import convert
 from psdist_server.server import ParameterServer, ServerRegistration
 from psdist_server.tcp_service import TcpCallStream
-from tests.integration.server.test_server_service import TOKEN, cluster_map, entry
+from tests.support.server_bench import TOKEN, cluster_map, entry
 
 #: One slice, larger than the buffers of a connection.
 TOTAL = 1 << 20
