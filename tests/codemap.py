@@ -14,7 +14,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Final
 
-from tests.test_tidy import MODULES, ROOT, is_pure, module_name, parsed
+from tests.support.tree import MODULES, ROOT, module_name, parsed
+from tests.test_tidy import is_pure
 
 _HEAD: Final = """# Codemap
 

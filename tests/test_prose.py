@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tree import FILES, ROOT, is_generated, nodes, parsed
 from tests.test_structure import PRODUCT
-from tests.test_tidy import FILES, ROOT, is_generated, nodes, parsed
 
 THIS = Path(__file__).resolve()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_tidy import MODULES, ROOT, imports, module_name, nodes, parsed
+from tests.support.tree import MODULES, ROOT, imports, module_name, nodes, parsed
 
 #: Constants named like a limit outside ``psdist.wire.limits``, by module. This list may only shrink.
 LIMITS_ELSEWHERE = {

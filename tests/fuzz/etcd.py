@@ -30,7 +30,7 @@ from psdist_scheduler.run import etcd_client, etcd_store
 from psdist_scheduler.run.etcd_client import EtcdClient, Leader, Leadership
 from psdist_scheduler.run.etcd_store import EtcdStore
 from tests.fuzz.messages import Known, MessageGenerator, mutate_bytes, mutate_message
-from tests.unit.scheduler.test_sqlite_store import MEMBER, NODE, RECORD
+from tests.support.store_records import MEMBER, NODE, RECORD
 
 _PREFIX: Final = "fuzzed"
 _LOCATION: Final = EtcdLocation(("etcd:1",), _PREFIX)

@@ -7,93 +7,24 @@ The device is emulated: the CPU runs the device's sources.
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
-from psdist import BSP, optim
+from psdist import optim
 from psdist.compression import Int8
 from psdist.compression.pulls import pull_codec_to_text
-from psdist.consistency import Reduction
-from psdist.device.device import Device
-from psdist.types import GroupRange, ParametersEntry, ParametersSpec, Replica, Shard
-from psdist_server.device.parameters import DeviceParameters
-from psdist_server.device.staging import Lanes
-from psdist_server.kernels import means
-from psdist_server.kernels.arrays import DenseParameters, Update
-from tests.property.test_dense import REDUCTIONS, SLICE, SPECS
+from psdist_server.kernels.arrays import Update
+from psdist_server.kernels.interpreted import DTYPES
+from tests.support.dense_updates import REDUCTIONS
+from tests.support.device_updates import Both, entry_of, every_optimizer, gradients
 from tests.support.example_counts import examples
 from tests.support.host_device import HostDevice, needs_compiler
 from tests.support.segments import integers
 
 pytestmark = needs_compiler
 
-every_optimizer = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.kind}-{len(spec.values())}")
 reductions = st.sampled_from(REDUCTIONS)
-TOTAL = 3 * SLICE - 700
-
-
-def entry_of(
-    spec: optim.Optimizer,
-    slice_elements: int = SLICE,
-    total: int = TOTAL,
-    reduction: Reduction = "mean",
-    **others: Any,
-) -> ParametersEntry:
-    ranges = (GroupRange(100, 6000, 1), GroupRange(9000, 9001, 1)) if spec.overrides else ()
-    made = ParametersSpec("p", spec, BSP(reduction=reduction), slice_elements=slice_elements, **others)
-    shards = tuple(Shard(Replica("server-0", 1)) for _ in range(2))
-    return ParametersEntry(spec=made, total=total, shards=shards, ranges=ranges, ready=True)
-
-
-class Both:
-    """The same parameters on the CPU and on a device."""
-
-    def __init__(self, entry: ParametersEntry, device: Device | None = None) -> None:
-        self.lanes = Lanes(device or HostDevice())
-        self.host, self.on_device = DenseParameters(entry), DeviceParameters(entry, self.lanes)
-        values = np.linspace(-1, 1, entry.total, dtype=np.float32)
-        for dense in self.each:
-            dense.hold(range(dense.slicing.count))
-            for index in dense.indices:
-                dense.install(index, values[slice(*dense.slicing.bounds(index))])
-
-    @property
-    def each(self) -> tuple[DenseParameters, DeviceParameters]:
-        return self.host, self.on_device
-
-    def update(self, updates: list[Update]) -> list[tuple[int, ...]]:
-        """Update both, and check that they skip the same contributions and write equal means."""
-        copies = [dataclasses.replace(one, mean=None if one.mean is None else one.mean.copy()) for one in updates]
-        bad = self.host.apply(updates)
-        assert self.on_device.apply(copies) == bad
-        for one, copy in zip(updates, copies, strict=True):
-            assert one.mean is None or (copy.mean is not None and one.mean.tobytes() == copy.mean.tobytes())
-        return bad
-
-    def check(self) -> None:
-        """Check that all bytes and the sequence numbers are equal."""
-        assert (self.host.weights.sequence == self.on_device.weights.sequence).all()
-        for index in self.host.indices:
-            ours, theirs = self.host.export(index), self.on_device.export(index)
-            assert [one.tobytes() for one in ours] == [one.tobytes() for one in theirs], index
-            assert self.host.digest(index) == self.on_device.digest(index)
-            for dtype in means.DTYPES:
-                assert bytes(self.host.read(index, dtype)) == bytes(self.on_device.read(index, dtype))
-
-    def close(self) -> None:
-        for dense in self.each:
-            dense.close()
-        assert self.on_device.held == self.host.held
-
-
-def gradients(rng: np.random.Generator, size: int, dtypes: list[str]) -> list[NDArray[Any]]:
-    return [rng.standard_normal(size).astype(means.DTYPES[dtype]) for dtype in dtypes]
 
 
 @every_optimizer
@@ -118,7 +49,7 @@ def test_what_is_not_finite_is_left_out_of_the_same_blocks(
     rng = np.random.default_rng(seed)
     for step, index in enumerate(data.draw(st.permutations(both.host.indices))):
         size = both.host.slicing.size(index)
-        dtypes = data.draw(st.lists(st.sampled_from(list(means.DTYPES)), min_size=1, max_size=5))
+        dtypes = data.draw(st.lists(st.sampled_from(list(DTYPES)), min_size=1, max_size=5))
         parts = gradients(rng, size, dtypes)
         for part in data.draw(st.sets(st.integers(0, len(parts) - 1))):
             parts[part][data.draw(st.integers(0, size - 1))] = data.draw(st.sampled_from([np.nan, np.inf, -np.inf]))
@@ -163,7 +94,7 @@ def test_means_and_their_squares_are_the_same(seed: int, data: st.DataObject) ->
     both = Both(entry_of(optim.SGD(lr=0.1, max_grad_norm=1.0), reduction=data.draw(reductions)))
     rng = np.random.default_rng(seed)
     index = data.draw(st.sampled_from(both.host.indices))
-    dtypes = data.draw(st.lists(st.sampled_from(list(means.DTYPES)), min_size=1, max_size=4))
+    dtypes = data.draw(st.lists(st.sampled_from(list(DTYPES)), min_size=1, max_size=4))
     parts = gradients(rng, both.host.slicing.size(index), dtypes)
     for part in data.draw(st.sets(st.integers(0, len(parts) - 1))):
         parts[part][data.draw(st.integers(0, parts[part].size - 1))] = np.nan

@@ -22,7 +22,7 @@ from psdist.types import TensorSpec
 from psdist_server.kernels import means
 from psdist_server.kernels.arrays import DenseParameters, Update
 from psdist_server.kernels.optimizers import clip_factor
-from tests.property.test_dense import make
+from tests.support.dense_updates import make
 from tests.support.example_counts import examples
 from tests.support.segments import integers, raw, sparse
 

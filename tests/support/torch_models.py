@@ -87,3 +87,25 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 def part(batch: Batch, rank: int, world: int) -> Batch:
     """Return a worker's part of a batch."""
     return batch[0][rank::world], batch[1][rank::world]
+
+
+STEPS = 12
+BATCHES = MODELS["mlp"][1]
+
+
+def distance(one: nn.Module, other: nn.Module) -> float:
+    """Return the largest relative difference of a parameter."""
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return max(float((a - b).detach().double().norm() / b.detach().double().norm()) for a, b in pairs)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any = None, *, clip: float = 0.0) -> None:
+    """Run a plain training loop."""
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, BATCHES(step)).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()

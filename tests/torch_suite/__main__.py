@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from tests.test_tidy import ROOT
+from tests.support.tree import ROOT
 from tests.torch_suite import files, suite
 from tests.torch_suite.page import Files, Outcomes, page
 from tests.torch_suite.suite import KeptOutcomes

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from tests.test_tidy import ROOT
+from tests.support.tree import ROOT
 from tests.torch_suite.suite import Outcome
 
 #: The unpacked tests, and outcomes, kept between runs.

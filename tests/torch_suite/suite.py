@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from tests.test_tidy import ROOT
+from tests.support.tree import ROOT
 from tests.torch_suite import rank
 
 _SECONDS: Final = 3600

@@ -18,10 +18,10 @@ from psdist.errors import InvalidArgumentError
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.settings.config import TransportName
 from psdist_server.kernels.optimizers import clip_factor
-from tests.integration.client.test_exact import TOTAL, gradient, initial, joined, split
-from tests.integration.client.test_weights import PLAIN, in_buckets, in_one
-from tests.integration.compression.test_compression import ADAM, SLICING, WORKERS, Workers
 from tests.support import reference
+from tests.support.compressed_runs import ADAM, SLICING, WORKERS, Workers
+from tests.support.exact_runs import TOTAL, gradient, initial, joined, split
+from tests.support.weighted_pushes import PLAIN, in_buckets, in_one
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

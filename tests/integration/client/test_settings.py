@@ -20,10 +20,10 @@ from psdist.hyperparameters import Setting
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.settings.config import TransportName
 from psdist_server.kernels.optimizers import clip_factor
-from tests.integration.client.test_exact import TOTAL, gradient, group_ranges, initial, joined, split
-from tests.integration.client.test_weights import PLAIN, in_buckets, in_one
-from tests.integration.compression.test_compression import SLICING, WORKERS, Workers
 from tests.support import reference
+from tests.support.compressed_runs import SLICING, WORKERS, Workers
+from tests.support.exact_runs import TOTAL, gradient, group_ranges, initial, joined, split
+from tests.support.weighted_pushes import PLAIN, in_buckets, in_one
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

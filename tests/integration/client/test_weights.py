@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from psdist import AsyncParameters, optim
+from psdist import optim
 from psdist.client.core.encoder import GradientEncoder
 from psdist.compression import BFloat16, Codec, Float32, TopK
 from psdist.consistency import ASP, SSP
@@ -20,13 +20,13 @@ from psdist.errors import InvalidArgumentError
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.settings.config import TransportName
 from psdist_server.kernels.optimizers import clip_factor
-from tests.integration.client.test_exact import TOTAL, gradient, initial, joined, split
-from tests.integration.compression.test_compression import ADAM, LAYOUT, SLICING, WORKERS, Workers, decoded
 from tests.support import reference
+from tests.support.compressed_runs import ADAM, LAYOUT, SLICING, WORKERS, Workers, decoded
+from tests.support.exact_runs import TOTAL, gradient, initial, joined, split
+from tests.support.weighted_pushes import PLAIN, in_buckets, in_one
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-PLAIN = (Float32(), Float32())
 #: The weight of each rank, by step; 0 contributes nothing.
 WEIGHTS = [(3.0, 1.0), (1.0, 1.0), (0.0, 7.5), (1000.0, 24.0), (1e-3, 0.25), (0.0, 0.0), (12345.0, 54321.0)]
 
@@ -68,25 +68,6 @@ async def cluster() -> AsyncIterator[EmbeddedCluster]:
     cluster = await asyncio.to_thread(EmbeddedCluster, 2)
     yield cluster
     await asyncio.to_thread(cluster.close)
-
-
-async def in_buckets(handle: AsyncParameters, values: dict[str, np.ndarray], weight: float) -> bytes:
-    """Make a step in buckets: the last layers first."""
-    buckets = [await handle.push_pull_async({name: values[name]}, weight) for name in reversed(values)]
-    weights: dict[str, np.ndarray] = {}
-    for bucket in buckets:
-        weights |= {name: array.copy() for name, array in (await bucket).items()}
-    return joined(weights)
-
-
-async def in_one(handle: AsyncParameters, values: dict[str, np.ndarray], weight: float) -> bytes:
-    """Make a step of the gradient buffers, which stay unchanged."""
-    buffers = await handle.gradient_buffers()
-    for name, array in buffers.items():
-        array[...] = values[name]
-    result = await handle.push_pull(buffers, weight=weight)
-    assert all((buffers[name] == values[name]).all() for name in buffers)
-    return joined(result)
 
 
 CASES = {

@@ -33,8 +33,8 @@ from psdist.consistency import ASP, BSP, SSP, Consistency
 from psdist.errors import InvalidArgumentError, SettingsMismatchError, UnknownCodecError
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.settings.config import TransportName
-from tests.integration.client.test_exact import SLICE, TOTAL, gradient, initial, joined, split
-from tests.integration.compression.test_compression import (
+from tests.support import reference
+from tests.support.compressed_runs import (
     ADAM,
     SLICING,
     WORKERS,
@@ -43,7 +43,7 @@ from tests.integration.compression.test_compression import (
     in_buffers,
     psdist_close,
 )
-from tests.support import reference
+from tests.support.exact_runs import SLICE, TOTAL, gradient, initial, joined, split
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -13,8 +13,7 @@ from psdist.client.device.vectors import DeviceVectors
 from psdist.compression import Codec
 from psdist.device.device import CudaDevice, open_device
 from psdist.errors import DeviceUnavailableError
-from tests.support.device_encoders import BothEncoders
-from tests.unit.compression.device.test_device_encoding import CODECS, LAYOUT, each_tensor, layout_of, worst_cases
+from tests.support.device_encoders import CODECS, LAYOUT, BothEncoders, each_tensor, layout_of, worst_cases
 
 pytestmark = pytest.mark.gpu
 

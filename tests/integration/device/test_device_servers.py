@@ -13,27 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.support import host_device
+from tests.support.device_runs import TRAIN, digests_of, ended
 from tests.support.host_device import needs_compiler
 from tests.support.launched import Run
 
 _ROOT = Path(__file__).resolve().parents[3]
-_TRAIN = """
-import hashlib, os, sys
-import numpy as np
-import psdist
-
-rank, steps, clip, count = int(os.environ["RANK"]), int(sys.argv[1]), float(sys.argv[2]), 300_000
-client = psdist.init().client
-weights = client.parameters(
-    "model", {"w": np.linspace(-1, 1, count, dtype=np.float32)}, psdist.optim.Adam(lr=0.01, max_grad_norm=clip),
-    slice_elements=int(sys.argv[3]))
-values = weights.pull()
-while weights.step < steps:
-    rng = np.random.default_rng([rank, weights.step])
-    gradient = {"w": values["w"] * 0.1 + rng.standard_normal(count, dtype=np.float32)}
-    values = weights.push_pull(gradient, copy=weights.step % 2 == 0)
-    print(f"rank {rank} made step {weights.step} {hashlib.sha256(values['w'].tobytes()).hexdigest()}", flush=True)
-"""
 #: Digests of a run without a device. Arguments: clip, elements and steps of the script.
 Plain = Callable[[str, str, int], set[str]]
 _REPLICATED = ("--replicas", "2", "--failure-timeout", "15")
@@ -55,34 +39,19 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOST_DEVICE_FOLDER", str(host_device.FOLDER))
 
 
-def _ended(run: Run) -> str:
-    status, text = run.end()
-    everything = "".join(run.seen) + text
-    assert status == 0, everything
-    assert "Traceback" not in everything, everything
-    return everything
-
-
-def _digests(text: str, step: int) -> set[str]:
-    """Return the digests of both workers' weights after ``step`` steps."""
-    found = re.findall(rf"rank \d made step {step} (\w{{64}})", text)
-    assert len(found) == 2, text
-    return set(found)
-
-
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
     """One run without a device for each clip and slice size."""
 
     @cache
     def output(clip: str, elements: str) -> str:
-        run = Run(tmp_path_factory.mktemp("plain"), _TRAIN, "40", clip, elements, flags=("--nservers", "1"))
+        run = Run(tmp_path_factory.mktemp("plain"), TRAIN, "40", clip, elements, flags=("--nservers", "1"))
         try:
-            return _ended(run)
+            return ended(run)
         finally:
             run.stop()
 
-    return lambda clip, elements, step: _digests(output(clip, elements), step)
+    return lambda clip, elements, step: digests_of(output(clip, elements), step)
 
 
 @needs_compiler
@@ -94,8 +63,8 @@ def test_a_run_on_devices_gives_the_bytes_of_a_run_without(
     tmp_path: Path, runs: list[Run], emulated: None, plain: Plain, clip: str, elements: str, transport: str
 ) -> None:
     flags = ("--nservers", "2", "--server-device", "cuda")
-    runs.append(Run(tmp_path, _TRAIN, "12", clip, elements, transport=transport, flags=flags))
-    assert _digests(_ended(runs[-1]), 12) == plain(clip, elements, 12)
+    runs.append(Run(tmp_path, TRAIN, "12", clip, elements, transport=transport, flags=flags))
+    assert digests_of(ended(runs[-1]), 12) == plain(clip, elements, 12)
 
 
 @needs_compiler
@@ -105,12 +74,12 @@ def test_a_copy_may_lie_elsewhere_than_its_primary(
     tmp_path: Path, runs: list[Run], emulated: None, plain: Plain, killed: str
 ) -> None:
     flags = (*_REPLICATED, "--nservers", "2", "--server-device", "cuda,cpu")
-    runs.append(Run(tmp_path, _TRAIN, "40", "1", "8192", flags=flags))
+    runs.append(Run(tmp_path, TRAIN, "40", "1", "8192", flags=flags))
     runs[-1].until("rank 0 made step 9 ")
     server = runs[-1].child("psdist_server", "--server-id", killed)
     assert ("cuda" if killed == "server-0" else "cpu") in server.cmdline()
     server.kill()
-    assert _digests(_ended(runs[-1]), 40) == plain("1", "8192", 40)
+    assert digests_of(ended(runs[-1]), 40) == plain("1", "8192", 40)
 
 
 @needs_compiler
@@ -121,11 +90,11 @@ def test_a_lost_device_ends_its_server_and_the_run_goes_on_from_the_copies(
     monkeypatch.setenv("HOST_DEVICE_LOST", str(lost))
     monkeypatch.setenv("HOST_DEVICE_OF", "server-1")
     flags = (*_REPLICATED, "--nservers", "2", "--server-device", "cuda")
-    runs.append(Run(tmp_path, _TRAIN, "40", "0", "65536", flags=flags))
+    runs.append(Run(tmp_path, TRAIN, "40", "0", "65536", flags=flags))
     runs[-1].until("rank 0 made step 9 ")
     lost.touch()
-    text = _ended(runs[-1])
-    assert _digests(text, 40) == plain("0", "65536", 40)
+    text = ended(runs[-1])
+    assert digests_of(text, 40) == plain("0", "65536", 40)
     assert "the device is lost" in text and "illegal memory access" in text, text
     assert "server 1 died: exit code 71" in text, text
 
@@ -136,17 +105,17 @@ def test_a_snapshot_of_one_kind_of_server_is_resumed_by_the_other(
     tmp_path: Path, runs: list[Run], emulated: None, plain: Plain, devices: tuple[str, str]
 ) -> None:
     flags = ("--storage-path", str(tmp_path / "saved"), "--run-id", "moved", "--server-device")
-    runs.append(Run(tmp_path, _TRAIN, "10", "0", "65536", flags=(*flags, devices[0])))
-    _ended(runs[-1])
-    runs.append(Run(tmp_path, _TRAIN, "20", "0", "65536", flags=(*flags, devices[1])))
-    text = _ended(runs[-1])
-    assert _digests(text, 20) == plain("0", "65536", 20)
+    runs.append(Run(tmp_path, TRAIN, "10", "0", "65536", flags=(*flags, devices[0])))
+    ended(runs[-1])
+    runs.append(Run(tmp_path, TRAIN, "20", "0", "65536", flags=(*flags, devices[1])))
+    text = ended(runs[-1])
+    assert digests_of(text, 20) == plain("0", "65536", 20)
     assert "made step 11 " in text and "made step 10 " not in text
 
 
 def test_without_a_device_the_run_ends_at_once_with_what_is_missing(tmp_path: Path, runs: list[Run]) -> None:
     """Check device 999, which no machine has, with or without CuPy, a driver and other devices."""
-    runs.append(Run(tmp_path, _TRAIN, "1", "0", "65536", flags=("--server-device", "cuda:999")))
+    runs.append(Run(tmp_path, TRAIN, "1", "0", "65536", flags=("--server-device", "cuda:999")))
     status, text = runs[-1].end()
     assert status == 78, text
     assert "server 0 cannot begin" in text or "server 1 cannot begin" in text, text
@@ -155,7 +124,7 @@ def test_without_a_device_the_run_ends_at_once_with_what_is_missing(tmp_path: Pa
 
 
 def test_a_wrong_name_is_refused_before_anything_starts(tmp_path: Path, runs: list[Run]) -> None:
-    runs.append(Run(tmp_path, _TRAIN, "1", "0", "65536", flags=("--server-device", "cuda,gpu")))
+    runs.append(Run(tmp_path, TRAIN, "1", "0", "65536", flags=("--server-device", "cuda,gpu")))
     status, text = runs[-1].end()
     assert status == 2
     assert "'gpu' is neither cpu, cuda nor cuda:N" in text

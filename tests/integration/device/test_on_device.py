@@ -13,8 +13,8 @@ from psdist import optim
 from psdist.device.device import CudaDevice, open_device
 from psdist.errors import DeviceUnavailableError, LimitExceededError
 from psdist_server.kernels.arrays import Update
-from tests.integration.device.test_device_servers import _TRAIN, _digests, _ended
-from tests.property.test_device_updates import Both, entry_of, every_optimizer, gradients
+from tests.support.device_runs import TRAIN, digests_of, ended
+from tests.support.device_updates import Both, entry_of, every_optimizer, gradients
 from tests.support.launched import Run
 
 pytestmark = pytest.mark.gpu
@@ -87,6 +87,6 @@ def test_programs_have_the_bytes_of_servers_without_a_device(
     for kind in ("cpu", "cuda", "cuda,cpu"):
         folder = tmp_path / kind.replace(",", "-")
         folder.mkdir()
-        runs.append(Run(folder, _TRAIN, *arguments, flags=("--nservers", "2", "--server-device", kind)))
-        digests.append(_digests(_ended(runs[-1]), steps))
+        runs.append(Run(folder, TRAIN, *arguments, flags=("--nservers", "2", "--server-device", kind)))
+        digests.append(digests_of(ended(runs[-1]), steps))
     assert digests[0] == digests[1] == digests[2]

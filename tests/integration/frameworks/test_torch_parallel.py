@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.test_tidy import ROOT
+from tests.support.tree import ROOT
 
 SCRIPT = ROOT / "tests/support/scripts/parallel.py"
 

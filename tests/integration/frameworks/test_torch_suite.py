@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_tidy import ROOT
+from tests.support.tree import ROOT
 from tests.torch_suite import files, suite
 from tests.torch_suite.page import Files, page
 from tests.torch_suite.suite import Outcome

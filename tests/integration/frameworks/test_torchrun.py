@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore  # missing in torch's stubs
 from psdist.client.session.cluster_view import ClusterView
 from psdist.errors import ConfigurationError, InvalidArgumentError, WaitTimeoutError, WorkerLostError
 from psdist.process_group import own_run
-from tests.test_tidy import ROOT
+from tests.support.tree import ROOT
 
 _HEAD = """
 import os

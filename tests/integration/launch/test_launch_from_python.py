@@ -20,7 +20,7 @@ import pytest
 
 import psdist
 from psdist.errors import LaunchFailedError
-from tests.integration.launch.test_launch_run import Stage, on_stage
+from tests.support.launch_stage import Stage, on_stage
 
 #: A program that launches ``train.py`` with its own arguments.
 _PROGRAM = """

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.launch.test_launch_run import Stage, on_stage
+from tests.support.launch_stage import Stage, on_stage
 
 _RUN = (sys.executable, "-m", "psdist.cli.main", "run")
 _VERSION = (sys.executable, "-m", "psdist.cli.main", "version")

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.integration.launch.test_compose import BUILD_SECONDS, TRAIN_SECONDS
-from tests.integration.launch.test_compose import engine as engine  # the fixture that builds the image
+from tests.support.containers import BUILD_SECONDS, TRAIN_SECONDS
+from tests.support.containers import engine as engine  # the fixture that builds the image
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(BUILD_SECONDS + 2 * TRAIN_SECONDS)]
 

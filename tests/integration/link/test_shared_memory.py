@@ -25,7 +25,7 @@ from psdist.link import fd_passing
 from psdist.monitoring.run_json import status_json
 from psdist.settings.config import TransportName
 from psdist.v1 import scheduler_pb2
-from tests.integration.client.test_exact import (
+from tests.support.exact_runs import (
     OPTIMIZERS,
     STEPS,
     TOTAL,

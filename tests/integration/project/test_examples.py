@@ -4,35 +4,13 @@ from __future__ import annotations
 
 import ast
 import importlib
-import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
-
-
-def run(*words: str, workers: int = 2, servers: int = 2) -> str:
-    """Return the output of ``psdist run`` with an example and its arguments."""
-    launcher = [
-        sys.executable,
-        "-m",
-        "psdist.cli.main",
-        "run",
-        "--nservers",
-        str(servers),
-        "--nproc-per-node",
-        str(workers),
-    ]
-    environment = os.environ | {"NO_COLOR": "1"}
-    done = subprocess.run(
-        [*launcher, *words], capture_output=True, text=True, check=False, cwd=ROOT, env=environment, timeout=240
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+from tests.support.example_runs import ROOT, run
 
 
 def accuracies(output: str) -> list[float]:

@@ -29,7 +29,7 @@ from psdist_scheduler.run.etcd_store import EtcdStore
 from psdist_scheduler.run.open_store import open_store
 from tests.support.certificates import make_ca, write_tls
 from tests.support.etcd import Etcd, running
-from tests.unit.scheduler.test_sqlite_store import MEMBER, NODE, RECORD
+from tests.support.store_records import MEMBER, NODE, RECORD
 
 _PREFIXES = itertools.count()
 

@@ -21,8 +21,8 @@ from psdist.errors import SettingsMismatchError
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.optim import Optimizer
 from psdist_server.kernels.optimizers import Rule, clip_factor
-from tests.integration.client.test_exact import SLICE, TOTAL, gradient, group_ranges, initial, joined, split
 from tests.support import reference
+from tests.support.exact_runs import SLICE, TOTAL, gradient, group_ranges, initial, joined, split
 from tests.support.launched import Run
 
 WORKERS = 2

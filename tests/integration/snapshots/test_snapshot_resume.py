@@ -18,7 +18,7 @@ from psdist.consistency import ASP, BSP, SSP
 from psdist.errors import SnapshotFailedError
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.optim import Optimizer
-from tests.integration.client.test_exact import (
+from tests.support.exact_runs import (
     OPTIMIZERS,
     SLICE,
     TOTAL,

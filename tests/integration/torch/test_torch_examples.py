@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.integration.project.test_examples import run
+from tests.support.example_runs import run
 
 ROOT = Path(__file__).resolve().parents[3]
 SMALL = ("--steps", "40", "--width", "64", "--layers", "2", "--heads", "2", "--context", "64")

@@ -16,7 +16,7 @@ from psdist.client.context import Context
 from tests.idioms.script import DDP, OPTIMIZER
 from tests.idioms.table import SECTIONS, Idiom, Result, compare, load, page
 from tests.support.launched import Run
-from tests.test_tidy import ROOT
+from tests.support.tree import ROOT
 
 SCRIPT = ROOT / "tests/support/torch_idioms.py"
 IDIOMS = load()

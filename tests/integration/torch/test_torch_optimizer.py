@@ -24,29 +24,7 @@ from psdist.client.context import Context
 from psdist.errors import InvalidArgumentError, NonFiniteGradientError
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.torch import DistributedOptimizer, offload
-from tests.support.torch_models import MODELS, Attention, loss_of, mlp, part
-
-STEPS = 12
-BATCHES = MODELS["mlp"][1]
-
-
-def distance(one: nn.Module, other: nn.Module) -> float:
-    """Return the largest relative difference of a parameter."""
-    pairs = zip(one.parameters(), other.parameters(), strict=True)
-    return max(float((a - b).detach().double().norm() / b.detach().double().norm()) for a, b in pairs)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any = None, *, clip: float = 0.0) -> None:
-    """Run a plain training loop."""
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, BATCHES(step)).backward()
-        if clip:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
-
+from tests.support.torch_models import BATCHES, MODELS, STEPS, Attention, distance, loss_of, mlp, part, train
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),

@@ -18,9 +18,8 @@ from psdist.consistency import ASP, BSP, Consistency
 from psdist.errors import InvalidArgumentError, MissingTensorError, SettingsMismatchError, ShapeMismatchError
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.torch import DistributedOptimizer, load_optimizer_state, offload
-from tests.integration.torch.test_torch_optimizer import distance
 from tests.support import torch_models
-from tests.support.torch_models import MODELS, loss_of
+from tests.support.torch_models import MODELS, distance, loss_of
 
 BATCHES = MODELS["mlp"][1]
 BEFORE, AFTER = 5, 4

@@ -19,8 +19,7 @@ from psdist import optim
 from psdist.client.context import Context
 from psdist.errors import InvalidArgumentError
 from psdist.torch import DistributedOptimizer
-from tests.integration.torch.test_torch_optimizer import STEPS, distance, train
-from tests.support.torch_models import mlp
+from tests.support.torch_models import STEPS, distance, mlp, train
 
 
 def test_schedules_and_clipping_are_those_of_torch(alone: Context, name: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support.launched import Run
-from tests.test_tidy import ROOT
+from tests.support.tree import ROOT
 
 SCRIPTS = ROOT / "tests/support/scripts"
 

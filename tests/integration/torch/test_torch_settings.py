@@ -19,7 +19,7 @@ from psdist.errors import InvalidArgumentError
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.settings.config import TransportName
 from psdist.torch import DistributedOptimizer
-from tests.integration.torch.test_torch_optimizer import distance
+from tests.support.torch_models import distance
 
 STEPS = 200
 Make = Callable[[nn.Module], tuple[torch.optim.Optimizer, Any]]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from psdist.errors import InvalidArgumentError
-from tests.integration.project.test_examples import ROOT, run
+from tests.support.example_runs import ROOT, run
 
 _ALL = """
 import os

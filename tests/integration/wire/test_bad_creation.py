@@ -20,8 +20,8 @@ from psdist import errors
 from psdist.v1 import common_pb2 as common
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc, server_pb2, server_pb2_grpc
 from psdist.wire import auth
-from tests.integration.wire.test_bad_input import INIT, SGD, Peer, Training, check, gradient, refusal
-from tests.integration.wire.test_bad_input import training as training  # the fixture
+from tests.support.wire_peer import INIT, SGD, Peer, Training, check, gradient, refusal
+from tests.support.wire_peer import training as training  # the fixture
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

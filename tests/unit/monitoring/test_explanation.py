@@ -12,6 +12,7 @@ from psdist.cli.target import SchedulerChoice
 from psdist.errors import WaitTimeoutError
 from psdist.monitoring.explanation import Explanation, Pending, _remaining_link, explain
 from psdist.security.tls import Credentials
+from tests.support.run_samples import samples, status
 
 
 def period(
@@ -29,27 +30,6 @@ def period(
         "pull_bytes_per_second": moved / step,
     }
     return {"seconds": 1.0, "phases": phases, "steps_per_second": {name: 1 / step}, "traffic": [traffic]}
-
-
-def samples(*workers: dict[str, Any], busy: float = 0.0, count: int = 12) -> list[dict[str, Any]]:
-    by_id = {f"worker-{rank}": worker for rank, worker in enumerate(workers)}
-    server = {"seconds": 1.0, "apply_share": busy}
-    return [
-        {"number": n, "time": float(n), "workers": by_id, "servers": {"server-0": server}} for n in range(1, count + 1)
-    ]
-
-
-def status(workers: int, *, consistency: str = "bsp", threads: int = 1, cores: int = 4, backup: int = 0) -> Any:
-    members = [{"id": f"worker-{rank}", "role": "worker", "state": "live"} for rank in range(workers)]
-    server = {"id": "server-0", "role": "server", "state": "live", "kernel_threads": threads, "cores": cores}
-    parameters = {
-        "name": "model",
-        "elements": 1_000_000,
-        "consistency": consistency,
-        "backup_workers": backup,
-        "servers": [{"id": "server-0", "shards": 2}],
-    }
-    return {"members": [*members, server], "parameters": [parameters], "waiting_for": []}
 
 
 def explained(state: Any, found: list[dict[str, Any]]) -> Explanation:

@@ -11,7 +11,7 @@ import pytest
 from psdist.monitoring.explanation import Explanation, explain
 from psdist.monitoring.stragglers import FACTOR, STEP_SHARE, StepTimes, lower_quartile, step_times, stragglers
 from psdist_scheduler.dashboard import problems
-from tests.unit.monitoring.test_explanation import samples, status
+from tests.support.run_samples import samples, status
 
 ROOT = Path(__file__).resolve().parents[3]
 

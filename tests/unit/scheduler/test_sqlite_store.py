@@ -9,27 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from psdist import optim
-from psdist.consistency import SSP
 from psdist.errors import ConfigurationError, StorageError
 from psdist.settings.config import default_store
 from psdist.types import (
-    GroupRange,
-    Layout,
-    ParametersEntry,
-    ParametersMember,
-    ParametersSpec,
-    Replica,
     Restore,
-    Shard,
-    TensorSpec,
 )
 from psdist.wire.limits import BARRIERS_PASSED_MAX
 from psdist_scheduler.decide.cluster_state import (
     BarrierRecord,
     Member,
-    Node,
-    ParametersRecord,
     RestorePoint,
     SchedulerProcess,
     StoredState,
@@ -39,21 +27,7 @@ from psdist_scheduler.run.open_store import open_store
 from psdist_scheduler.run.run_store import Store
 from psdist_scheduler.run.scheduler import merge
 from psdist_scheduler.run.sqlite_store import SqliteStore
-
-LAYOUT = Layout((TensorSpec("w", (3, 4), "float16"), TensorSpec("b", ())))
-ENTRY = ParametersEntry(
-    ParametersSpec("mlp", optim.Adam(lr=1e-3, overrides=(optim.override("b", lr=0.1),)), SSP(3), slice_elements=4096),
-    LAYOUT.total,
-    (Shard(Replica("server-0", 3), 2, (Replica("server-1", 1),), (Replica("server-2", 1),)),),
-    (ParametersMember("worker-0", 1, 0, 7),),
-    (GroupRange(12, 13, 1),),
-    True,
-    LAYOUT.digest,
-    2,
-)
-RECORD = ParametersRecord(ENTRY, LAYOUT, "worker-0")
-MEMBER = Member("worker-0", "worker", 1, 0, 2, "", "box", 42)
-NODE = Node("agent", "box", 2, 0, 0, 1, 4, "box:7000")
+from tests.support.store_records import ENTRY, MEMBER, NODE, RECORD
 
 
 def test_what_was_written_is_loaded(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from psdist_scheduler.decide import cluster_events as ev
 from psdist_scheduler.decide import effects as ef
 from psdist_scheduler.decide import snapshot_events as sn
 from psdist_scheduler.decide.losses import PATIENCE_SECONDS
+from tests.support.saved_runs import DATA, lease, lose, rejoin, saved_run
 from tests.support.scheduler_driver import Driver, caller
 from tests.support.snapshot_driver import SnapshotDriver, commit_of, history_of
-from tests.unit.scheduler.placement.test_restore_point import DATA, lease, lose, rejoin, saved_run
 
 
 def committing(step: int = 9, **settings: Any) -> SnapshotDriver:

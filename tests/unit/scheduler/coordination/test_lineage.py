@@ -9,8 +9,8 @@ from psdist_scheduler.decide import cluster_events as ev
 from psdist_scheduler.decide.cluster_events import SessionOpened
 from psdist_scheduler.decide.cluster_state import SchedulerProcess, StoredState
 from psdist_scheduler.decide.lineage import Lineage
+from tests.support.saved_runs import resumed, saved_run
 from tests.support.scheduler_driver import Driver, caller
-from tests.unit.scheduler.placement.test_restore_point import resumed, saved_run
 
 STORED = StoredState("run", 60, schedulers=(SchedulerProcess("a", 50), SchedulerProcess("b")))
 

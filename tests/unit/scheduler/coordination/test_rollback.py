@@ -13,9 +13,9 @@ from psdist_scheduler.decide import cluster_events as ev
 from psdist_scheduler.decide import effects as ef
 from psdist_scheduler.decide.restore_point import WORKERS_GRACE_SECONDS
 from psdist_scheduler.decide.snapshot_events import HistoryRead
+from tests.support.saved_runs import lose, rejoin, saved_run
 from tests.support.scheduler_driver import caller
 from tests.support.snapshot_driver import SnapshotDriver, history_of
-from tests.unit.scheduler.placement.test_restore_point import lose, rejoin, saved_run
 
 
 def test_a_worker_whose_session_is_broken_when_the_run_goes_back_begins_a_new_life_too() -> None:

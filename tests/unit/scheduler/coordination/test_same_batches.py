@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from psdist_scheduler.decide.cluster_events import EqualContributions
 from psdist_scheduler.decide.effects import Notice
-from tests.unit.scheduler.placement.test_replicas import Run
+from tests.support.replicated_run import Run
 
 
 def report(run: Run, *ranks: int, parameters: str = "mlp") -> None:

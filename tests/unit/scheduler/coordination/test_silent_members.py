@@ -13,7 +13,7 @@ from psdist_scheduler.decide.cluster_events import ServerChecked
 from psdist_scheduler.decide.cluster_state import ProbeResult
 from psdist_scheduler.decide.effects import CheckServer
 from psdist_scheduler.decide.losses import HEARD_LEASES, LAST_COPY_LEASES
-from tests.unit.scheduler.placement.test_replicas import Run
+from tests.support.replicated_run import Run
 
 
 def pass_time(run: Run, seconds: float, silent: Collection[str] = ()) -> None:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from psdist_scheduler.decide import effects as ef
 from psdist_scheduler.decide import snapshot_events as sn
+from tests.support.saved_runs import lose, resumed, saved_run
 from tests.support.snapshot_driver import SnapshotDriver, history_of
-from tests.unit.scheduler.placement.test_restore_point import lose, resumed, saved_run
 
 
 def test_a_worker_that_comes_while_values_are_loaded_begins_at_the_cut() -> None:

@@ -14,8 +14,8 @@ from psdist.snapshots.format import Manifest
 from psdist_scheduler.decide import cluster_events as ev
 from psdist_scheduler.decide import effects as ef
 from psdist_scheduler.decide import snapshot_events as sn
+from tests.support.saved_runs import lose, rejoin, resumed, saved_run
 from tests.support.snapshot_driver import SnapshotDriver, commit_of, history_of
-from tests.unit.scheduler.placement.test_restore_point import lose, rejoin, resumed, saved_run
 
 SGD = optim.SGD(lr=0.1)
 ADAM = optim.Adam()

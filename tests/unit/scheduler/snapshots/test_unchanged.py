@@ -8,8 +8,8 @@ from psdist.snapshots.policy import SavePolicy
 from psdist.types import DataPosition
 from psdist_scheduler.decide import cluster_events as ev
 from psdist_scheduler.decide import snapshot_events as sn
+from tests.support.saved_runs import lease, position, reading_run
 from tests.support.scheduler_driver import caller
-from tests.unit.scheduler.placement.test_restore_point import lease, position, reading_run
 
 
 @pytest.mark.parametrize("waits", [False, True])

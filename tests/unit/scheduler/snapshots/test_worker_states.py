@@ -14,9 +14,9 @@ from psdist.snapshots.policy import SavePolicy
 from psdist_scheduler.decide import cluster_events as ev
 from psdist_scheduler.decide import snapshot_events as sn
 from psdist_scheduler.decide.cluster_state import Member
+from tests.support.saved_runs import DATA, lease
 from tests.support.scheduler_driver import caller
 from tests.support.snapshot_driver import DIGEST, SnapshotDriver, history_of
-from tests.unit.scheduler.placement.test_restore_point import DATA, lease
 
 
 class KeeperDriver(SnapshotDriver):
