@@ -24,18 +24,23 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, Literal, TypeVar
 
 from psdist.errors import InvalidArgumentError
-from psdist.hyperparameters import ADDED, PAIRS, Optimizer, Override, group_of, override
-from psdist.schedules import (
+from psdist.hyperparameters import (
+    ADDED,
+    PAIRS,
     SCHEDULES,
     Constant,
     Cosine,
     Linear,
+    Optimizer,
+    Override,
     Polynomial,
     Schedule,
     Step,
     as_int,
     check,
     check_names,
+    group_of,
+    override,
     schedule_from_values,
 )
 

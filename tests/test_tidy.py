@@ -22,16 +22,16 @@ PURE_FOLDERS = (*("psdist.client.core", "psdist_server.core", "psdist_scheduler.
 #: Pure modules elsewhere.
 PURE_MODULES = (
     *("psdist.errors", "psdist.types", "psdist.optim", "psdist.consistency", "psdist.changes"),
-    *("psdist.hyperparameters", "psdist.schedules"),
+    *("psdist.hyperparameters", "psdist.hyperparameters"),
     *("psdist.compression", "psdist.compression.dtypes", "psdist.compression.specifications"),
     *("psdist.compression.regions", "psdist.compression.pulls", "psdist.compression.automatic"),
     *("psdist.compression.segments.format", "psdist.compression.device.tables"),
     *("psdist.wire.limits", "psdist.wire.backoff", "psdist.launcher.supervisor"),
     *("psdist.launcher.events", "psdist.launcher.shutdown", "psdist.settings", "psdist.settings.exit_codes"),
     *("psdist.snapshots.format", "psdist.snapshots.policy", "psdist.snapshots.records"),
-    *("psdist.metrics", "psdist.metrics.interval", "psdist.metrics.interval_lines", "psdist.metrics.phases"),
-    *("psdist.tracing", "psdist.tracing.spans", "psdist.tracing.summary", "psdist.tracing.trace_events"),
-    *("psdist.metrics.progress_line", "psdist.metrics.report", "psdist.data.batch_machine", "psdist.data.padding"),
+    *("psdist.metrics", "psdist.metrics.interval", "psdist.metrics.interval", "psdist.metrics.phases"),
+    *("psdist.tracing", "psdist.tracing.spans", "psdist.tracing.trace_events", "psdist.tracing.trace_events"),
+    *("psdist.metrics.report", "psdist.metrics.report", "psdist.data.batch_machine", "psdist.data.padding"),
 )
 IMPURE_IMPORTS = frozenset(
     {

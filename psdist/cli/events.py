@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from psdist.cli.target import SchedulerChoice, ask, find_target, target_flags
 from psdist.cli.terminal import printable
 from psdist.errors import SchedulerUnreachableError
-from psdist.monitoring.json_form import values
+from psdist.monitoring.run_json import values
 from psdist.settings.exit_codes import OK
 from psdist.settings.flags import CommandLine, Flag, integer
 

@@ -28,8 +28,7 @@ from psdist.errors import ConfigurationError, InternalError, PsdistError, Snapsh
 from psdist.launcher import final_snapshot
 from psdist.launcher.final_snapshot import size
 from psdist.launcher.local import plural
-from psdist.monitoring.json_form import values
-from psdist.monitoring.run_json import snapshot_info
+from psdist.monitoring.run_json import snapshot_info, values
 from psdist.settings.config import storage_text
 from psdist.settings.exit_codes import FAILURE, OK
 from psdist.settings.flags import CommandLine, Flag, integer, one_of, text

@@ -26,7 +26,7 @@ from psdist.settings.flags import CommandLine, Flag, integer, text
 from psdist.wire.limits import TRACE_STEPS_MAX
 
 if TYPE_CHECKING:
-    from psdist.tracing.summary import WorkerSummary
+    from psdist.tracing.trace_events import WorkerSummary
     from psdist.v1 import scheduler_pb2 as pb
 
 #: Shortest time between two lines on progress.
@@ -72,7 +72,7 @@ def run(given: Namespace, environ: Mapping[str, str]) -> int:
         if not (traced := recording.processes()):
             why = "; ".join(recording.warnings()) or "no member sent spans"
             raise InvalidArgumentError(f"nothing was recorded ({why})")
-        from psdist.tracing.summary import summarize
+        from psdist.tracing.trace_events import summarize
 
         count = _write(file, traced, recording.facts())
         summary = summarize([process for process in traced if process.details["role"] == "worker"])
@@ -125,7 +125,7 @@ class Recording:
 
     def processes(self) -> list[Any]:
         """Return the members with spans and a clock, as ``TracedProcess``: workers by rank, then servers."""
-        from psdist.tracing.messages import spans_from_proto
+        from psdist.tracing.member import spans_from_proto
         from psdist.tracing.trace_events import TracedClock, TracedProcess, share_clocks
 
         timed = {name: member for name, member in self.members.items() if member.HasField("offset_ns")}

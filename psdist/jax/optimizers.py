@@ -19,8 +19,8 @@ import jax
 import numpy as np
 
 from psdist import optim
-from psdist.jax.names import names_of
 from psdist.jax.schedules import ScheduledRate, rate_of, refuse
+from psdist.jax.trees import names_of
 
 Rate = float | ScheduledRate
 

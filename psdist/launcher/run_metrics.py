@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Final, Protocol, get_args
 
 from psdist.errors import MalformedPayloadError
-from psdist.metrics.interval import WorkerInterval, last_step, summarize
-from psdist.metrics.interval_lines import from_line
+from psdist.metrics.interval import WorkerInterval, from_line, last_step, summarize
 from psdist.metrics.trackers import (
     PLAIN_SECONDS,
     JsonLinesTracker,

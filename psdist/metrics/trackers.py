@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import IO, Any, Final, Protocol
 
 from psdist.errors import ConfigurationError
-from psdist.metrics.progress_line import progress_line
-from psdist.metrics.report import MEASURED
+from psdist.metrics.report import MEASURED, progress_line
 
 logger = logging.getLogger("psdist")
 

@@ -5,10 +5,10 @@ Their keys are stable.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from psdist.monitoring.json_form import number, values
 from psdist.v1 import common_pb2, scheduler_pb2, server_pb2
 from psdist.wire import convert
 
@@ -267,3 +267,13 @@ def _server_period(one: scheduler_pb2.ServerSample) -> dict[str, Any]:
         **values(one, "waiting_bytes", "resident_bytes", "lag_updates"),
         "idle_cores": round(one.idle_cores, 2) if one.HasField("idle_cores") else None,
     }
+
+
+def values(source: object, *names: str) -> dict[str, Any]:
+    """Return attributes by name, for a JSON form whose keys are the attribute names."""
+    return {name: getattr(source, name) for name in names}
+
+
+def number(value: float) -> float | str:
+    """Return a number as JSON has it: "nan", "inf" and "-inf" are texts."""
+    return value if math.isfinite(value) else str(value)

@@ -25,9 +25,8 @@ from torch.optim import lr_scheduler
 from psdist.client.sync_client import Parameters
 from psdist.consistency import BSP, Consistency
 from psdist.errors import InvalidArgumentError
-from psdist.hyperparameters import END_FACTOR, PAIRS
+from psdist.hyperparameters import END_FACTOR, PAIRS, SMALLEST
 from psdist.optim import Constant, Cosine, Optimizer, Schedule, group_of
-from psdist.schedules import SMALLEST
 from psdist.torch.conversion import end_factors
 
 logger = logging.getLogger("psdist")

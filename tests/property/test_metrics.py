@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from psdist.client.reporting.phase_timer import PhaseTimer, TimedRequest
 from psdist.errors import MalformedPayloadError
-from psdist.metrics.interval import IntervalAccumulator, Measurements, WorkerInterval, summarize
-from psdist.metrics.interval_lines import from_line, to_line
+from psdist.metrics.interval import IntervalAccumulator, Measurements, WorkerInterval, from_line, summarize, to_line
 from psdist.metrics.phases import Phase, PhaseTimes
 from psdist.metrics.report import StepReport
 

@@ -14,8 +14,7 @@ from typing import Any
 from psdist.client.reporting.phase_timer import PhaseTimer
 from psdist.client.reporting.pipe import MetricsPipe
 from psdist.errors import ClosedError, check_integer
-from psdist.metrics.interval import IntervalAccumulator, Measurements, WorkerInterval, last_step, summarize
-from psdist.metrics.interval_lines import to_line
+from psdist.metrics.interval import IntervalAccumulator, Measurements, WorkerInterval, last_step, summarize, to_line
 from psdist.metrics.report import check_report
 from psdist.metrics.trackers import Tracker, Trackers
 

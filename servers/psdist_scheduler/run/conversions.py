@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from psdist.errors import ConfigurationError, InvalidArgumentError, LimitExceededError, StorageError
 from psdist.settings.config import parse_address
 from psdist.snapshots.format import CommitRecord, ShardFile
-from psdist.tracing.messages import check_spans
+from psdist.tracing.member import check_spans
 from psdist.types import check_name
 from psdist.v1 import common_pb2 as common
 from psdist.v1 import scheduler_pb2 as pb

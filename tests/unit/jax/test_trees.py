@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from psdist.errors import DTypeMismatchError, InvalidArgumentError
 from psdist.jax import trees
-from psdist.jax.names import names_of
-from psdist.jax.trees import TreeForm
+from psdist.jax.trees import TreeForm, names_of
 from psdist.types import check_tensor_name
 
 

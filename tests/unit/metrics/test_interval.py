@@ -14,10 +14,11 @@ from psdist.metrics.interval import (
     Measurements,
     WeightedSum,
     WorkerInterval,
+    from_line,
     last_step,
     summarize,
+    to_line,
 )
-from psdist.metrics.interval_lines import from_line, to_line
 from psdist.metrics.phases import PhaseTimes
 from psdist.metrics.report import MEASURED, StepReport
 from psdist.wire.limits import METRIC_LINE_BYTES_MAX, METRIC_NAME_CHARACTERS_MAX, METRIC_NAMES_MAX, WORLD_MAX

@@ -6,7 +6,7 @@ import math
 
 from psdist.metrics.interval import WeightedSum, WorkerInterval, summarize
 from psdist.metrics.phases import PhaseTimes
-from psdist.metrics.progress_line import progress_line
+from psdist.metrics.report import progress_line
 
 
 def test_the_line_has_the_newest_numbers() -> None:

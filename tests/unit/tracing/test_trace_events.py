@@ -10,8 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psdist.tracing.spans import SpanKind
-from psdist.tracing.summary import summarize
-from psdist.tracing.trace_events import TracedClock, TracedProcess, WireSpan, lanes, share_clocks, trace_events
+from psdist.tracing.trace_events import (
+    TracedClock,
+    TracedProcess,
+    WireSpan,
+    lanes,
+    share_clocks,
+    summarize,
+    trace_events,
+)
 from tests.support.trace_format import check_trace
 
 

@@ -12,8 +12,7 @@ from psdist.client.reporting.phase_timer import PhaseTimer
 from psdist.client.reporting.pipe import MetricsPipe
 from psdist.client.reporting.reporter import Reporter
 from psdist.errors import ClosedError, ConfigurationError, InvalidArgumentError
-from psdist.metrics.interval import Measurements, WorkerInterval
-from psdist.metrics.interval_lines import from_line
+from psdist.metrics.interval import Measurements, WorkerInterval, from_line
 from psdist.metrics.phases import Phase
 
 
