@@ -20,7 +20,7 @@ import uvloop
 
 import psdist
 from benchmarks import turns
-from psdist.client.session.registration import SchedulerTarget
+from psdist.client.session.scheduler_calls import SchedulerTarget
 from psdist.client.session.worker_session import WorkerSession
 from psdist.security.tls import Credentials
 from psdist.settings.config import await_address

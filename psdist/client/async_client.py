@@ -28,9 +28,8 @@ from psdist.client.process import default_log, loop
 from psdist.client.process.process_bound import ProcessBound
 from psdist.client.server_access import Options
 from psdist.client.session.barriers import Barrier
-from psdist.client.session.drops import OnDrop, check_on_drop
-from psdist.client.session.registration import Registration
-from psdist.client.session.target import find_target
+from psdist.client.session.membership import OnDrop, Registration, check_on_drop
+from psdist.client.session.scheduler_calls import find_target
 from psdist.client.session.worker_session import WorkerSession
 from psdist.client.snapshots import SnapshotInfo, SnapshotRequests
 from psdist.compression import Codec, resolve
@@ -296,9 +295,9 @@ class AsyncClient(ProcessBound):
         Snapshots, joins and the end of the run then fall between iterations, for all sets at the same one. A script
         that repeats one order of steps need not declare iterations: see ``Context.iteration``. Raises ClosedError.
         """
-        self._opened().iterations.mark_boundary()
+        self._opened().alignment.mark_boundary()
         yield  # After an error the iteration is not over.
-        self._opened().iterations.mark_boundary()
+        self._opened().alignment.mark_boundary()
 
     # --- data ---
 
@@ -399,13 +398,13 @@ class AsyncClient(ProcessBound):
         Raises nothing. Returns immediately if the client is not connected.
         """
         if self.session is not None and not self.is_closed and self.session.is_connected:
-            self.session.stopping.request()
-            await self.session.stopping.until_leaving()
+            self.session.shutdown.request()
+            await self.session.shutdown.until_leaving()
 
     def watch_signals(self, is_asked: Callable[[], bool]) -> None:
         """Call ``is_asked`` before the scheduler is answered if this worker was asked to end."""
         if self.session is not None:
-            self.session.stopping.is_asked = is_asked
+            self.session.shutdown.is_asked = is_asked
 
     def report_waits(
         self, is_alone: Callable[[], bool], is_awaited: Callable[[asyncio.Task[Any]], bool] = lambda _: False

@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psdist.client.process.process_bound import ProcessBound
-from psdist.client.session.registration import Registration
+from psdist.client.session.membership import Registration
 from psdist.client.session.worker_session import WorkerSession
 from psdist.data import RangeOrder
 from psdist.errors import PsdistError, SettingsMismatchError
@@ -81,7 +81,7 @@ class AsyncDataset(ProcessBound):
         self._snapshots = session.snapshots
         self._order = RangeOrder(spec)
         #: Leases whose samples the script may be using, void ones included. Of all data sets of this client.
-        self._in_use = session.iterations.order.ranges
+        self._in_use = session.alignment.order.ranges
         self._asking = asyncio.Lock()
         #: The incarnation of this client that the leases belong to.
         self._incarnation = 0

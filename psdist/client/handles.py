@@ -16,8 +16,7 @@ from psdist.client.parameters import AsyncParameters
 from psdist.client.participation import Participation
 from psdist.client.reporting.worker_totals import ReportedNumbers, worker_totals
 from psdist.client.server_access import Options, ServerAccess
-from psdist.client.session.drops import OnDrop
-from psdist.client.session.registration import Registration
+from psdist.client.session.membership import OnDrop, Registration
 from psdist.client.session.worker_session import WorkerSession
 from psdist.client.transport.creation import CreatedParameters, ParametersCreator
 from psdist.client.transport.delivery import Delivery
@@ -65,7 +64,7 @@ class Handles:
     def __init__(self, session: WorkerSession) -> None:
         self._session = session
         self._grpc = GrpcTransport(session.calls.credentials, lambda: session.calls.silence_seconds)
-        session.activities.reachability.call = self._grpc.call_server
+        session.reachability.call = self._grpc.call_server
         self._by_name: dict[str, AsyncParameters] = {}
         #: Choices with which the handles of ``_by_name`` were opened.
         self._choices: dict[str, OwnChoice] = {}

@@ -30,9 +30,14 @@ from psdist.client.process.process_bound import ProcessBound
 from psdist.client.reporting.worker_totals import transport_of
 from psdist.client.results import Wanted
 from psdist.client.server_access import ServerAccess
-from psdist.client.session import random_generators as generators
-from psdist.client.session.drops import DropCounter, OnDrop
-from psdist.client.session.worker_state import Restore, Save
+from psdist.client.session.membership import DropCounter, OnDrop
+from psdist.client.session.worker_state import (
+    RANDOM,
+    Restore,
+    Save,
+    restore_random_generators,
+    save_random_generators,
+)
 from psdist.client.step import AsyncBucket
 from psdist.client.steps import CompressionStatistics, Statistics, Steps, check_member
 from psdist.errors import InvalidArgumentError
@@ -417,7 +422,7 @@ class AsyncParameters(ProcessBound):
             await self._steps.retry(self.servers.open)
             part = self.servers.participation
             if random_generators:
-                await part.keep_state(generators.save, generators.restore, prefix=generators.RANDOM)
+                await part.keep_state(save_random_generators, restore_random_generators, prefix=RANDOM)
             if save is not None and restore is not None:
                 await part.keep_state(save, restore, prefix=prefix)
 

@@ -21,11 +21,11 @@ from psdist.client.core.push_sequence import NO_OPTIONS, PendingRequest, PushSeq
 from psdist.client.core.routing import RoutingPlan, ServerNews
 from psdist.client.core.written_weights import WrittenWeights
 from psdist.client.reporting.phase_timer import PhaseTimer
-from psdist.client.session.activity import ReportedWait
-from psdist.client.session.membership import WorkerMembership
-from psdist.client.session.registration import Registration
+from psdist.client.session.membership import Registration, WorkerMembership
+from psdist.client.session.snapshot_participant import fetch_state
+from psdist.client.session.waits import ReportedWait
 from psdist.client.session.worker_session import WorkerSession
-from psdist.client.session.worker_state import OWN, Restore, Save, State, check_state, fetch, part_of
+from psdist.client.session.worker_state import OWN, Restore, Save, State, check_state, part_of
 from psdist.client.transport.creation import CreatedParameters, ParametersCreator
 from psdist.client.transport.requests import RequestIdentity
 from psdist.consistency import BSP, SSP
@@ -169,7 +169,7 @@ class Participation:
         if self.is_member:
             self._session.snapshots.marks.enter(spec.name, sequence)
         if self.is_member and spec.is_ordered:
-            self._session.iterations.enter(spec.name, sequence)
+            self._session.alignment.enter(spec.name, sequence)
         return Incarnation(
             sender=RequestIdentity(mine.run_id, mine.worker_id, mine.incarnation, spec.name),
             origin=mine if before is None else before.origin,
@@ -214,8 +214,8 @@ class Participation:
     def is_outdated(self, value: bool) -> None:
         self._is_outdated = value
         if not value:
-            self._session.iterations.order.lost_course.discard(self.name)
-        outdated = self._session.iterations.order.outdated
+            self._session.alignment.order.lost_course.discard(self.name)
+        outdated = self._session.alignment.order.outdated
         if value and self.entry.spec.is_ordered:
             outdated.add(self.name)
         else:
@@ -233,12 +233,12 @@ class Participation:
         continues = created.resumed and not is_rolled_back
         self.resumed += continues and self.sequence.unfinished
         if not continues and self.is_member and self.entry.spec.is_ordered:
-            self._session.iterations.order.lose_place()
+            self._session.alignment.order.lose_place()
         self.current = self._make_incarnation(created, mine, self.current if continues else None)
         if is_rolled_back:  # The settings may be older ones, too.
             created.announce()
             if self.is_member:
-                self._session.iterations.order.lose_course(self.name, mine.incarnation)
+                self._session.alignment.order.lose_course(self.name, mine.incarnation)
         restore = self._session.snapshots.states.start_incarnation(self.name, self.sequence, continues=continues)
         if restore is not None and is_rolled_back:
             restore(await self.state())
@@ -261,14 +261,14 @@ class Participation:
         """Return the snapshot mark of the next push, once it may begin."""
         begins = not self.sequence.unfinished
         if begins:
-            await self._session.stopping.until_allowed()
-            await self._session.iterations.until_allowed(self.name)
+            await self._session.shutdown.until_allowed()
+            await self._session.alignment.until_allowed(self.name)
             begins = not self.sequence.unfinished  # Another bucket of the same push may have been sent meanwhile.
         self._session.snapshots.states.push_started(self.name)
         mark = self.sequence.send(self._session.snapshots.marks.mark)
         if begins:
             self._is_recorded = True
-            self._session.iterations.push_began(self.name)
+            self._session.alignment.push_began(self.name)
         return mark
 
     def take_state(self) -> None:
@@ -288,15 +288,15 @@ class Participation:
         self._is_recorded = False
         self._session.activities.throughput.push_ended(self.name, progress.staleness_max)
         self._session.snapshots.states.push_finished(self.name)
-        self._session.stopping.push_ended()
+        self._session.shutdown.push_ended()
 
     def on_dropped(self) -> None:
         """Retire a dropped push of this worker, with the weights that it wrote: those of the servers replace them."""
         self.writes.clear()
         self._session.snapshots.marks.dropped += 1
-        self._session.iterations.order.drop_push(self.name, has_begun=self._is_recorded)
+        self._session.alignment.order.drop_push(self.name, has_begun=self._is_recorded)
         self.is_outdated = self._is_recorded = False
-        self._session.stopping.push_ended()
+        self._session.shutdown.push_ended()
 
     @property
     def has_begun(self) -> bool:
@@ -307,7 +307,7 @@ class Participation:
     def is_skipping(self) -> bool:
         """True if the script's next push is to be dropped: its iteration does not count for all sets, or its gradient
         is of weights from before a rollback."""
-        return self._session.iterations.order.drops_next(self.name)
+        return self._session.alignment.order.drops_next(self.name)
 
     def report_wait(self, *, push: bool, reads: bool, limited: bool) -> ReportedWait:
         """Return a report, for a ``with`` block in which the user waits for the answer to the next push, or to a pull.
@@ -356,4 +356,4 @@ class Participation:
         membership = self._session.membership
         if self.entry.restore is None or not self.is_member or self.name in membership.ready_before:
             return {}
-        return await fetch(self._session.calls, membership, self._session.waits, self.name)
+        return await fetch_state(self._session.calls, membership, self._session.waits, self.name)

@@ -21,9 +21,8 @@ from psdist.client.core.push_sequence import PendingRequest
 from psdist.client.core.routing import RoutingPlan
 from psdist.client.participation import Participation
 from psdist.client.reporting.phase_timer import PhaseTimer
-from psdist.client.session.activity import ReportedWait
-from psdist.client.session.membership import Expulsion
-from psdist.client.session.registration import Registration
+from psdist.client.session.membership import Expulsion, Registration
+from psdist.client.session.waits import ReportedWait
 from psdist.client.session.worker_session import WorkerSession
 from psdist.client.transport.buffers import PullTarget
 from psdist.client.transport.delivery import Delivery

@@ -12,8 +12,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Final
 
-from psdist.client.session.membership import run_in_incarnation
-from psdist.client.session.registration import Registration
+from psdist.client.session.membership import Registration, run_in_incarnation
 from psdist.client.session.worker_session import WorkerSession
 from psdist.errors import FencedError, NoStorageError, PsdistError, WaitTimeoutError
 from psdist.v1 import scheduler_pb2
@@ -141,7 +140,7 @@ class SnapshotRequests:
     def needs_last(self) -> bool:
         """True if this worker keeps state that the last snapshot may lack, and ``close`` was not called."""
         session = self._session
-        keeps = bool(session.snapshots.states.names) and session.is_heard and not session.stopping.together
+        keeps = bool(session.snapshots.states.names) and session.is_heard and not session.shutdown.together
         return keeps and not self._closed
 
     async def take_last(self, *, has_failed: bool = False) -> None:

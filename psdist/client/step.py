@@ -27,8 +27,8 @@ from psdist.client.core.push_sequence import PendingRequest
 from psdist.client.encoding import EncodedPush
 from psdist.client.results import Results, Wanted
 from psdist.client.server_access import ServerAccess
-from psdist.client.session.activity import ReportedWait
 from psdist.client.session.membership import run_in_incarnation
+from psdist.client.session.waits import ReportedWait
 from psdist.client.transport.buffers import PullTarget
 from psdist.client.transport.delivery import all_or_first_error
 from psdist.client.transport.requests import EncodedGradient

@@ -30,8 +30,7 @@ from psdist.client.gradients import GradientVector
 from psdist.client.participation import Participation
 from psdist.client.results import Results, Wanted
 from psdist.client.server_access import ServerAccess
-from psdist.client.session.drops import DropCounter
-from psdist.client.session.membership import run_in_incarnation
+from psdist.client.session.membership import DropCounter, run_in_incarnation
 from psdist.client.stale_buffers import StaleBufferCheck
 from psdist.client.step import AsyncBucket, BucketStep, Gradient, PushStep, StepState
 from psdist.client.transport.buffers import PullTarget

@@ -24,7 +24,7 @@ from psdist.client.process.blocking import Blocking, on_loop
 from psdist.client.process.sigterm import sigterm
 from psdist.client.reporting.phase_timer import PhaseTimer
 from psdist.client.reporting.run_info import RunInfo
-from psdist.client.session.drops import OnDrop
+from psdist.client.session.membership import OnDrop
 from psdist.client.session.worker_session import WorkerSession
 from psdist.client.session.worker_state import Restore, Save
 from psdist.client.snapshots import SnapshotInfo

@@ -40,13 +40,13 @@ class WaitingGroup(Protocol):
 
 @dataclass(slots=True)
 class AwaitedCall:
-    """See ``group_calls``."""
+    """See ``AwaitedCall``."""
 
     _group: WaitingGroup
     _call_id: int
 
     def need(self) -> pb.Activity.GroupCall | None:
-        """See ``group_calls``."""
+        """See ``AwaitedCall``."""
         return self._group.need(self._call_id)
 
     def fail(self, error: PsdistError) -> None:
@@ -56,13 +56,13 @@ class AwaitedCall:
 
 @dataclass(frozen=True, slots=True)
 class AwaitedMessage:
-    """Wait for a message with this tag from any rank. See ``group_calls``."""
+    """Wait for a message with this tag from any rank. See ``AwaitedCall``."""
 
     _group: WaitingGroup
     _tag: int
 
     def need(self) -> pb.Activity.GroupCall | None:
-        """See ``group_calls``."""
+        """See ``AwaitedCall``."""
         return self._group.need_message(self._tag)
 
     def fail(self, error: PsdistError) -> None:

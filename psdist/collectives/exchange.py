@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
 
-from psdist.client.session.wait_tracker import WaitTracker
+from psdist.client.session.waits import WaitTracker
 from psdist.collectives import messages
 from psdist.collectives.call_waits import AwaitedCall, AwaitedMessage, CallCounts
 from psdist.collectives.core.machine import (

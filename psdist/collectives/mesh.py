@@ -17,8 +17,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Final
 
-from psdist.client.session.cluster_view import ClusterView
-from psdist.client.session.membership import WorkerMembership
+from psdist.client.session.membership import ClusterView, WorkerMembership
 from psdist.collectives import messages
 from psdist.collectives.core.group_key import epoch_of, make_key, name_members, series_of
 from psdist.collectives.core.machine import SendFailure

@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Iterable, Sequence
 
-from psdist.client.session.registration import Registration
+from psdist.client.session.membership import Registration
 from psdist.client.session.worker_session import WorkerSession
 from psdist.collectives import SILENCE_SECONDS
 from psdist.collectives.exchange import Exchange

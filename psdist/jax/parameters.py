@@ -10,7 +10,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from psdist.client.context import Context, init
-from psdist.client.session.drops import OnDrop
+from psdist.client.session.membership import OnDrop
 from psdist.client.steps import Statistics
 from psdist.client.sync_client import Client, Parameters
 from psdist.compression import Codec

@@ -25,7 +25,7 @@ from torch.optim import lr_scheduler
 
 from psdist.client.context import Context
 from psdist.client.context import init as init_context
-from psdist.client.session.drops import OnDrop
+from psdist.client.session.membership import OnDrop
 from psdist.client.sync_client import Client, Parameters
 from psdist.compression import Cast, Codec, resolve
 from psdist.consistency import BSP, Consistency

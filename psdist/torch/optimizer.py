@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from psdist.client.context import Context, init
-from psdist.client.session.drops import OnDrop
+from psdist.client.session.membership import OnDrop
 from psdist.client.sync_client import Parameters
 from psdist.compression import Codec
 from psdist.consistency import BSP, Consistency, Reduction, with_reduction

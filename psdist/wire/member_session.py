@@ -134,6 +134,10 @@ class MemberSession(ABC):
     def end_stream(self) -> None:
         """Drop the work that was for the scheduler at the other end of the stream."""
 
+    def send(self, report: pb.SessionRequest) -> None:
+        """Send a report on the newest stream."""
+        self.requests.send(report)
+
     async def hold_session(self, member_id: str, incarnation: int, heartbeat_seconds: float) -> PsdistError | None:
         """Hold the session of an incarnation open. Returns the error that ends it; None once this member leaves."""
         connection = self.connection

@@ -132,7 +132,7 @@ class ServerSession(MemberSession):
         for report in reports:
             if report not in self._reported:
                 self._reported.add(report)
-                self.requests.send(_report_message(report))
+                self.send(_report_message(report))
 
     def heartbeat(self) -> pb.SessionRequest.Heartbeat:
         self._send_reports()
@@ -169,12 +169,12 @@ class ServerSession(MemberSession):
                 answer = pb.SessionRequest.JoinAnswer(
                     proposal_id=proposal.proposal_id, accepted=accepted, version_max=version_max
                 )
-                self.requests.send(pb.SessionRequest(join_answer=answer))
+                self.send(pb.SessionRequest(join_answer=answer))
             case "check_values":
                 asked = response.check_values
                 installed = server.installed_slices(asked.parameters)
                 values_answer = pb.SessionRequest.ValuesAnswer(number=asked.number, installed=installed)
-                self.requests.send(pb.SessionRequest(values_answer=values_answer))
+                self.send(pb.SessionRequest(values_answer=values_answer))
             case "join_withdrawn":
                 server.withdraw(response.join_withdrawn.parameters, response.join_withdrawn.worker_id)
             case "member_lost":

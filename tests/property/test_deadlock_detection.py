@@ -19,9 +19,7 @@ import pytest
 
 from psdist.client.core.snapshot_marks import SnapshotMarks
 from psdist.client.reporting.throughput import Throughput
-from psdist.client.session.activity import Activities, ReportedWait
-from psdist.client.session.cluster_view import ClusterView
-from psdist.client.session.group_calls import GroupCalls
+from psdist.client.session.waits import Activities, GroupCalls, ReportedWait
 from psdist.collectives import calls
 from psdist.collectives.call_waits import AwaitedCall, AwaitedMessage, CallCounts
 from psdist.collectives.core.machine import COLLECTIVES, CallDone, CallLane, Effect, GroupMachine, SendCall, SendPart
@@ -105,7 +103,7 @@ class Worker:
         self.world, self.rank, self.script, self.position = world, rank, script, 0
         self.calls = GroupCalls()
         marks = SnapshotMarks()
-        self.activities = Activities(lambda: marks, ClusterView(), self.calls)
+        self.activities = Activities(lambda: marks, self.calls)
         self.activities.is_alone = lambda: True
         self.activities.throughput = Throughput(lambda: 0.0)
         self.calls.is_awaited = lambda task: task is self.waiting

@@ -52,7 +52,7 @@ class Worker:
     reports: list[AlignReported] = field(default_factory=list)
 
     def allows(self) -> bool:
-        """See ``Iterations._allows``."""
+        """See ``WorkerAlignment._allows``."""
         if not self.held:
             return True
         return self.order.is_inside if self.until is None else self.order.position < self.until

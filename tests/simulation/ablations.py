@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from psdist import ASP, BSP, SSP
 from psdist.client import participation
 from psdist.client.reporting.changed_counts import ChangedCounts
-from psdist.client.session import drops, reachability, worker_session
+from psdist.client.session import membership, reachability, worker_session
 from psdist.client.transport import creation
 from psdist.client.transport.grpc import GrpcTransport
 from psdist.client.transport.requests import PushRequest
@@ -202,7 +202,7 @@ def _early_return(put: Put) -> None:
     think_seconds=0.1, steps=6,
 )  # fmt: skip
 def _untold_drop(put: Put) -> None:
-    put(drops.DropCounter, "add", lambda *_: None)
+    put(membership.DropCounter, "add", lambda *_: None)
 
 
 # --- order and bounds -------------------------------------------------------------------------------------------------

@@ -23,9 +23,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from psdist.client.session.membership import WorkerMembership
-from psdist.client.session.registration import Registration
-from psdist.client.session.wait_tracker import WaitTracker
+from psdist.client.session.membership import Registration, WorkerMembership
+from psdist.client.session.waits import WaitTracker
 from psdist.collectives.group import AsyncWorkerGroup
 from psdist.collectives.workers import AsyncCollectives
 from psdist.errors import (

@@ -10,7 +10,8 @@ from typing import Any
 
 from psdist import ASP, BSP
 from psdist.client import participation
-from psdist.client.session import activity, barriers, stopping
+from psdist.client.session import barriers, worker_alignment
+from psdist.client.session.waits import Activities
 from psdist.optim import SGD
 from psdist_scheduler.decide import barriers as scheduler_barriers
 from psdist_scheduler.decide import deadlocks, parameter_sets, run_end
@@ -104,7 +105,7 @@ def _not_held(put: Put) -> None:
     async def at_once(self: Any) -> None:
         """Let every push begin immediately."""
 
-    put(stopping.Stopping, "until_allowed", at_once)
+    put(worker_alignment.WorkerShutdown, "until_allowed", at_once)
 
 
 @_ablation("what follows upon the last snapshot is not saved", **_STOPS)
@@ -118,8 +119,8 @@ def _does_not_look(put: Put) -> None:
         self.is_asked = lambda: False
         told(self, command)
 
-    told = stopping.Stopping.on_command
-    put(stopping.Stopping, "on_command", on_command)
+    told = worker_alignment.WorkerShutdown.on_command
+    put(worker_alignment.WorkerShutdown, "on_command", on_command)
 
 
 @_ablation("a script that loses its exit is notified again", **{**_STOPS, "lost_exits": 1.0})
@@ -165,8 +166,8 @@ def _before_it_is_sent(put: Put) -> None:
     def waits(self: Any, *, limited: bool, sent: Any = None, **what: Any) -> Any:
         return all_waits(self, limited=limited, **what)
 
-    all_waits = activity.Activities.waits
-    put(activity.Activities, "waits", waits)
+    all_waits = Activities.waits
+    put(Activities, "waits", waits)
 
 
 @_ablation(

@@ -271,7 +271,7 @@ class SetsWorld(OrdinaryWorld):
         """Mark the boundary of an iteration, as ``Client.iteration`` does."""
         if self.options.declares:
             assert script.client is not None and script.client.session is not None
-            script.client.session.iterations.mark_boundary()
+            script.client.session.alignment.mark_boundary()
 
     async def _pull_some(self, script: Script, life: Life, name: str, handle: AsyncParameters) -> None:
         if self.workload.random() < self.options.pulls:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from psdist.client.core.program_order import ProgramOrder
-from psdist.client.session.iterations import Iterations
+from psdist.client.session.worker_alignment import WorkerAlignment
 from psdist_scheduler.decide.alignment import Alignment
 from psdist_scheduler.decide.joins import Joins
 from psdist_scheduler.decide.run_end import CoordinatedShutdown
@@ -105,7 +105,7 @@ def _position_only(put: Put) -> None:
         if self.order.position != self._reported[0]:
             self._report()
 
-    put(Iterations, "_report_progress", report)
+    put(WorkerAlignment, "_report_progress", report)
 
 
 @_ablation("a worker that rejoins within an iteration skips its rest", **_EXPELLED, pulls=0.5)

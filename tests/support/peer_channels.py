@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from psdist.client.session.membership import WorkerMembership
-from psdist.client.session.wait_tracker import WaitTracker
+from psdist.client.session.waits import WaitTracker
 from psdist.collectives import calls as plans
 from psdist.collectives.core.machine import COLLECTIVES, CallLane
 from psdist.collectives.exchange import Exchange

@@ -8,7 +8,7 @@ A script may declare its iterations. Otherwise they are inferred: an iteration i
 explains all pushes so far, once it has been seen twice. Until then, and for an order that does not repeat, the start of
 an iteration is unknown.
 
-Not here: holding pushes back (``session.iterations``).
+Not here: holding pushes back (``worker_alignment``).
 """
 
 from __future__ import annotations

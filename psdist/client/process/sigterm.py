@@ -2,10 +2,10 @@
 
 ``psdist.init()`` installs the handler in the main thread, unless the script has a handler of its own. The handler
 raises nothing, because CPython drops an exception that is raised inside a finalizer or a callback of C code. It sets a
-flag and wakes psdist's loop, which coordinates the shutdown of the clients (``stopping``). When they may leave, calls
-under way are cancelled, and that call or the next one raises SystemExit. If the script makes no call for 10 s, the
-signal is sent again, and then the handler raises. So does a second signal from outside, unless it comes together with
-the first one: an engine such as Slurm signals all processes of a job, and the launcher passes the signal on.
+flag and wakes psdist's loop, which coordinates the shutdown of the clients (``WorkerShutdown``). When they may leave,
+calls under way are cancelled, and that call or the next one raises SystemExit. If the script makes no call for 10 s,
+the signal is sent again, and then the handler raises. So does a second signal from outside, unless it comes together
+with the first one: an engine such as Slurm signals all processes of a job, and the launcher passes the signal on.
 
 The loop also reads signals from a pipe that C code writes to, so it sees a signal even while the interpreter is busy in
 a long call of the script. This module also decides the reason that a leaving worker reports.

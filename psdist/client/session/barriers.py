@@ -11,9 +11,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Final
 
-from psdist.client.session.membership import run_in_incarnation
-from psdist.client.session.registration import Registration
-from psdist.client.session.wait_tracker import Wait
+from psdist.client.session.membership import Registration, run_in_incarnation
+from psdist.client.session.waits import Wait
 from psdist.client.session.worker_session import WorkerSession
 from psdist.errors import FencedError, PsdistError, WaitTimeoutError
 from psdist.v1 import scheduler_pb2 as pb

@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Final
 
-from psdist.client.session.cluster_view import ClusterView
+from psdist.client.session.membership import ClusterView
 from psdist.errors import InternalError, PsdistError
 from psdist.types import Replica
 from psdist.v1 import scheduler_pb2 as pb

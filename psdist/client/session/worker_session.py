@@ -1,8 +1,8 @@
 """The client's session with the scheduler: registration, heartbeats, maps and commands.
 
 The session runs in a task of its own. Heartbeats and reports are sent to the scheduler. Maps and news of failures are
-passed to ``cluster_view``, commands to ``snapshot_participant`` and ``stopping``. A broken session is opened again,
-forever, with the same incarnation. Pushes and pulls are not affected, because they go to the servers.
+passed to ``membership``, commands to ``snapshot_participant`` and ``worker_alignment``. Pushes and pulls do not depend
+on it, because they go to the servers.
 
 A client that was expelled (it was silent for longer than its lease, or cut off), or whose run rolled back, registers
 again under its id as a new incarnation. Calls of the earlier incarnation end with FencedError, mostly inside the
@@ -24,14 +24,12 @@ from typing import Final
 
 from psdist.client.core.push_sequence import PushSequence
 from psdist.client.reporting.changed_counts import ChangedCounts
-from psdist.client.session.activity import Activities
-from psdist.client.session.iterations import Iterations
 from psdist.client.session.membership import WorkerMembership
-from psdist.client.session.registration import Registrar, SchedulerTarget
-from psdist.client.session.scheduler_calls import SchedulerCalls
+from psdist.client.session.reachability import Reachability
+from psdist.client.session.scheduler_calls import Registrar, SchedulerCalls, SchedulerTarget
 from psdist.client.session.snapshot_participant import SnapshotParticipant
-from psdist.client.session.stopping import Stopping
-from psdist.client.session.wait_tracker import WaitTracker
+from psdist.client.session.waits import Activities, WaitTracker
+from psdist.client.session.worker_alignment import WorkerAlignment, WorkerShutdown
 from psdist.errors import (
     ClosedError,
     FencedError,
@@ -81,10 +79,13 @@ class WorkerSession(MemberSession):
         self.membership = WorkerMembership(f"the scheduler at {target.address}", self.waits, rejoins=rejoins)
         self.calls = SchedulerCalls(target, self.membership, self.waits, rng)
         super().__init__(self.calls)
-        self.snapshots = SnapshotParticipant(self.calls, self.membership, self._send)
-        iterations = Iterations(self._report_progress, lambda: self.is_heard)
-        self.stopping = Stopping(lambda: self.snapshots.marks, self._report_stop, lambda: self.is_heard, iterations)
-        self.activities = Activities(lambda: self.snapshots.marks, self.membership.view, self.waits.group_calls)
+        self.snapshots = SnapshotParticipant(self.calls, self.membership, self.send)
+        #: Program order of the script's pushes, and the pushes that are held back.
+        self.alignment = WorkerAlignment(self.send, lambda: self.is_heard)
+        self.shutdown = WorkerShutdown(lambda: self.snapshots.marks, self.send, lambda: self.is_heard, self.alignment)
+        self.activities = Activities(lambda: self.snapshots.marks, self.waits.group_calls)
+        #: Servers that this worker cannot reach.
+        self.reachability = Reachability(self.membership.view)
         self.registrar = Registrar(target, version, self.calls, self.waits)
         self._connections = connections
         self._task: asyncio.Task[None] | None = None
@@ -95,11 +96,6 @@ class WorkerSession(MemberSession):
         self._reported: scheduler_pb2.Connections | None = None
         #: Time of the last heartbeat, and the longest silence between two of this incarnation, in seconds.
         self._beaten = self._silence = 0.0
-
-    @property
-    def iterations(self) -> Iterations:
-        """Program order of the script's pushes, and the pushes that are held back."""
-        return self.stopping.iterations
 
     # --- registration -------------------------------------------------------------------------------------------------
 
@@ -127,9 +123,9 @@ class WorkerSession(MemberSession):
 
     def _start_incarnation(self, response: scheduler_pb2.RegisterResponse) -> None:
         self._beaten, self._silence = asyncio.get_running_loop().time(), 0.0
-        self.activities.reachability.set_lease(response.lease_seconds)
+        self.reachability.set_lease(response.lease_seconds)
         self.snapshots.start_incarnation()
-        self.iterations.start_incarnation()
+        self.alignment.start_incarnation()
         self.membership.start_incarnation(response)
 
     async def _rejoin(self, fenced: FencedError) -> PsdistError | None:
@@ -143,7 +139,7 @@ class WorkerSession(MemberSession):
         except PsdistError as error:
             return error
         self._start_incarnation(response)
-        self.activities.reachability.restart()
+        self.reachability.restart()
         logger.warning("%s rejoined as incarnation %d", mine.worker_id, response.incarnation)
         return None
 
@@ -166,8 +162,8 @@ class WorkerSession(MemberSession):
 
     def begin_stream(self) -> ClusterMap:
         self.snapshots.session_began()
-        self.stopping.session_began()
-        self.iterations.session_began()
+        self.shutdown.session_began()
+        self.alignment.session_began()
         self._counts = ChangedCounts(enabled=self.membership.registration.takes_changes)
         self._reported = None
         return self.membership.view.cluster
@@ -194,7 +190,7 @@ class WorkerSession(MemberSession):
             activity=self.activities.report(),
             rates=self.activities.throughput.rates(),
             totals=self.activities.totals(),
-            unreachable=self.activities.reachability.reports(),
+            unreachable=self.reachability.reports(),
             metrics_address=self.registrar.metrics_address,
             certificate_not_after=self.calls.credentials.certificate_not_after(),
         )
@@ -217,7 +213,7 @@ class WorkerSession(MemberSession):
             case "snapshot":
                 self.snapshots.on_command(response.snapshot)
             case "stop":
-                self.stopping.on_command(response.stop)
+                self.shutdown.on_command(response.stop)
             case "check_server":
                 self._check_server(convert.replica_from_proto(response.check_server))
             case "trace":
@@ -228,13 +224,13 @@ class WorkerSession(MemberSession):
             case "notice":
                 logger.warning("%s", response.notice.text)
             case "align":
-                self.iterations.on_command(response.align)
+                self.alignment.on_command(response.align)
             case "mutual_wait":
                 error = status.from_detail(response.mutual_wait.error)
                 self.activities.on_mutual_wait(response.mutual_wait.sequence, error)
             case "check_call":
                 if self.activities.holds(response.check_call):
-                    self._send(scheduler_pb2.SessionRequest(call_checked=response.check_call))
+                    self.send(scheduler_pb2.SessionRequest(call_checked=response.check_call))
             case "rolled_back":
                 return _rolled_back(response.rolled_back, self.snapshots.marks.sequences)
         return None
@@ -247,16 +243,7 @@ class WorkerSession(MemberSession):
             checked = scheduler_pb2.ServerChecked(server=wired, reached=reached)
             requests.send(scheduler_pb2.SessionRequest(server_checked=checked))
 
-        self.activities.reachability.check(server, answer)
-
-    def _send(self, request: scheduler_pb2.SessionRequest) -> None:
-        self.requests.send(request)
-
-    def _report_stop(self, report: scheduler_pb2.StopReport) -> None:
-        self._send(scheduler_pb2.SessionRequest(stop=report))
-
-    def _report_progress(self, report: scheduler_pb2.AlignReport) -> None:
-        self._send(scheduler_pb2.SessionRequest(align=report))
+        self.reachability.check(server, answer)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -278,13 +265,13 @@ class WorkerSession(MemberSession):
         Others may leave first, which is no loss that a script should see: its calls wait here until they are cancelled.
         """
         view = self.membership.view
-        while self.stopping.holding and view.fatal is None and view.fenced is None:
+        while self.shutdown.holding and view.fatal is None and view.fenced is None:
             await view.changed()
 
     async def close(self, reason: str = "closed") -> None:
         """Leave, if the scheduler answers within a second, and close the channel."""
         await self.snapshots.close()
-        await self.activities.reachability.close()
+        await self.reachability.close()
         if self._task is not None:
             self.is_leaving = True
             self.waits.trace.end()

@@ -16,31 +16,24 @@ Not here: the numbers of pushes (``push_sequence``), the files (the scheduler).
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+import random
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from psdist.client.core.push_sequence import PushSequence
-from psdist.client.session.membership import WorkerMembership, drop_when_fenced, run_in_incarnation
-from psdist.client.session.random_generators import RANDOM
-from psdist.client.session.scheduler_calls import SchedulerCalls
-from psdist.client.session.wait_tracker import WaitTracker
 from psdist.data.batch_position import BATCHES
 from psdist.errors import (
-    InternalError,
     InvalidArgumentError,
     PsdistError,
     SnapshotFailedError,
 )
-from psdist.off_loop import in_thread
 from psdist.snapshots.model_tensors import BUFFERS
-from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import limits
 
 logger = logging.getLogger("psdist")
@@ -70,11 +63,12 @@ SavedState = dict[str, NDArray[Any] | DeferredArray]
 Save = Callable[[], Mapping[str, NDArray[Any] | DeferredArray]]
 Restore = Callable[[State], None]
 
-_PART_BYTES: Final = 1 << 20
 #: Records of one script's state: of the last push that is over, and of the one under way.
 _RECORDS: Final = 2
 
 
+#: Prefix of the names of random generators among the states of a worker in a snapshot.
+RANDOM: Final = "psdist-random."
 #: Prefix of the names of psdist's own state.
 OWN: Final = "psdist."
 _RESERVED: Final = (OWN, BUFFERS, BATCHES, RANDOM)
@@ -327,112 +321,47 @@ def part_of(state: State, prefix: str) -> State:
     return {name: array for name, array in state.items() if not name.startswith(_RESERVED)}
 
 
-class StateUploads:
-    """Uploads of states to the scheduler. failed: called with the attempt and the error if one is refused."""
-
-    def __init__(
-        self, calls: SchedulerCalls, membership: WorkerMembership, failed: Callable[[int, PsdistError], None]
-    ) -> None:
-        self._calls = calls
-        self._membership = membership
-        self._failed = failed
-        #: By parameters. A newer attempt's replaces an older's.
-        self._tasks: dict[str, tuple[int, asyncio.Task[None]]] = {}
-
-    def put(self, attempt: int, parameters: str, before: int, state: State) -> None:
-        """Upload a state, in a task."""
-        self.end(attempt - 1, parameters)
-        task = asyncio.create_task(self._send(attempt, parameters, before, state), name="psdist state")
-        self._tasks[parameters] = attempt, task
-
-    def end(self, attempt: int, parameters: str | None = None) -> None:
-        """Cancel the uploads of an attempt that is over."""
-        for name, (number, task) in list(self._tasks.items()):
-            if number <= attempt and parameters in (None, name):
-                task.cancel()
-                del self._tasks[name]
-
-    async def close(self) -> None:
-        """Cancel all uploads."""
-        tasks = [task for _, task in self._tasks.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _send(self, attempt: int, parameters: str, before: int, state: State) -> None:
-        try:  # The snapshot attempt ends with the incarnation.
-            await run_in_incarnation(lambda: self._hand_in(attempt, parameters, before, state), drop_when_fenced)
-        except PsdistError as error:
-            logger.warning("the state of %r was refused for the snapshot: %s", parameters, error)
-            self._failed(attempt, error)
-        except Exception as error:  # The scheduler would wait for a state that does not come.
-            logger.exception("the state of %r cannot be handed in for the snapshot", parameters)
-            text = f"the state of {parameters!r} cannot be handed in: {type(error).__name__}: {error}"
-            self._failed(attempt, SnapshotFailedError(text))
-
-    async def _hand_in(self, attempt: int, parameters: str, before: int, state: State) -> None:
-        data = await in_thread(lambda: _to_bytes(state))
-        mine = self._membership.registration
-        header = pb.HandInStateRequest.Header(
-            **mine.caller(), attempt=attempt, parameters=parameters, next=before, length=len(data),
-            digest=xxhash.xxh3_128_digest(data),
-        )  # fmt: skip
-        reason = f"for {self._calls.peer} to take the state of {parameters!r} for a snapshot"
-        method = self._calls.stub.HandInState
-        await self._calls.call_until_answered(method, lambda: _parts(header, data), reason, mine.incarnation)
+# --- random generators ------------------------------------------------------------------------------------------------
 
 
-async def fetch(calls: SchedulerCalls, membership: WorkerMembership, waits: WaitTracker, parameters: str) -> State:
-    """Return the state that the worker of this rank handed in for the snapshot from which the parameter set began;
-    empty if there is none.
+def save_random_generators() -> dict[str, NDArray[Any]]:
+    """Return the states of the process's random generators, those of Python's ``random``, ``numpy.random`` and torch.
 
-    Raises SnapshotCorruptError, StorageError, FencedError.
+    torch's are among them once torch is imported, and CUDA's once it is in use.
     """
-    request = pb.GetStateRequest(**membership.registration.caller(), parameters=parameters)
-    with waits.open(f"for {calls.peer} to give the state of {parameters!r} back") as wait:
-        received = _Received()
-        data = await calls.read_until_result(calls.stub.GetState, request, wait, received.on_part)
-    return await asyncio.to_thread(_from_bytes, data) if data else {}
+    _, words, following = random.getstate()
+    _, key, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    state: dict[str, NDArray[Any]] = {
+        "python": np.array(words, np.uint32),
+        "python.gauss": np.array([] if following is None else [following], np.float64),
+        "numpy": np.array([*key, position, has_gauss], np.uint32),
+        "numpy.gauss": np.array([gauss], np.float64),
+    }
+    if (torch := sys.modules.get("torch")) is not None:
+        state["torch"] = torch.get_rng_state().numpy()
+        if torch.cuda.is_initialized():
+            state |= {f"cuda.{number}": one.numpy() for number, one in enumerate(torch.cuda.get_rng_state_all())}
+    return state
 
 
-class _Received:
-    """Parts of a file. The first message of a new stream discards those of a broken one."""
+def restore_random_generators(state: Mapping[str, NDArray[Any]]) -> None:
+    """Restore the states of ``save_random_generators``; nothing if ``state`` is empty.
 
-    def __init__(self) -> None:
-        self._data, self._length, self._digest = bytearray(), 0, b""
-
-    async def on_part(self, response: Any) -> bytes | None:
-        """Add a part. Returns the whole file with its last part."""
-        if response.digest:
-            if response.length > limits.STATE_BYTES_MAX:
-                raise InternalError(f"the scheduler has a state of {response.length} bytes")
-            self._data, self._length, self._digest = bytearray(), response.length, response.digest
-        self._data += response.part
-        if len(self._data) < self._length:
-            return None
-        data = bytes(self._data)
-        if data and (len(data) != self._length or xxhash.xxh3_128_digest(data) != self._digest):
-            raise InternalError("the state that came is not the one that was handed in")
-        return data
-
-
-def _to_bytes(state: State) -> bytes:
-    from safetensors.numpy import save
-
-    return bytes(save({name: np.ascontiguousarray(array) for name, array in state.items()}))
-
-
-def _from_bytes(data: bytes) -> State:
-    from safetensors import SafetensorError
-    from safetensors.numpy import load
-
-    try:
-        return dict(load(data))
-    except SafetensorError as error:
-        raise InternalError(f"the state that came cannot be read: {error}") from None
-
-
-async def _parts(header: pb.HandInStateRequest.Header, data: bytes) -> AsyncIterator[pb.HandInStateRequest]:
-    yield pb.HandInStateRequest(header=header, part=data[:_PART_BYTES])
-    for start in range(_PART_BYTES, len(data), _PART_BYTES):
-        yield pb.HandInStateRequest(part=data[start : start + _PART_BYTES])
+    Logs a warning for torch's if torch is not imported.
+    """
+    if not state:
+        return
+    gauss = state["python.gauss"].tolist()
+    random.setstate((3, tuple(state["python"].tolist()), gauss[0] if gauss else None))
+    *key, position, has_gauss = state["numpy"].tolist()
+    np.random.set_state(("MT19937", np.array(key, np.uint32), position, has_gauss, state["numpy.gauss"][0]))
+    if "torch" not in state:
+        return
+    torch = sys.modules.get("torch")
+    if torch is None:
+        logger.warning("the state of torch's random generator is not restored: import torch before keep_state()")
+        return
+    torch.set_rng_state(torch.from_numpy(state["torch"].copy()))
+    for number in range(torch.cuda.device_count() if "cuda.0" in state else 0):
+        if (one := state.get(f"cuda.{number}")) is not None:
+            torch.cuda.set_rng_state(torch.from_numpy(one.copy()), number)

@@ -67,7 +67,7 @@ class ParametersCreator:
         self._membership = session.membership
         self._waits = session.waits
         self._activities = session.activities
-        self._reachability = session.activities.reachability
+        self._reachability = session.reachability
         self._path = path
 
     async def create(

@@ -75,7 +75,7 @@ class Delivery:
         self._timeout = timeout
         self.view = session.membership.view
         self._waits = session.waits
-        self._reachability = session.activities.reachability
+        self._reachability = session.reachability
         self._rng = session.calls.rng
         #: Slices that were sent more than once.
         self.resent = 0

@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 
 from psdist.client.core.routing import Route
-from psdist.client.session.wait_tracker import Wait
+from psdist.client.session.waits import Wait
 from psdist.client.transport.requests import InstallRequest, PullRequest, PushRequest, Request, write_held
 from psdist.client.transport.transport import Connection, ServerLoss, Transport, WriteQueue, attempt_error
 from psdist.errors import ClosedError, InternalError, ServerUnreachableError, copy_error

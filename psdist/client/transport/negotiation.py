@@ -29,8 +29,8 @@ import grpc.aio
 
 from psdist.client.core.push_sequence import PushOptions
 from psdist.client.core.routing import Route
-from psdist.client.session.cluster_view import ClusterView
-from psdist.client.session.wait_tracker import Wait, WaitTracker
+from psdist.client.session.membership import ClusterView
+from psdist.client.session.waits import Wait, WaitTracker
 from psdist.client.transport.grpc import GrpcTransport
 from psdist.client.transport.requests import PushRequest, Request, RequestIdentity
 from psdist.client.transport.transport import ServerLoss, Transport, attempt_error

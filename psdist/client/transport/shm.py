@@ -30,8 +30,8 @@ from numpy.typing import NDArray
 
 from psdist.client.core.flat_vector import Flat
 from psdist.client.core.routing import Route
-from psdist.client.session.cluster_view import ClusterView
-from psdist.client.session.wait_tracker import Wait, WaitTracker
+from psdist.client.session.membership import ClusterView
+from psdist.client.session.waits import Wait, WaitTracker
 from psdist.client.transport.buffers import PullTarget
 from psdist.client.transport.grpc import GrpcTransport
 from psdist.client.transport.negotiation import CallConnection, NegotiatedTransport, PendingCall, ask, encode_pull

@@ -23,7 +23,7 @@ from typing import Any, Final
 from numpy.typing import NDArray
 
 from psdist.client.core.routing import Route
-from psdist.client.session.wait_tracker import Wait
+from psdist.client.session.waits import Wait
 from psdist.client.transport.negotiation import CallConnection, NegotiatedTransport, PendingCall, ask, encode_pull
 from psdist.client.transport.requests import PullRequest, PushRequest, Request, write_held
 from psdist.client.transport.transport import ServerLoss, WriteQueue

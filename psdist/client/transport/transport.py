@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
 from psdist.client.core.routing import Route
-from psdist.client.session.wait_tracker import Wait
+from psdist.client.session.waits import Wait
 from psdist.client.transport.requests import Request
 from psdist.errors import ClosedError, InternalError, PsdistError, ServerUnreachableError
 

@@ -176,7 +176,7 @@ class LinkGradients:
             if not names <= step.ready:
                 return
             if part.start == 0:
-                self._vector[0] = self._client.session.stopping.requested
+                self._vector[0] = self._client.session.shutdown.requested
             call = group.all_reduce(self._vector[part], self._op, out=self._result[part], async_op=True)
             step.calls.append(call)
 

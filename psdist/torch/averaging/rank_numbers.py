@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 
 from psdist.client.context import Context
-from psdist.client.session.drops import OnDrop
+from psdist.client.session.membership import OnDrop
 from psdist.optim import Mean
 
 #: Number of ranks that can be told apart.

@@ -294,7 +294,7 @@ async def test_declared_iterations_count_whatever_the_order(join: Join, name: st
     client = await join()
     first, second = [await client.parameters(f"{name}-{part}", {"w": np.ones(10)}, SGD) for part in "ab"]
     assert client.session is not None
-    order = client.session.iterations.order
+    order = client.session.alignment.order
     for pushes in ([first, second], [first, first, second], [second]):
         with client.iteration():
             assert order.is_at_start
@@ -312,7 +312,7 @@ async def test_an_iteration_that_failed_is_not_over(join: Join, name: str) -> No
     with pytest.raises(ZeroDivisionError), client.iteration():
         await first.push({"w": np.ones(10)})
         raise ZeroDivisionError
-    assert client.session.iterations.order.is_inside
+    assert client.session.alignment.order.is_inside
     await second.push({"w": np.ones(10)})
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import psdist
-from psdist.client.session.wait_tracker import Wait
+from psdist.client.session.waits import Wait
 from psdist.client.transport.requests import PushRequest
 from psdist.launcher.embedded import EmbeddedCluster
 

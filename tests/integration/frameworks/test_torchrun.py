@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore  # missing in torch's stubs
 
-from psdist.client.session.cluster_view import ClusterView
+from psdist.client.session.membership import ClusterView
 from psdist.errors import ConfigurationError, InvalidArgumentError, WaitTimeoutError, WorkerLostError
 from psdist.process_group import own_run
 from tests.support.tree import ROOT

@@ -6,9 +6,7 @@ import pytest
 
 from psdist.client.core.snapshot_marks import SnapshotMarks
 from psdist.client.reporting.throughput import Throughput
-from psdist.client.session.activity import Activities
-from psdist.client.session.cluster_view import ClusterView
-from psdist.client.session.group_calls import GroupCalls
+from psdist.client.session.waits import Activities, GroupCalls
 
 
 class Clock:
@@ -68,7 +66,7 @@ def test_a_push_of_each_parameter_set() -> None:
 @pytest.mark.asyncio(loop_scope="session")
 async def test_waits_for_others_count() -> None:
     clock = Clock()
-    activities = Activities(SnapshotMarks, ClusterView(), GroupCalls())
+    activities = Activities(SnapshotMarks, GroupCalls())
     activities.throughput = throughput = Throughput(clock)
     throughput.rates()
     with activities.waits(limited=True, call=True):

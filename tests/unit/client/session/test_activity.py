@@ -17,9 +17,7 @@ import psdist
 from psdist import errors
 from psdist.client.core.push_sequence import PushSequence
 from psdist.client.core.snapshot_marks import SnapshotMarks
-from psdist.client.session.activity import Activities
-from psdist.client.session.cluster_view import ClusterView
-from psdist.client.session.group_calls import GroupCalls
+from psdist.client.session.waits import Activities, GroupCalls
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import status
 from tests.support.client_fakes import Break, Setup, gradient, waits_for
@@ -38,7 +36,7 @@ class Worker:
         pushes = SnapshotMarks()
         pushes.enter("p", self.session)
         self.group_calls = GroupCalls()
-        self.activities = Activities(lambda: pushes, ClusterView(), self.group_calls)
+        self.activities = Activities(lambda: pushes, self.group_calls)
         self.activities.is_alone = lambda: True
         self.waits = asyncio.Event()
         self.end = asyncio.Event()

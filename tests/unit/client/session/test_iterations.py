@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from psdist.client.core.push_sequence import PushSequence
-from psdist.client.session.iterations import Iterations
+from psdist.client.session.worker_alignment import WorkerAlignment
 from psdist.consistency import BSP
 from psdist.v1 import scheduler_pb2 as pb
 
 
 def test_a_declared_end_is_reported_though_its_position_was_reported_before() -> None:
     reports: list[pb.AlignReport] = []
-    iterations = Iterations(reports.append, lambda: True)
+    iterations = WorkerAlignment(lambda request: reports.append(request.align), lambda: True)
     sequences = {name: PushSequence(1, BSP()) for name in "DG"}
     for name, sequence in sequences.items():
         iterations.enter(name, sequence)

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psdist.client.session import random_generators
-from psdist.client.session.worker_state import check_state
+from psdist.client.session.worker_state import check_state, restore_random_generators, save_random_generators
 
 torch: Any = pytest.importorskip("torch")
 
@@ -22,18 +21,18 @@ def draw() -> tuple[Any, ...]:
 
 def test_all_generators_continue() -> None:
     draw()  # Now each has drawn one of two normal numbers.
-    state = random_generators.save()
+    state = save_random_generators()
     check_state("p", state)
     expected = [draw() for _ in range(3)]
-    random_generators.restore(state)
+    restore_random_generators(state)
     assert [draw() for _ in range(3)] == expected
-    random_generators.restore({})
+    restore_random_generators({})
     assert draw() != expected[0]
 
 
 def test_torch_that_is_not_imported_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    state = random_generators.save()
+    state = save_random_generators()
     monkeypatch.delitem(sys.modules, "torch")
-    assert "torch" not in random_generators.save()
-    random_generators.restore(state)
+    assert "torch" not in save_random_generators()
+    restore_random_generators(state)
     assert "import torch before keep_state()" in caplog.text

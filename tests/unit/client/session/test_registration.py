@@ -14,7 +14,7 @@ import pytest_asyncio
 
 import psdist
 from psdist import errors
-from psdist.client.session.registration import Registration
+from psdist.client.session.membership import Registration
 from psdist.v1 import scheduler_pb2 as pb
 from tests.support.client_fakes import FakeScheduler, waits_for
 

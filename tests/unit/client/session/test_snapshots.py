@@ -15,7 +15,7 @@ import psdist
 from psdist import errors
 from psdist.client.core.push_sequence import PendingRequest, PushSequence
 from psdist.client.core.snapshot_marks import MarkAnswer, SnapshotMarks
-from psdist.client.session import worker_state
+from psdist.client.session import snapshot_participant
 from psdist.client.session.snapshot_participant import SnapshotParticipant
 from psdist.client.session.worker_state import OWN
 from psdist.consistency import ASP, BSP
@@ -401,7 +401,7 @@ async def test_the_scheduler_is_told_of_a_state_that_does_not_come(
     def refuse(state: Any) -> bytes:
         raise OSError("no room")
 
-    monkeypatch.setattr(worker_state, "_to_bytes", refuse)
+    monkeypatch.setattr(snapshot_participant, "_to_bytes", refuse)
     setup = await Setup().start()
     try:
         await setup.weights.keep_state(lambda: {"rest": np.zeros(1)}, lambda state: None)

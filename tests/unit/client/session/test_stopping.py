@@ -1,6 +1,6 @@
-"""Shutdown of a worker: its reports, the pushes that it finishes, and how long it waits for an answer.
+"""WorkerShutdown of a worker: its reports, the pushes that it finishes, and how long it waits for an answer.
 
-First ``Stopping`` alone, then a client and a fake scheduler.
+First ``WorkerShutdown`` alone, then a client and a fake scheduler.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import pytest_asyncio
 import psdist
 from psdist.client.core.push_sequence import PushSequence
 from psdist.client.core.snapshot_marks import SnapshotMarks
-from psdist.client.session import stopping
-from psdist.client.session.iterations import Iterations
-from psdist.client.session.stopping import Stopping
+from psdist.client.session import worker_alignment
+from psdist.client.session.worker_alignment import WorkerAlignment, WorkerShutdown
 from psdist.v1 import scheduler_pb2 as pb
 from tests.support.client_fakes import Break, Setup, flat, gradient
 
@@ -27,8 +26,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 @pytest.fixture(autouse=True)
 def no_haste(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable time limits: no wait ends only because a test takes long, and no test passes only because it does."""
-    monkeypatch.setattr(stopping, "ALONE_SECONDS", 600.0)
-    monkeypatch.setattr(stopping, "FINISH_SECONDS", 600.0)
+    monkeypatch.setattr(worker_alignment, "ALONE_SECONDS", 600.0)
+    monkeypatch.setattr(worker_alignment, "FINISH_SECONDS", 600.0)
 
 
 class Worker:
@@ -44,8 +43,11 @@ class Worker:
         self.marks = SnapshotMarks()
         for name, session in self.sessions.items():
             self.marks.enter(name, session)
-        self.stopping = Stopping(
-            lambda: self.marks, self.told.append, self._is_heard, Iterations(lambda report: None, self._is_heard)
+        self.shutdown = WorkerShutdown(
+            lambda: self.marks,
+            lambda request: self.told.append(request.stop),
+            self._is_heard,
+            WorkerAlignment(lambda report: None, self._is_heard),
         )
 
     def _is_heard(self) -> bool:
@@ -64,11 +66,11 @@ class Worker:
         request = session.begin_push()
         request.answer(0, session.step + 1)
         session.end_push(request, seen=True)
-        self.stopping.push_ended()
+        self.shutdown.push_ended()
 
     def leave(self, **ends: int) -> None:
         """Let the scheduler release it after these pushes."""
-        self.stopping.on_command(pb.StopCommand(number=9, leave=pb.StopCommand.Leave(next=ends)))
+        self.shutdown.on_command(pb.StopCommand(number=9, leave=pb.StopCommand.Leave(next=ends)))
 
 
 async def is_over(task: asyncio.Task[None]) -> bool:
@@ -80,48 +82,48 @@ async def is_over(task: asyncio.Task[None]) -> bool:
 
 async def test_it_is_said_once_and_in_every_session_after() -> None:
     worker = Worker()
-    worker.stopping.session_began()
+    worker.shutdown.session_began()
     assert worker.told == []
-    worker.stopping.request()
-    worker.stopping.request()
+    worker.shutdown.request()
+    worker.shutdown.request()
     assert worker.told == [pb.StopReport(stopping=True)]
-    worker.stopping.session_began()
+    worker.shutdown.session_began()
     assert worker.told == [pb.StopReport(stopping=True)] * 2
 
 
 async def test_a_restarted_scheduler_hears_that_no_push_begins() -> None:
     worker = Worker()
-    worker.stopping.request()
-    worker.stopping.on_command(pb.StopCommand(number=3, hold=True))
+    worker.shutdown.request()
+    worker.shutdown.on_command(pb.StopCommand(number=3, hold=True))
     held = worker.told[-1]
-    worker.stopping.session_began()
+    worker.shutdown.session_began()
     assert worker.told[-1] == pb.StopReport(stopping=True, holding=True, next=held.next) and held.next
 
 
 async def test_asked_it_looks_before_it_answers() -> None:
     worker = Worker()
-    worker.stopping.on_command(pb.StopCommand(number=3, ask=True))
-    worker.stopping.is_asked = lambda: True
-    worker.stopping.on_command(pb.StopCommand(number=4, ask=True))
+    worker.shutdown.on_command(pb.StopCommand(number=3, ask=True))
+    worker.shutdown.is_asked = lambda: True
+    worker.shutdown.on_command(pb.StopCommand(number=4, ask=True))
     assert worker.told == [
         pb.StopReport(number=3, stopping=False),
         pb.StopReport(stopping=True),
         pb.StopReport(number=4, stopping=True),
     ]
-    assert not worker.stopping.holding and not worker.stopping.together
+    assert not worker.shutdown.holding and not worker.shutdown.together
 
 
 async def test_held_it_says_where_it_stands_and_begins_no_push() -> None:
     worker = Worker()
-    await worker.stopping.until_allowed()
+    await worker.shutdown.until_allowed()
     worker.end("a")
     worker.begin("a")
     worker.begin("b")
     worker.sessions["b"].partial = True  # More calls of the script are needed, which makes them before it leaves.
-    worker.stopping.on_command(pb.StopCommand(number=5, hold=True))
+    worker.shutdown.on_command(pb.StopCommand(number=5, hold=True))
     assert worker.told == [pb.StopReport(number=5, stopping=True, holding=True, next={"a": 2, "b": 1})]
-    assert worker.stopping.together
-    waits = asyncio.create_task(worker.stopping.until_allowed())
+    assert worker.shutdown.together
+    waits = asyncio.create_task(worker.shutdown.until_allowed())
     assert not await is_over(waits)
     waits.cancel()
 
@@ -135,11 +137,11 @@ async def test_a_push_below_the_end_is_finished() -> None:
     ]:
         worker = Worker()
         worker.begin("a")
-        leaves = asyncio.create_task(worker.stopping.until_leaving())
+        leaves = asyncio.create_task(worker.shutdown.until_leaving())
         assert not await is_over(leaves)
         worker.leave(**ends)
         assert await is_over(leaves) is not awaited
-        assert worker.stopping.holding  # Calls that the script starts from now on do not delay it.
+        assert worker.shutdown.holding  # Calls that the script starts from now on do not delay it.
         worker.end("a")
         await leaves
 
@@ -149,12 +151,12 @@ async def test_each_of_several_pushes_is_finished_or_dropped() -> None:
     worker.begin("a")
     worker.begin("b")
     worker.leave(a=1, b=1)
-    leaves = asyncio.create_task(worker.stopping.until_leaving())
+    leaves = asyncio.create_task(worker.shutdown.until_leaving())
     assert not await is_over(leaves)
     worker.end("b")
     assert not await is_over(leaves)
     worker.marks = SnapshotMarks()  # This worker was expelled, and the push dropped.
-    worker.stopping.push_ended()
+    worker.shutdown.push_ended()
     await leaves
 
 
@@ -164,32 +166,32 @@ async def test_a_push_in_pieces_is_finished_if_all_have_begun_it(end: int) -> No
     worker.begin("a")
     worker.sessions["a"].partial = True
     worker.leave(a=end)
-    leaves = asyncio.create_task(worker.stopping.until_leaving())
+    leaves = asyncio.create_task(worker.shutdown.until_leaving())
     assert await is_over(leaves) is (end == 0)
     worker.end("a")
     await leaves
 
 
 async def test_a_push_that_others_keep_from_ending_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stopping, "FINISH_SECONDS", 0.05)
+    monkeypatch.setattr(worker_alignment, "FINISH_SECONDS", 0.05)
     worker = Worker()
     worker.begin("a")
     worker.leave()
-    await worker.stopping.until_leaving()
+    await worker.shutdown.until_leaving()
     assert worker.sessions["a"].unfinished
 
 
 async def test_a_scheduler_that_is_heard_is_waited_for_and_one_that_is_not_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stopping, "ALONE_SECONDS", 0.02)
+    monkeypatch.setattr(worker_alignment, "ALONE_SECONDS", 0.02)
     worker = Worker()
-    leaves = asyncio.create_task(worker.stopping.until_leaving())
+    leaves = asyncio.create_task(worker.shutdown.until_leaving())
     await worker.enough.wait()  # Five times as long as it waits for a server that does not answer.
-    assert not leaves.done() and not worker.stopping.holding
+    assert not leaves.done() and not worker.shutdown.holding
     worker.heard = False
     await leaves
-    assert worker.stopping.holding and not worker.stopping.together
+    assert worker.shutdown.holding and not worker.shutdown.together
 
 
 # --- with a scheduler -------------------------------------------------------------------------------------------------

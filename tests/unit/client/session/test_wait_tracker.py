@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from psdist.client.session.wait_tracker import WaitTracker
+from psdist.client.session.waits import WaitTracker
 from psdist.wire import limits
 
 

@@ -13,7 +13,7 @@ import pytest
 import psdist
 from psdist import errors
 from psdist.client.process import loop
-from psdist.client.session.activity import Activities
+from psdist.client.session.waits import Activities
 from psdist.security.tls import Credentials
 from psdist.wire import limits
 from tests.support.client_fakes import FakeScheduler

@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 
 from psdist.client.core.routing import Route
-from psdist.client.session.cluster_view import ClusterView
-from psdist.client.session.wait_tracker import WaitTracker
+from psdist.client.session.membership import ClusterView
+from psdist.client.session.waits import WaitTracker
 from psdist.client.transport.grpc import GrpcTransport
 from psdist.client.transport.requests import RequestIdentity
 from psdist.client.transport.tcp import TcpConnection, TcpTransport

@@ -190,7 +190,7 @@ async def test_the_wait_names_the_cause_that_the_probe_found(setup: Setup) -> No
         if setup.servers[1].breaks:
             raise errors.TlsHandshakeError(remedy)
 
-    setup.client.session.activities.reachability.call = probe
+    setup.client.session.reachability.call = probe
     setup.servers[1].breaks = [Break(0)] * 3
     call = asyncio.create_task(weights.push_pull(gradient()))
     async with asyncio.timeout(50):

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from psdist.client.session.wait_tracker import Wait
+from psdist.client.session.waits import Wait
 from psdist.client.transport import tcp
 from psdist.client.transport.tcp import SendMonitor
 from psdist.wire.limits import DELIVERED_BYTES

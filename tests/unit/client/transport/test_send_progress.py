@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from psdist.client.session.wait_tracker import Wait
+from psdist.client.session.waits import Wait
 from psdist.client.transport.grpc import SendProgress
 from psdist.v1 import server_pb2 as pb
 from psdist.wire.limits import DELIVERED_BYTES

@@ -13,7 +13,7 @@ import pytest
 
 from psdist.client.core.push_sequence import PendingRequest
 from psdist.client.core.routing import Route
-from psdist.client.session.wait_tracker import WaitTracker
+from psdist.client.session.waits import WaitTracker
 from psdist.client.transport.buffers import PullTarget
 from psdist.client.transport.requests import ByteCounters, PullRequest, PushRequest, RequestIdentity
 from psdist.client.transport.tcp import TcpConnection

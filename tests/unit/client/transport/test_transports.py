@@ -9,7 +9,7 @@ import pytest
 
 from psdist.client.core.push_sequence import PendingRequest
 from psdist.client.core.routing import Route
-from psdist.client.session.wait_tracker import Wait
+from psdist.client.session.waits import Wait
 from psdist.client.transport.requests import Request, RequestIdentity
 from psdist.client.transport.transport import ServerLoss, Transport, Transports
 from psdist.types import Slicing

@@ -6,8 +6,7 @@ import logging
 
 import pytest
 
-from psdist.client.session.drops import IN_A_ROW_MAX, DropCounter, OnDrop, check_on_drop
-from psdist.client.session.membership import Expulsion
+from psdist.client.session.membership import IN_A_ROW_MAX, DropCounter, Expulsion, OnDrop, check_on_drop
 from psdist.errors import InvalidArgumentError, PushDroppedError
 
 SILENT = Expulsion("it was silent for 31 s, longer than --worker-timeout", rolled_back=False)
