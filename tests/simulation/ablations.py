@@ -40,7 +40,6 @@ from psdist_server.store import (
     replicator,
     rpc_call,
     shard_router,
-    slice_contents,
     slice_reads,
 )
 from tests.simulation import scenario
@@ -358,13 +357,12 @@ def _no_patience(put: Put) -> None:
 
 @_ablation("a push is answered once copies have it", **_LOSSES, think_seconds=0.02, steps=6, delay=(0.001, 0.03))
 def _early_answer(put: Put) -> None:
-    end = applier.Applier._end_if_done
+    update = replicator.Replicator.update
 
-    def eager(self: Any, shipment: Any) -> None:
-        shipment.is_replicated = True
-        end(self, shipment)
+    def eager(self: Any, given: Any) -> list[object]:
+        return [*update(self, given), replication.Replicated(given.index, given.lsn)]
 
-    put(applier.Applier, "_end_if_done", eager)
+    put(replicator.Replicator, "update", eager)
 
 
 @_ablation(
@@ -483,7 +481,7 @@ def _gaps(put: Put) -> None:
 
 @_ablation("a slice is copied while it is quiescent", consistency=ASP(), optimizer=SGD(lr=1.0), **_LOSSES, steps=6)
 def _copy_at_once(put: Put) -> None:
-    put(slice_contents.SliceContents, "when_quiescent", lambda self, index, callback: callback())
+    put(shard_router.SliceContents, "when_quiescent", lambda self, index, callback: callback())
 
 
 @_ablation("a copy ends with its last slice", **_LOSSES, slices=6, steps=6, think_seconds=0.02)

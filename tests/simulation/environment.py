@@ -45,7 +45,6 @@ from psdist_server.core.events import Forget, SlicePushed
 from psdist_server.core.replication import BackupReplication, PrimaryReplication
 from psdist_server.kernels.pool import KernelPool
 from psdist_server.store.parameter_store import ParameterStore
-from psdist_server.store.shard_router import EffectRunner
 from tests.simulation import heartbeats
 from tests.simulation.loop import SimLoop
 from tests.simulation.network import Network
@@ -260,26 +259,15 @@ def _watch(machine: Any) -> Any:
     return watched
 
 
-def _name_store(make: Any) -> Any:
-    """Wrap ``ParameterStore.__init__`` to link the replicator to its store (for ``_watch_reply``)."""
-
-    def named(self: Any, *args: Any) -> None:
-        make(self, *args)
-        self.replicator.store = self
-
-    return named
-
-
 def _watch_reply(reply: Any) -> Any:
-    """Wrap ``EffectRunner._reply`` to report answers to the oracle."""
+    """Wrap ``ParameterStore._reply`` to report answers to the oracle."""
 
-    def watched(self: Any, effect: Any) -> None:
-        store = self.replicator.store
-        number, me = store.router.shard_of(effect.index), store.me
-        machine = store.replicator.get(number)
+    def watched(self: ParameterStore, effect: Any) -> None:
+        number, me = self.router.shard_of(effect.index), self.me
+        machine = self.replicator.machines.get(number)
         if machine is not None:
-            running().oracle.acts(store.entry.spec.name, number, machine.term, f"{me}/{me.incarnation}")
-            running().answered(store, effect.index)
+            running().oracle.acts(self.entry.spec.name, number, machine.term, f"{me}/{me.incarnation}")
+            running().answered(self, effect.index)
         reply(self, effect)
 
     return watched
@@ -395,8 +383,7 @@ def install() -> None:
     put(convert, "map_from_proto", _MapReader(convert.map_from_proto))
     for machine in (BspShard, AsyncShard):
         put(machine, "_pushed", _watch(machine))
-    put(ParameterStore, "__init__", _name_store(ParameterStore.__init__))
-    put(EffectRunner, "_reply", _watch_reply(EffectRunner._reply))
+    put(ParameterStore, "_reply", _watch_reply(ParameterStore._reply))
     put(Barriers, "progress", _watch_barriers(Barriers.progress))
     put(FollowedMap, "apply", _watch_maps(FollowedMap.apply))
     put(deadlocks, "_text", _watch_circles(deadlocks._text))

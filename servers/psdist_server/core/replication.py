@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Generic, Literal, TypeVar
 
-from psdist.errors import InvalidArgumentError, StaleCopyError, StaleTermError
+from psdist.errors import InvalidArgumentError, StaleCopyError, StaleEpochError, StaleTermError
 from psdist.hyperparameters import Settings
 from psdist.types import Replica, Shard
 from psdist_server.core.events import Producer, SliceRecord
@@ -107,6 +107,20 @@ class Replicated:
 
 
 ReplicationEffect = SendBegin | SendUpdate[G] | Replicated
+
+# --- effects of a primary on its store --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RoomFreed:
+    """Updates may continue that wait until fewer unacknowledged ones are stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFenced:
+    """A replica knows a newer primary of shard ``number``."""
+
+    number: int
 
 
 class PeerState(Enum):
@@ -521,4 +535,11 @@ def stale_term(number: int, sender: Replica, term: int, primary: Replica, known:
         f"{sender} (incarnation {sender.incarnation}) in term {term}",
         shard=number,
         term=known,
+    )
+
+
+def not_primary(number: int) -> StaleEpochError:
+    """Return the error for a request that assumes that this server is the primary of a shard."""
+    return StaleEpochError(
+        f"this server is no longer the primary of shard {number}: fetch the map, update the route and resend"
     )

@@ -15,21 +15,21 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from psdist.tracing.spans import SpanKind
 from psdist.types import ParametersEntry
 from psdist_server.core.events import Aggregate, Apply
-from psdist_server.core.replication import ReplicaUpdate
+from psdist_server.core.replication import Replicated, ReplicaUpdate, RoomFreed
 from psdist_server.kernels.arrays import Applied, Array, Bad, DenseParameters, Gradient, Update
 from psdist_server.kernels.optimizers import clip_factor
 from psdist_server.kernels.pool import KernelLauncher
 from psdist_server.store.copy_on_write import CopyTarget, UpdateGate
 from psdist_server.store.pending_gradients import PendingGradients
 from psdist_server.store.replicator import Replicator
-from psdist_server.store.slice_contents import SliceContents
+from psdist_server.store.shard_router import SliceContents
 from psdist_server.store.statistics import SliceSpans
 
 
@@ -63,22 +63,35 @@ class _Job(NamedTuple):
     target: CopyTarget | None = None
 
 
-@dataclass(slots=True)
-class _Shipment:
-    """An update that is in the arrays here, and that replicas must acknowledge."""
+class _Shipment(NamedTuple):
+    """An update that is in the arrays here, and that replicas must acknowledge. sent: while a trace is recorded."""
 
     effect: Apply
     lsn: int
     outcome: Outcome
-    sent: float = 0.0
-    is_replicated: bool = False
-    may_end: bool = False
+    sent: float
+
+
+@dataclass(frozen=True, slots=True)
+class Aggregated:
+    """Effect: the mean of ``Aggregate`` is computed."""
+
+    effect: Aggregate
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """Effect: an update is complete, here and at the replicas."""
+
+    effect: Apply
+    outcome: Outcome
 
 
 class Applier:
     """Carries out ``Apply`` and ``Aggregate`` effects.
 
-    done: called with each effect that is complete, here and at the replicas, and its outcome.
+    run: carries out the effects ``Aggregated``, ``Updated`` and ``RoomFreed``.
     """
 
     def __init__(
@@ -89,7 +102,7 @@ class Applier:
         gradients: PendingGradients,
         replicator: Replicator,
         contents: SliceContents,
-        done: Callable[[Apply | Aggregate, Outcome], None],
+        run: Callable[[Iterable[object]], None],
         spans: SliceSpans,
     ) -> None:
         self._name = entry.spec.name
@@ -99,7 +112,7 @@ class Applier:
         self._gradients = gradients
         self._replicator = replicator
         self._contents = contents
-        self._done = done
+        self._run = run
         self._max_grad_norm = entry.spec.optimizer.max_grad_norm
         #: BSP: clipping factor of the newest step, by step.
         self._clip_factors: dict[int, float | None] = {}
@@ -108,7 +121,6 @@ class Applier:
         self._shipments: dict[int, _Shipment] = {}
         #: Updates that wait for room in the log of replicated updates.
         self._waiting: deque[_Job] = deque()
-        self._is_shipping = False
         #: Updates that wait for a snapshot.
         self.gate = UpdateGate[_Job](self._deliver)
 
@@ -116,7 +128,11 @@ class Applier:
         """Start carrying out ``effect``."""
         index = effect.index
         update = self._gradients.update(index, effect.step, effect.parts, self._assigned(effect))
-        submitted = self._end_queue(effect)
+        submitted = 0.0
+        if self._spans.recorder is not None:
+            pending = [self._gradients.by_token[token] for token in effect.parts if index not in self._means]
+            arrived = [(one.call.identity.worker_id, one.arrived) for one in pending]
+            submitted = self._spans.end_queue(self._name, index, effect.step, arrived)
         if isinstance(effect, Aggregate):
             job = _Job(effect, update, submitted=submitted)
             self._kernels.submit(index, self._combine, job, self._combined)
@@ -132,14 +148,6 @@ class Applier:
                 update = replace(update, factor=factor)
             self._deliver(_Job(effect, update.scaled(effect.lr_scale), submitted=submitted))
 
-    def _end_queue(self, effect: Apply | Aggregate) -> float:
-        """Record how long contributions have waited, while a trace is recorded. Returns the time then, otherwise 0."""
-        if self._spans.recorder is None:
-            return 0.0
-        pending = [self._gradients.by_token[token] for token in effect.parts if effect.index not in self._means]
-        arrived = [(one.call.identity.worker_id, one.arrived) for one in pending]
-        return self._spans.end_queue(self._name, effect.index, effect.step, arrived)
-
     def _assigned(self, effect: Apply | Aggregate) -> Array | None:
         """Return the weights that the slice is set to before its update, or None. No kernel is writing the slice."""
         writes = self._gradients.by_token[effect.writer].writes if effect.writer else None
@@ -154,13 +162,19 @@ class Applier:
         if self.gate.blocks(index):
             self.gate.defer(index, job)
         elif not self._replicator.needs_gradient(index):
-            self._write(job)
+            self._submit(job)
         elif self._waiting or not self._replicator.has_room():
             self._waiting.append(job)
         else:
             self._ship(job)
 
-    def _write(self, job: _Job) -> None:
+    def _ship(self, job: _Job) -> None:
+        """Start an update that is sent to the replicas."""
+        given = job.update
+        mean = self._replicator.memory.reserve(given.index) if given.parts else None
+        self._submit(job._replace(update=replace(given, mean=mean), is_shipped=True))
+
+    def _submit(self, job: _Job) -> None:
         """Start updating a slice, with a copy before if a snapshot needs one."""
         index = job.effect.index
         self._contents.write_started(index)
@@ -168,45 +182,22 @@ class Applier:
             job = job._replace(update=replace(job.update, copy=target.memory), target=target)
         self._kernels.submit(index, self._dense.carry_out, job, self._applied)
 
-    def _ship(self, job: _Job) -> None:
-        """Start an update that is sent to the replicas."""
-        given = job.update
-        mean = self._replicator.memory.reserve(given.index) if given.parts else None
-        update = replace(given, mean=mean)
-        self._write(job._replace(update=update, is_shipped=True))
+    def replicated(self, replicated: Replicated) -> None:
+        """Complete an update that all required replicas have."""
+        shipment = self._shipments.get(replicated.index)
+        if shipment is not None and shipment.lsn == replicated.lsn:
+            del self._shipments[replicated.index]
+            self._spans.end_replication(self._name, replicated.index, shipment.effect.step, shipment.sent)
+            self._run([Updated(shipment.effect, shipment.outcome)])
 
-    def replicated(self, index: int, lsn: int) -> None:
-        """Record that all required replicas have update ``lsn`` of slice ``index``."""
-        shipment = self._shipments.get(index)
-        if shipment is not None and shipment.lsn == lsn:
-            shipment.is_replicated = True
-            self._spans.end_replication(self._name, index, shipment.effect.step, shipment.sent)
-            self._end_if_done(shipment)
-
-    def ship_waiting(self) -> None:
+    def ship_waiting(self, _: RoomFreed) -> None:
         """Start waiting updates while there is room."""
-        if self._is_shipping:  # A caller up the stack does this: small slices are updated synchronously.
-            return
-        self._is_shipping = True
-        try:
-            while self._waiting and self._replicator.has_room():
-                job = self._waiting.popleft()
-                if self.gate.blocks(job.effect.index):
-                    self.gate.defer(job.effect.index, job)
-                else:
-                    self._ship(job)
-        finally:
-            self._is_shipping = False
-
-    def _end_if_done(self, shipment: _Shipment) -> None:
-        index = shipment.effect.index
-        if shipment.may_end and shipment.is_replicated and self._shipments.get(index) is shipment:
-            del self._shipments[index]
-            self._end(shipment.effect, shipment.outcome)
-
-    def _end(self, effect: Apply, outcome: Outcome) -> None:
-        self._contents.update_counted(effect.index)
-        self._done(effect, outcome)
+        while self._waiting and self._replicator.has_room():
+            job = self._waiting.popleft()
+            if self.gate.blocks(job.effect.index):
+                self.gate.defer(job.effect.index, job)
+            else:
+                self._ship(job)
 
     def _combine(self, works: Sequence[tuple[int, _Job]]) -> list[Outcome]:
         """Compute means. Runs in a kernel thread, or on the loop."""
@@ -221,54 +212,43 @@ class Applier:
 
     def _combined(self, job: _Job, outcome: Outcome) -> None:
         effect = job.effect
+        assert isinstance(effect, Aggregate)
         self._end_kernel(SpanKind.COMBINE, job, outcome)
         self._gradients.used(effect.index, effect.parts, outcome.bad)
         rest = replace(job.update, parts=(), is_encoded=False, weights=())
         self._means[effect.index] = (outcome.mean, outcome.square, rest)
-        self._done(effect, outcome)
+        self._run([Aggregated(effect, outcome)])
 
     def _applied(self, job: _Job, applied: Applied) -> None:
         """Handle an update that is in the arrays here."""
         effect, outcome = job.effect, Outcome(*applied)
         assert isinstance(effect, Apply)
-        self._end_kernel(SpanKind.APPLY, job, outcome)
+        index = effect.index
+        if self._spans.recorder is not None:
+            self._end_kernel(SpanKind.APPLY, job, outcome)
         if job.is_raw:
-            self._gradients.used(effect.index, effect.parts, outcome.bad)
-        if job.is_shipped:
-            self._send(job, outcome)
-            return
-        if (lsn := self._replicator.take_lsn(effect.index)) is not None:  # Replicas being filled count it, too.
-            self._replicator.update(_replica_update(job, lsn))
-        self._written(effect, job.target)
-        self._end(effect, outcome)
+            self._gradients.used(index, effect.parts, outcome.bad)
+        effects: list[object] = []
+        # Sent before the slice counts as quiescent, so that the update precedes any copy of it. Replicas that are being
+        # filled count it, too.
+        if (lsn := self._replicator.take_lsn(index)) is not None:
+            effects += self._replicator.update(_replica_update(job, lsn))
+        if job.is_shipped and lsn is not None:
+            self._shipments[index] = _Shipment(effect, lsn, outcome, self._spans.now())
+        else:
+            effects.append(Updated(effect, outcome))
+        if job.is_shipped and lsn is None:  # The last replica left meanwhile.
+            self._replicator.memory.cancel([index])
+        self._contents.write_ended(effect)
+        if job.target is not None:
+            job.target.copied()
+        if self._waiting:
+            effects.append(RoomFreed())  # This update may have left room without an acknowledgement to come.
+        self._run(effects)
 
     def _end_kernel(self, kind: SpanKind, job: _Job, outcome: Outcome) -> None:
-        if self._spans.recorder is not None:
-            effect, (seconds, ended) = job.effect, (outcome.seconds, outcome.ended)
-            self._spans.end_kernel(kind, self._name, effect.index, effect.step, job.submitted, seconds, ended)
-
-    def _send(self, job: _Job, outcome: Outcome) -> None:
-        """Send an update to the replicas. This happens before the slice counts as quiescent, so the update precedes any
-        copy of it."""
-        effect, index = job.effect, job.effect.index
-        assert isinstance(effect, Apply)
-        lsn = self._replicator.take_lsn(index)
-        shipment = self._shipments[index] = _Shipment(effect, lsn or 0, outcome, self._spans.now())
-        if lsn is not None:
-            self._replicator.update(_replica_update(job, lsn))
-        else:  # The last replica left meanwhile.
-            self._replicator.memory.cancel([index])
-            shipment.is_replicated = True
-        self._written(effect, job.target)
-        shipment.may_end = True
-        self._end_if_done(shipment)
-        self.ship_waiting()  # This update may have left room without an acknowledgement to come.
-
-    def _written(self, effect: Apply, target: CopyTarget | None) -> None:
-        self._contents.write_ended(effect)
-        if target is not None:
-            target.copied()
-        self._contents.notify(effect.index)
+        effect, (seconds, ended) = job.effect, (outcome.seconds, outcome.ended)
+        self._spans.end_kernel(kind, self._name, effect.index, effect.step, job.submitted, seconds, ended)
 
     def drop(self, indices: Collection[int]) -> None:
         """Stop updating these slices here; running kernels have no effect. See ``KernelLauncher.discard``."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 import structlog
@@ -28,36 +29,39 @@ from psdist.errors import (
     UnknownParametersError,
 )
 from psdist.off_loop import off_loop
+from psdist.trampoline import Trampoline
 from psdist.types import ITEM_BYTES, ParametersEntry, Replica
 from psdist.v1 import server_pb2
 from psdist_server.core import role_changes
 from psdist_server.core.events import (
     Aggregate,
     Apply,
+    Forget,
     MembersChanged,
     NormKnown,
+    RefuseSlice,
+    Reply,
     SliceAggregated,
     SliceApplied,
     SliceLoaded,
 )
 from psdist_server.core.lags import Lags
-from psdist_server.core.replication import BackupReplication
+from psdist_server.core.replication import BackupReplication, Replicated, RoomFreed, ShardFenced, not_primary
 from psdist_server.core.role_changes import RoleChanges, make_shard
 from psdist_server.kernels.arrays import Array, DenseParameters, gradient_of
 from psdist_server.kernels.double import all_finite
 from psdist_server.kernels.pool import KernelLauncher, KernelPool
-from psdist_server.store.applier import Applier, Outcome
+from psdist_server.store.applier import Aggregated, Applier, Updated
 from psdist_server.store.backup_shards import BackupShards
 from psdist_server.store.cut_controller import CutController
 from psdist_server.store.global_norm import Aggregation, NormBoard
 from psdist_server.store.pending_gradients import PendingGradients
 from psdist_server.store.replicator import Replicator
-from psdist_server.store.rpc_call import Call, CallTable
-from psdist_server.store.shard_router import EffectRunner, ShardRouter
-from psdist_server.store.slice_contents import SliceContents
+from psdist_server.store.rpc_call import Call, CallTable, SliceAnswer
+from psdist_server.store.shard_router import ShardRouter, SliceContents
 from psdist_server.store.slice_reads import InPlaceReaders, SliceReads
 from psdist_server.store.statistics import Counters, SliceSpans, replica_statistics
-from psdist_server.store.stream_to_replica import ReplicaNetwork, not_primary, now
+from psdist_server.store.stream_to_replica import ReplicaNetwork, now
 
 #: Memory for more elements than this is allocated in a thread, because the kernel clears it.
 _LARGE_ELEMENTS: Final = 1 << 20
@@ -95,24 +99,29 @@ class ParameterStore:
         self.kernels = kernels = KernelLauncher(entry, pool, self.fail)
         self.gradients = PendingGradients(entry.spec, entry.slicing, self.counters, prepare_sums)
         self.norms = NormBoard()
-        contents = SliceContents(dense, lambda index: self.router.machine_of(index).record(index))
-        self.replicator = Replicator(
-            entry, network, dense, self.norms, contents, self.fail_permanently,
-            fence=lambda number: self.router.fence_shard(number),
-            replicated=lambda index, lsn: self.applier.replicated(index, lsn),
-            ship_waiting=lambda: self.applier.ship_waiting(),
-        )  # fmt: skip
-        self.applier = Applier(
-            entry, dense, kernels, self.gradients, self.replicator, contents, self._carried_out, spans
-        )
-        calls = CallTable()
-        effects = EffectRunner(calls, self.gradients, self.applier, self.replicator, self.counters)
-        self.router = ShardRouter(entry, calls, self.gradients, self.counters, effects.run, spans)
-        self.aggregation = Aggregation(self.norms, self.router.version, lambda step: on_aggregated(self, step))
+        self._effects = Trampoline()
+        run = self._effects.run
+        self.router = ShardRouter(entry, CallTable(), self.gradients, self.counters, run, spans)
+        self.contents = SliceContents(dense, self.router)
+        self.replicator = Replicator(entry, network, dense, self.norms, self.contents, self.fail_permanently, run)
+        self.applier = Applier(entry, dense, kernels, self.gradients, self.replicator, self.contents, run, spans)
+        self.aggregation = Aggregation(self.norms, self.router.version, partial(on_aggregated, self))
         self.reads = SliceReads(self.router, dense, self.counters, entry.spec.consistency)
         self.readers = InPlaceReaders(dense)
         self.cuts = CutController(self.router, dense, kernels, self.applier.gate)
         self.backups = BackupShards(entry.spec, dense, kernels, self.norms, self.counters, self.fail_permanently)
+        self._effects.handlers = {
+            Apply: self.applier.start,
+            Aggregate: self.applier.start,
+            Aggregated: self._aggregated,
+            Updated: self._updated,
+            Reply: self._reply,
+            RefuseSlice: self._refuse,
+            Forget: self.gradients.forget,
+            Replicated: self.applier.replicated,
+            RoomFreed: self.applier.ship_waiting,
+            ShardFenced: self.router.fence_shard,
+        }
 
     def check_installed(self) -> None:
         """Raise UnknownParametersError while initial values are missing, and the error that permanently stopped updates
@@ -175,7 +184,7 @@ class ParameterStore:
 
     def _installed(self, index: int) -> None:
         self.replicator.installed(index)
-        self.replicator.contents.notify(index)
+        self.contents.notify(index)
 
     def fence(self, live: Mapping[str, int]) -> None:
         """End the calls of workers that a new map does not name; ``live`` has the incarnations that it names. Call this
@@ -304,21 +313,38 @@ class ParameterStore:
         self.norms.wake()
         await off_loop(self.entry.total, self.dense.close)
 
-    def _carried_out(self, effect: Apply | Aggregate, outcome: Outcome) -> None:
-        index = effect.index
+    def _aggregated(self, aggregated: Aggregated) -> None:
+        effect, outcome = aggregated.effect, aggregated.outcome
         self.counters.apply_seconds += outcome.seconds
-        if isinstance(effect, Aggregate):
-            self.router.dispatch(index, SliceAggregated(index))
-            self.norms.record(effect.step, index, outcome.square)
-            self.aggregation.aggregated(effect.step, index)
-            return
+        self.router.dispatch(effect.index, SliceAggregated(effect.index))
+        self.norms.record(effect.step, effect.index, outcome.square)
+        self.aggregation.aggregated(effect.step, effect.index)
+
+    def _updated(self, updated: Updated) -> None:
+        index = updated.effect.index
+        self.counters.apply_seconds += updated.outcome.seconds
         self.counters.applied_slices += 1
         machine = self.router.machine_of(index)
+        self.contents.update_counted(index)
         effects = machine.on(SliceApplied(index))
         # Before these effects start the slice's next update, it can be read, compared and copied.
         self.reads.updated(index, machine.slices[index].version)
         self.replicator.applied(index)
         self.router.run([*effects, *self.cuts.applied(index)])
+
+    def _reply(self, effect: Reply) -> None:
+        """Answer a slice of a call, once the replicas have the state that this exposes."""
+        if self.replicator.hold(effect) or (call := self.router.calls.pop(effect.token)) is None:
+            return
+        if call.is_push:
+            self.counters.of(call.identity.worker_id).answered(effect.ignored, effect.late, effect.staleness)
+        call.answer(effect.token, SliceAnswer(effect.index, effect.version, effect.ignored, effect.staleness))
+
+    def _refuse(self, effect: RefuseSlice) -> None:
+        self.gradients.refused(effect.token)
+        if (call := self.router.calls.pop(effect.token)) is not None:
+            self.counters.of(call.identity.worker_id).rejected += 1
+            call.fail(effect.error)
 
     def norm_known(self, step: int, norm: float) -> None:
         """Apply the aggregated slices of ``step``, whose global norm is known."""

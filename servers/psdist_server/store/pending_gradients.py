@@ -29,6 +29,7 @@ from psdist_server.core.contributions import (
     SettingsCheck,
     Stated,
 )
+from psdist_server.core.events import Forget
 from psdist_server.core.lags import RangeEdges, Ranges, common, within
 from psdist_server.kernels import means
 from psdist_server.kernels.arrays import Array, Bad, Gradient, Update, gradient_of
@@ -203,11 +204,24 @@ class PendingGradients:
         self._counters.of(call.identity.worker_id).saved_bytes += elements * ITEM_BYTES["float32"] - values.nbytes
         return is_finite
 
-    def add(self, token: int, gradient: PendingGradient) -> None:
-        """Store a contribution until it is used or discarded."""
+    def add(self, token: int, gradient: PendingGradient) -> PsdistError | None:
+        """Store a contribution until it is used or discarded. Returns its error if it repeats one of a push that was
+        refused."""
         if not gradient.is_shared:
             self._counters.bytes_held += gradient.values.nbytes
         self.by_token[token] = gradient
+        return self._error_of_repeat(gradient) if self._late_refusals.by_producer else None
+
+    def _error_of_repeat(self, gradient: PendingGradient) -> PsdistError | None:
+        call, index, member, refusals = gradient.call, gradient.index, gradient.member, self._late_refusals
+        if member is None or call.abstain:
+            return None
+        if error := refusals.settings_error(member.producer, call.step, index, _stated(gradient)):
+            return error
+        was_refused = refusals.was_not_finite(member.producer, call.step, index)
+        if was_refused and not all_finite(gradient.values, self._spec.dtype):
+            return _non_finite(self._spec, self._slicing, index)
+        return None
 
     def update(self, index: int, step: int, tokens: Sequence[int], assigned: Array | None) -> Update:
         """Return the update of a slice by these contributions, which are in rank order. assigned: weights that the
@@ -236,18 +250,6 @@ class PendingGradients:
             index, step, values, lr_factor, is_encoded=some_encoded, weights=weights, assigned=assigned,
             settings=settings, absent=absent,
         )  # fmt: skip
-
-    def error_of_repeat(self, gradient: PendingGradient) -> PsdistError | None:
-        """Return the error of a contribution that repeats one of a push that was refused; None if it does not."""
-        call, index, member, refusals = gradient.call, gradient.index, gradient.member, self._late_refusals
-        if not refusals.by_producer or member is None or call.abstain:
-            return None
-        if error := refusals.settings_error(member.producer, call.step, index, _stated(gradient)):
-            return error
-        was_refused = refusals.was_not_finite(member.producer, call.step, index)
-        if was_refused and not all_finite(gradient.values, self._spec.dtype):
-            return _non_finite(self._spec, self._slicing, index)
-        return None
 
     def used(self, index: int, tokens: tuple[int, ...], left_out: Bad) -> None:
         """Discard contributions that an update of slice ``index`` has read.
@@ -292,6 +294,10 @@ class PendingGradients:
         if gradient is not None and gradient.call.gradient.difference is not None:
             self.estimates.discard(gradient.call.identity.worker_id, gradient.index)
         self.discard(token)
+
+    def forget(self, forget: Forget) -> None:
+        """Discard a contribution that will never be used."""
+        self.discard(forget.token)
 
     def discard(self, token: int) -> None:
         """Discard a contribution."""

@@ -24,19 +24,22 @@ from psdist.types import ParametersEntry, Replica
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import status
 from psdist.wire.limits import KEPT_BYTES_MAX
+from psdist_server.core.events import Reply
 from psdist_server.core.replication import (
     PrimaryReplication,
     ReplicaState,
     Replicated,
     ReplicationEffect,
     ReplicaUpdate,
+    RoomFreed,
     SendBegin,
     SendUpdate,
+    ShardFenced,
 )
 from psdist_server.kernels.arrays import DenseParameters, Gradient
 from psdist_server.store.global_norm import NormBoard
 from psdist_server.store.replica_memory import UpdateMemory
-from psdist_server.store.slice_contents import SliceContents
+from psdist_server.store.shard_router import SliceContents
 from psdist_server.store.stream_to_replica import (
     Machine,
     ReplicaNetwork,
@@ -72,9 +75,7 @@ class Replicator:
     """The primary's side of the shards of one parameter store.
 
     fail: called with the error after which nothing here can be trusted.
-    fence: called with a shard if a replica knows a newer primary of it.
-    replicated: called with the slice and lsn of an update that all required replicas have.
-    ship_waiting: called when there may be room for waiting updates.
+    run: carries out effects on the store: ``Replicated``, ``RoomFreed``, ``ShardFenced``, and answers that were held.
     """
 
     def __init__(
@@ -85,9 +86,7 @@ class Replicator:
         norms: NormBoard,
         contents: SliceContents,
         fail: Callable[[PsdistError], None],
-        fence: Callable[[int], None],
-        replicated: Callable[[int, int], None],
-        ship_waiting: Callable[[], None],
+        run: Callable[[Iterable[object]], None],
     ) -> None:
         self.name = entry.spec.name
         self.machines: dict[int, Machine] = {}
@@ -96,16 +95,14 @@ class Replicator:
         self._dense = dense
         self._norms = norms
         self._fail = fail
-        self._fence = fence
-        self._replicated = replicated
-        self.ship_waiting = ship_waiting
+        self._run = run
         self._shard_count = max(1, len(entry.shards))
         #: Streams to the servers that hold copies.
         self.streams: dict[Replica, StreamToReplica] = {}
         self._updates: Counter[int] = Counter()
         self.memory = UpdateMemory(entry.slicing, shared="shm" in network.carriers)
-        #: By shard: callbacks for when all replicas have the state that this server started with.
-        self._caught_up: dict[int, list[Callable[[], None]]] = {}
+        #: By shard: answers that wait until all replicas have the state that this server started with.
+        self._held: dict[int, list[Reply]] = {}
 
     def add(self, number: int, term: int, slices: Iterable[int], base: tuple[int, int] = (0, 0)) -> None:
         """Start replicating a shard; ``adopt_map`` comes next."""
@@ -114,7 +111,7 @@ class Replicator:
     def remove(self, number: int) -> None:
         """Stop replicating a shard: fail the waiting confirmations."""
         self.machines.pop(number, None)
-        self._caught_up.pop(number, None)
+        self._held.pop(number, None)
         for stream in self.streams.values():
             stream.refuse(number)
 
@@ -124,7 +121,7 @@ class Replicator:
             stream.send(self.network.hello(self.name))
         for number, machine in sorted(self.machines.items()):
             before, was_fenced = dict(machine.peers), machine.fenced
-            self._carry_out(machine, machine.adopt_map(entry.shards[number], now()))
+            self._run(self._carry_out(machine, machine.adopt_map(entry.shards[number], now())))
             for replica, peer in machine.peers.items():
                 is_new = before.get(replica) is not peer
                 if replica not in self.streams:
@@ -151,22 +148,28 @@ class Replicator:
     def installed(self, index: int) -> None:
         """Send slice ``index``, which has new initial values, to the replicas again."""
         if (machine := self._machine(index)) is not None:
-            self._carry_out(machine, machine.replaced(index))
+            self._run(self._carry_out(machine, machine.replaced(index)))
+
+    def ship_waiting(self) -> None:
+        """Continue with updates that wait for room, if there is some."""
+        self._run([RoomFreed()])
 
     def _machine(self, index: int) -> Machine | None:
         return self.machines.get(index % self._shard_count)
 
     def needs_gradient(self, index: int) -> bool:
         """Return True if an update of slice ``index`` is sent with its gradient to any replica."""
-        machine = self._machine(index)
+        machine = self.machines.get(index % self._shard_count)
         return machine is not None and bool(machine.peers) and machine.needs_gradient(index)
 
     def take_lsn(self, index: int) -> int | None:
         """Number an update of the slice that is in the arrays. Returns None if its shard has no replica to send it to;
         otherwise ``update`` comes next."""
-        machine = self._machine(index)
-        if machine is None or machine.peers:
-            return None if machine is None else machine.lsn + 1
+        machine = self.machines.get(index % self._shard_count)
+        if machine is None:
+            return None
+        if machine.peers:
+            return machine.lsn + 1
         machine.advance()
         return None
 
@@ -175,28 +178,26 @@ class Replicator:
         kept = sum(machine.log_bytes for machine in self.machines.values())
         return kept + self.memory.reserved_bytes < KEPT_BYTES_MAX
 
-    def update(self, update: ReplicaUpdate[Gradient]) -> None:
-        """Send an update, which has the number of ``take_lsn``, to the replicas."""
+    def update(self, update: ReplicaUpdate[Gradient]) -> list[object]:
+        """Send an update, which has the number of ``take_lsn``, to the replicas. Returns the effects on the store."""
         machine = self._machine(update.index)
         assert machine is not None
         self.memory.cancel([update.index])
-        self._carry_out(machine, machine.update(update, now()))
+        return self._carry_out(machine, machine.update(update, now()))
 
-    def is_caught_up(self, index: int) -> bool:
-        """Return True if workers may see the state that this server started with as the primary of the slice's
-        shard."""
-        machine = self._machine(index)
-        return machine is None or machine.is_caught_up
-
-    def when_caught_up(self, index: int, callback: Callable[[], None]) -> None:
-        """Call ``callback`` once the slice's shard, which is not caught up, is. Never if another primary takes over
-        first."""
-        self._caught_up.setdefault(index % self._shard_count, []).append(callback)
+    def hold(self, answer: Reply) -> bool:
+        """Hold an answer if workers may not see the state that this server started with as the primary of the slice's
+        shard. It is run again once they may; never if another primary takes over first. Returns True if it is held."""
+        machine = self.machines.get(answer.index % self._shard_count)
+        if machine is None or not machine.peers or machine.is_caught_up:
+            return False
+        self._held.setdefault(machine.number, []).append(answer)
+        return True
 
     def applied(self, index: int) -> None:
         """Handle the end of an update, before the slice's next one starts. Every DIGEST_EVERY-th time the replicas
         compare their bytes."""
-        machine = self._machine(index)
+        machine = self.machines.get(index % self._shard_count)
         if machine is None or not machine.peers:
             return
         self._updates[machine.number] += 1
@@ -211,7 +212,9 @@ class Replicator:
         stream.send(pb.ReplicateRequest(shard=machine.number, term=machine.term, digest=digest))
         machine.compared(stream.replica)
 
-    def _carry_out(self, machine: Machine, effects: Sequence[ReplicationEffect[Gradient]]) -> None:
+    def _carry_out(self, machine: Machine, effects: Sequence[ReplicationEffect[Gradient]]) -> list[object]:
+        """Send the messages of a machine in order. Returns the effects on the store."""
+        found: list[object] = []
         for effect in effects:
             match effect:
                 case SendUpdate(replica, update, whole):
@@ -222,15 +225,15 @@ class Replicator:
                     stream = self.streams[replica]
                     stream.send(pb.ReplicateRequest(shard=machine.number, term=machine.term, begin=begin))
                     stream.copy(machine)
-                case Replicated(index, lsn):
-                    self._replicated(index, lsn)
+                case Replicated():
+                    found.append(effect)
         if machine.is_caught_up:
-            for callback in self._caught_up.pop(machine.number, ()):
-                callback()
+            found += self._held.pop(machine.number, ())
+        return found
 
     def opened(self, stream: StreamToReplica, machine: Machine, held: ReplicaState | None) -> None:
         """Handle a newly opened ``stream``, whose replica has ``held`` of the shard."""
-        self._carry_out(machine, machine.opened(stream.replica, held, now()))
+        self._run(self._carry_out(machine, machine.opened(stream.replica, held, now())))
 
     def copy_slice(self, stream: StreamToReplica, machine: Machine, index: int) -> None:
         """Send a quiescent slice."""
@@ -258,13 +261,13 @@ class Replicator:
                 if (machine := self._current(response.ack.shard, response.ack.term)) is not None:
                     peer = machine.peers.get(stream.replica)
                     waited = peer is not None and not peer.complete
-                    self._carry_out(machine, machine.acknowledged(stream.replica, response.ack.lsn, now()))
+                    self._run(self._carry_out(machine, machine.acknowledged(stream.replica, response.ack.lsn, now())))
                     self.ship_waiting()
                     if waited and peer is not None and peer.complete:
                         self.network.report()
             case "filled":
                 if (machine := self._current(response.filled.shard, response.filled.term)) is not None:
-                    self._carry_out(machine, machine.filled(stream.replica, response.filled.copy, now()))
+                    self._run(self._carry_out(machine, machine.filled(stream.replica, response.filled.copy, now())))
                     self.ship_waiting()
                     self.network.report()
             case "refused":
@@ -291,7 +294,7 @@ class Replicator:
         machine.refused(refused.term)
         for other in self.streams.values():
             other.refuse(machine.number)
-        self._fence(machine.number)
+        self._run([ShardFenced(machine.number)])
 
     def _current(self, number: int, term: int) -> Machine | None:
         machine = self.machines.get(number)

@@ -1,4 +1,4 @@
-"""Routes calls about slices to the machines of their shards, as events, and carries out the effects.
+"""Routes calls about slices to the machines of their shards, as events, and tracks the content of the slices.
 
 Invariants: A call for a slice that is not served here is refused without changing anything; its sender routes it again.
 A call that waits for a slice fails when the slice's shard moves to another server.
@@ -6,10 +6,7 @@ A call that waits for a slice fails when the slice's shard moves to another serv
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Collection, Iterable
 
 from psdist.errors import InvalidArgumentError
 from psdist.types import ParametersEntry, ParametersMember
@@ -17,26 +14,21 @@ from psdist.v1 import server_pb2
 from psdist_server.core.async_shard import AsyncShard
 from psdist_server.core.bsp_shard import BspShard
 from psdist_server.core.events import (
-    Aggregate,
     Apply,
     Cancelled,
     Effect,
     Event,
-    Forget,
     JoinProposed,
     JoinWithdrawn,
     PullRequested,
-    RefuseSlice,
-    Reply,
     SlicePushed,
+    SliceRecord,
 )
-from psdist_server.kernels.arrays import Gradient
-from psdist_server.store.applier import Applier
+from psdist_server.core.replication import ShardFenced, not_primary
+from psdist_server.kernels.arrays import DenseParameters, Gradient
 from psdist_server.store.pending_gradients import PendingGradient, PendingGradients
-from psdist_server.store.replicator import Replicator
-from psdist_server.store.rpc_call import Call, CallTable, SliceAnswer
+from psdist_server.store.rpc_call import Call, CallTable
 from psdist_server.store.statistics import Counters, SliceSpans
-from psdist_server.store.stream_to_replica import not_primary
 
 
 class ShardRouter:
@@ -52,7 +44,7 @@ class ShardRouter:
         calls: CallTable,
         gradients: PendingGradients,
         counters: Counters,
-        run: Callable[[Sequence[Effect]], None],
+        run: Callable[[Iterable[Effect]], None],
         spans: SliceSpans,
     ) -> None:
         self._spans = spans
@@ -67,7 +59,6 @@ class ShardRouter:
         self._slice_count = entry.slicing.count
         self._shard_count = max(1, len(entry.shards))
         #: Epoch of the newest map, and the shards that it assigns to this server.
-        #: Epoch of the map by which this server serves.
         self.epoch = 0
         self._assigned: Collection[int] = ()
         #: Shards whose newer primary is known to a replica.
@@ -96,10 +87,10 @@ class ShardRouter:
         self.unloaded.discard(number)
         self.calls.fail_slices(self.slices_of(number), not_primary(number))
 
-    def fence_shard(self, number: int) -> None:
+    def fence_shard(self, fenced: ShardFenced) -> None:
         """Refuse a shard's slices until the next map is adopted, because a replica knows a newer primary."""
-        self._fenced.add(number)
-        self.calls.fail_slices(self.slices_of(number), not_primary(number))
+        self._fenced.add(fenced.number)
+        self.calls.fail_slices(self.slices_of(fenced.number), not_primary(fenced.number))
 
     def unfence(self) -> None:
         """Serve fenced shards again; the map has confirmed the primaries."""
@@ -189,22 +180,23 @@ class ShardRouter:
 
     def _push(self, call: Call, index: int, base_version: int, gradient: PendingGradient, abstain: bool) -> None:
         worker_id, incarnation = call.identity.worker_id, call.identity.incarnation
-        gradient.arrived = self._spans.now()
-        token = self.calls.ask(call, index)
+        if self._spans.recorder is not None:
+            gradient.arrived = self._spans.clock()
         self._counters.of(worker_id).pushes += 1
-        member = self.machines[index % self._shard_count].members.get(worker_id)
+        machine = self.machines[index % self._shard_count]
+        member = machine.members.get(worker_id)
         if member is not None and member.incarnation == incarnation:  # Otherwise the machine refuses it.
             gradient.member = member
-        repeated = self._gradients.error_of_repeat(gradient)
-        self._gradients.add(token, gradient)
+        token = self.calls.ask(call, index)
+        error_of_repeat = self._gradients.add(token, gradient)
         pushed = call.gradient
         event = SlicePushed(
             token, index, worker_id, incarnation, call.step, base_version, abstain, call.wants_weights, call.mark,
             pushed.written, pushed.follows_writes, pushed.attempt, pushed.withdraws,
         )  # fmt: skip
-        self.dispatch(index, event)
-        if repeated is not None:
-            call.fail(repeated)
+        self.run(machine.on(event))
+        if error_of_repeat is not None:
+            call.fail(error_of_repeat)
 
     def pull(self, call: Call, index: int, min_version: int) -> None:
         """Request one slice at ``min_version`` or later. Raises the errors of ``check_slice``."""
@@ -243,53 +235,62 @@ class ShardRouter:
         return max((machine.step_next for machine in self.machines.values()), default=0)
 
 
-@dataclass(slots=True)
-class EffectRunner:
-    """Carries out effects, in the order of the machines. An answer waits until the replicas have the state that it
-    exposes. Each token is answered at most once."""
+class SliceContents:
+    """Contents of a store's slices: which of them kernels are writing, and the record that describes each one's arrays.
 
-    calls: CallTable
-    gradients: PendingGradients
-    applier: Applier
-    replicator: Replicator
-    counters: Counters
-    _effects: deque[Effect] = field(default_factory=deque)
-    _is_running: bool = False
+    The applier reports each write. The replicator copies a slice when it is quiescent: its content is complete and no
+    kernel is writing it. An update can be in the arrays before the shard's machine counts it, namely until the replicas
+    have acknowledged it. The record of such a slice is ahead of the machine's by that update.
 
-    def run(self, effects: Sequence[Effect]) -> None:
-        """Carry out effects in order. Follow-up effects are queued, which bounds the call depth."""
-        self._effects.extend(effects)
-        if self._is_running:
-            return
-        self._is_running = True
-        try:
-            while self._effects:
-                self._run_one(self._effects.popleft())
-        finally:
-            self._is_running = False
+    Invariant: the record of a quiescent slice describes exactly the content of its arrays.
+    """
 
-    def _run_one(self, effect: Effect) -> None:
-        match effect:
-            case Reply():
-                self._reply(effect)
-            case Apply() | Aggregate():
-                self.applier.start(effect)
-            case Forget(token):
-                self.gradients.discard(token)
-            case RefuseSlice(token, error):
-                self.gradients.refused(token)
-                if (call := self.calls.pop(token)) is not None:
-                    self.counters.of(call.identity.worker_id).rejected += 1
-                    call.fail(error)
+    def __init__(self, dense: DenseParameters, router: ShardRouter) -> None:
+        self._dense = dense
+        self._router = router
+        self._writing: set[int] = set()
+        #: Updates that are in the arrays and not yet counted by the machine.
+        self._ahead: dict[int, Apply] = {}
+        self._callbacks: dict[int, list[Callable[[], None]]] = {}
 
-    def _reply(self, effect: Reply) -> None:
-        if not self.replicator.is_caught_up(effect.index):
-            self.replicator.when_caught_up(effect.index, partial(self._reply, effect))
-            return
-        call = self.calls.pop(effect.token)
-        if call is None:
-            return
-        if call.is_push:
-            counters = self.counters.of(call.identity.worker_id)
-            counters.answered(effect.ignored, effect.late, effect.staleness)
-        call.answer(effect.token, SliceAnswer(effect.index, effect.version, effect.ignored, effect.staleness))
+    def write_started(self, index: int) -> None:
+        """Record that a kernel is about to write slice ``index``."""
+        self._writing.add(index)
+
+    def write_ended(self, effect: Apply) -> None:
+        """Record that an update is in the arrays, so that its slice is quiescent."""
+        self._writing.discard(effect.index)
+        self._ahead[effect.index] = effect
+        if self._callbacks:
+            self.notify(effect.index)
+
+    def update_counted(self, index: int) -> None:
+        """Record that the machine is about to count the update in the arrays of slice ``index``."""
+        self._ahead.pop(index, None)
+
+    def when_quiescent(self, index: int, callback: Callable[[], None]) -> None:
+        """Call ``callback`` as soon as slice ``index`` is quiescent: now, or after the current write."""
+        is_missing = index in self._dense.held and index not in self._dense.installed
+        if is_missing or index in self._writing:
+            self._callbacks.setdefault(index, []).append(callback)
+        else:
+            callback()
+
+    def notify(self, index: int) -> None:
+        """Run the callbacks of slice ``index``, which has become quiescent or was dropped."""
+        for callback in self._callbacks.pop(index, ()):
+            callback()
+
+    def record(self, index: int) -> SliceRecord:
+        """Return the record of a quiescent slice that is served here."""
+        record = self._router.machine_of(index).record(index)
+        if (effect := self._ahead.get(index)) is not None:
+            record.advance(effect.contributors, effect.sequence)
+        return record
+
+    def drop(self, indices: Collection[int]) -> None:
+        """Forget the writes of slices that are no longer updated here."""
+        for index in indices:
+            self._ahead.pop(index, None)
+            self._writing.discard(index)
+            self.notify(index)

@@ -24,11 +24,11 @@ from psdist.off_loop import off_loop
 from psdist.types import Identity
 from psdist.v1 import server_pb2
 from psdist.wire import frames
+from psdist_server.core.replication import not_primary
 from psdist_server.kernels.arrays import DenseParameters
 from psdist_server.store.rpc_call import Call, SliceAnswer
 from psdist_server.store.shard_router import ShardRouter
 from psdist_server.store.statistics import Counters
-from psdist_server.store.stream_to_replica import not_primary
 
 #: Encoded answers cached for the other workers of the step.
 ENCODED_MAX: Final = 4

@@ -20,7 +20,6 @@ from psdist.errors import (
     PsdistError,
     ServerUnreachableError,
     SharingUnavailableError,
-    StaleEpochError,
     TcpUnavailableError,
 )
 from psdist.link.ending import ending_with
@@ -31,11 +30,11 @@ from psdist.v1 import server_pb2 as pb
 from psdist.wire import convert, status
 from psdist_server.core.events import Producer, SliceRecord
 from psdist_server.core.lags import LagRows
-from psdist_server.core.replication import PrimaryReplication, ReplicaState, ReplicaUpdate
+from psdist_server.core.replication import PrimaryReplication, ReplicaState, ReplicaUpdate, not_primary
 from psdist_server.kernels.arrays import Gradient
 from psdist_server.store.replica_carriers import Carrier, Offer, negotiate
 from psdist_server.store.replica_memory import UpdateMemory
-from psdist_server.store.slice_contents import SliceContents
+from psdist_server.store.shard_router import SliceContents
 
 logger = structlog.get_logger("psdist.server")
 
@@ -311,13 +310,6 @@ def _carrier_text(name: str, carriers: Collection[str], refused: Mapping[str, st
     if reason:
         why.append(reason)
     return f"{name}: {'; '.join(why)}" if why else name
-
-
-def not_primary(number: int) -> StaleEpochError:
-    """Return the error for a request that assumes that this server is the primary of a shard."""
-    return StaleEpochError(
-        f"this server is no longer the primary of shard {number}: fetch the map, update the route and resend"
-    )
 
 
 def now() -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import replace
 from random import Random
 from typing import Any, cast
@@ -16,10 +16,11 @@ from psdist.security.tls import Credentials
 from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import status
+from psdist_server.core.replication import ShardFenced
 from psdist_server.kernels.arrays import DenseParameters
 from psdist_server.store.global_norm import NormBoard
 from psdist_server.store.replicator import ReplicaReport, Replicator
-from psdist_server.store.slice_contents import SliceContents
+from psdist_server.store.shard_router import SliceContents
 from tests.support.replica import FakeReplica
 
 P, B, C = Replica("server-0", 1), Replica("server-1", 1), Replica("server-2", 1)
@@ -54,13 +55,13 @@ class Network:
 
 
 class Told:
-    """The slices, as far as it matters who serves them."""
+    """The store, as far as it matters who serves its slices."""
 
     def __init__(self) -> None:
         self.fenced_shards: list[int] = []
 
-    def fence_shard(self, number: int) -> None:
-        self.fenced_shards.append(number)
+    def run(self, effects: Iterable[object]) -> None:
+        self.fenced_shards += [effect.number for effect in effects if isinstance(effect, ShardFenced)]
 
     def when_quiescent(self, index: int, callback: Callable[[], None]) -> None:
         """No slice is ever quiescent."""
@@ -72,10 +73,8 @@ class Primary:
     def __init__(self) -> None:
         self.network, self.told = Network(), Told()
         dense, contents = cast(DenseParameters, None), cast(SliceContents, self.told)
-        fail, fence = cast(Callable[[PsdistError], None], None), self.told.fence_shard
-        self.replicator = Replicator(
-            ENTRY, self.network, dense, NormBoard(), contents, fail, fence, lambda *_: None, lambda: None
-        )
+        fail = cast(Callable[[PsdistError], None], None)
+        self.replicator = Replicator(ENTRY, self.network, dense, NormBoard(), contents, fail, self.told.run)
         for number in range(2):
             self.replicator.add(number, 3, [number])
         self.follow(*ENTRY.shards)

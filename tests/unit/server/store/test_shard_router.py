@@ -20,6 +20,7 @@ from psdist.errors import (
 )
 from psdist.types import Identity, ParametersEntry, ParametersMember, ParametersSpec, Replica, Shard
 from psdist_server.core.events import Apply, Effect, SliceApplied, SliceLoaded
+from psdist_server.core.replication import ShardFenced
 from psdist_server.core.role_changes import make_shard
 from psdist_server.store.pending_gradients import PendingGradients
 from psdist_server.store.rpc_call import Call, CallTable, PushedGradient
@@ -138,7 +139,7 @@ async def test_calls_end_when_the_shard_that_they_wait_for_goes_elsewhere(routed
 async def test_a_fenced_shard_is_refused_until_a_map_names_its_primary(routed: Routed) -> None:
     call = call_of()
     routed.router.push(call, 0, 0, PAYLOAD)
-    routed.router.fence_shard(0)
+    routed.router.fence_shard(ShardFenced(0))
     with pytest.raises(StaleEpochError):
         await call.next_answer()
     with pytest.raises(StaleEpochError):
