@@ -3,9 +3,9 @@
     python -m tests.walk_loss [--list]
 
 One worker trains one small parameter set on two servers with two copies. Calls are recorded by ``sys.setprofile`` in
-two windows: in an ordinary step, and in a step during which one server is killed. A file counts if a function
-of it is called in the second window alone. It is a thermometer: files that were merged without becoming simpler help
-nobody.
+two windows: an ordinary step, with heartbeats and samples, and a step during which one server is killed. A file counts
+if a function of it is called in the second window alone. It is a thermometer: files that were merged without becoming
+simpler help nobody.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ with psdist.init() as context:
         if kills:
             servers[0].kill()
         p.push_pull(gradients)
+        time.sleep(0 if kills else 1.5)
         builtins._walk_toggle()
         for q in others:
             q.send_signal(signal.SIGUSR2)

@@ -140,7 +140,7 @@ def _as_told(put: Put) -> None:
     def save(self: Any, steps: dict[str, int]) -> Any:
         effects = for_the_end(self, steps)
         newest, wanted = self.catalog.newest, self.end_snapshot.state is EndState.WANTED
-        if newest is not None and wanted and not self.schedule.has_trained(self.readiness.ready, newest.commit.steps):
+        if newest is not None and wanted and not self.schedule.has_trained(self.ready, newest.commit.steps):
             self.end_snapshot.set_taken(newest.commit)
         return effects
 

@@ -22,7 +22,7 @@ cuts and shutdowns, but at a start of an iteration that none of them has passed:
 of a part. Workers that turn out to be further apart than one iteration train independent sets, which are cut by
 themselves.
 
-The callers decide what happens while workers are held (``join_proposals``, ``coordinated_shutdown``, ``snapshots``).
+The callers decide what happens while workers are held (``joins``, ``run_end``, ``snapshots``).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Events that arrive together share an epoch (``on_all``).
 
 Invariants: The epoch grows with every change and never otherwise. Effects do not depend on the order of any set.
 
-The decisions themselves are in ``members``, ``placement``, ``datasets``, ``snapshots`` and ``coordination``.
+The decisions themselves are in the other modules of this folder.
 """
 
 from __future__ import annotations
@@ -389,7 +389,10 @@ class Cluster:
                 return snapshots.on_report(event, now)
             case sn.Committed():
                 effects, newer = snapshots.on_committed(event, now)
-                return effects if newer is None else effects + rollback.roll_back_to_newer(newer, self.epoch + 1, now)
+                if newer is None:
+                    return effects
+                why = "the storage has committed a newer snapshot after all"
+                return effects + rollback.roll_back(newer, self.epoch + 1, now, why)
             case sn.CommitFailed():
                 return snapshots.on_commit_failed(event, now)
             case sn.Pruned():

@@ -25,7 +25,7 @@ If such a script lost all of its workers, those that return would continue at di
 iteration where another one is within one. So they too join all sets together, at the current step of each set, where
 nobody holds them. Only a worker that is alone continues its pushes.
 
-``creation`` decides which workers ask to take part.
+``parameter_creation`` decides which workers ask to take part.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ effect. ``repeated`` counts the leases of places that a lost worker had before, 
 those that were returned used in part. In a snapshot it includes the ranges that were held while pushes of the snapshot
 were made, and are not done in it.
 
-``psdist.data`` maps ranges to samples, ``membership`` knows who is live, ``cluster`` and the store make changes
+``psdist.data`` maps ranges to samples, ``members`` knows who is live, ``cluster`` and the store make changes
 durable.
 """
 
@@ -422,16 +422,12 @@ def _ranges(leases: list[DataLease]) -> str:
 
 # --- used ranges ------------------------------------------------------------------------------------------------------
 #
-# Used ranges of data that belong to a snapshot.
-#
-# A range is in the snapshot if its worker had used it before the cut: if none of the worker's next pushes, as they
-# were when the range was done, is after the cut. Ranges that were reported without such numbers count as included. So
-# a done range is remembered until no later cut can come before it. Leases that are still out when everything is
-# written need a decision too: their range may have been done before the cut and not be reported yet. Any of these
-# decides it: the worker's next report after the cut, a request for a snapshot in which the worker waits, or a lease
-# given after the cut.
-#
-# ``datasets`` handles leases; ``snapshots`` decides how long to wait for reports.
+# A range is in a snapshot if its worker had used it before the cut: if none of the worker's next pushes, as they were
+# when the range was done, is after the cut. Ranges that were reported without such numbers count as included. So a
+# done range is remembered until no later cut can come before it. Leases that are still out when everything is written
+# need a decision too: their range may have been done before the cut and not be reported yet. Any of these decides it:
+# the worker's next report after the cut, a request for a snapshot in which the worker waits, or a lease given after
+# the cut. ``snapshots`` decides how long to wait for reports.
 
 #: Number of a worker's next push, by parameter set.
 NextPushes = Mapping[str, int]
@@ -540,12 +536,9 @@ def _is_after(numbers: NextPushes, cut: NextPushes) -> bool:
 
 # --- same batches -----------------------------------------------------------------------------------------------------
 #
-# Warning about workers that read the same batches: servers see that their gradients are equal, byte for byte.
-#
-# The worker with the lowest rank logs it, since its log is the one that people read. It is said once per parameter
-# set, however many servers report it. Workers that average their gradients before they push them (``MEANS_SUFFIX``)
-# are not warned: these are equal.
-
+# Servers see that the gradients of workers are equal, byte for byte. The worker with the lowest rank logs it, since
+# its log is the one that people read. It is said once per parameter set, however many servers report it. Workers that
+# average their gradients before they push them (``MEANS_SUFFIX``) are not warned: these are equal.
 
 class SameBatchWarnings:
     """Warnings about equal contributions, by parameter set."""

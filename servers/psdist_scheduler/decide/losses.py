@@ -137,11 +137,11 @@ class DeferredLosses:
         who = "; ".join(
             f"{member}, which had the only copy of shards, is gone ({why})" for member, why in self._deferred.values()
         )
-        return f"{self._snapshots.readiness.doubt}, to roll back to the newest: {who}"
+        return f"{self._snapshots.doubt}, to roll back to the newest: {who}"
 
     def validate(self) -> None:
         assert all(self._is_gone(member) for member, _ in self._deferred.values()), "a present server is deferred"
-        assert not self._deferred or self._snapshots.readiness.doubt, "a loss is deferred for nothing"
+        assert not self._deferred or self._snapshots.doubt, "a loss is deferred for nothing"
 
     def check(self, event: Register, now: float) -> None:
         """Raise DuplicateMemberError if a server would replace one whose loss must wait. Registering it would end that
@@ -153,7 +153,7 @@ class DeferredLosses:
             if same and self.has_last_copy(member):
                 raise DuplicateMemberError(
                     f"this takes the place of {member} at {member.address}, which had the only copy of shards. Its "
-                    f"loss waits {self._snapshots.readiness.doubt}: try again",
+                    f"loss waits {self._snapshots.doubt}: try again",
                     member_id=member.member_id,
                 )
 
@@ -180,7 +180,7 @@ class DeferredLosses:
     def due(self, now: float) -> Losses:
         """Return the deferred losses that count now. Those of servers that are back are forgotten."""
         self._deferred = {id_: loss for id_, loss in self._deferred.items() if self._is_gone(loss[0])}
-        if not self._snapshots.readiness.doubt:
+        if not self._snapshots.doubt:
             self._since = None
         if not self._deferred or self._must_wait(now):
             return []
@@ -193,7 +193,7 @@ class DeferredLosses:
 
     def _must_wait(self, now: float) -> bool:
         patient = self._since is None or now - self._since < PATIENCE_SECONDS
-        return bool(self._snapshots.readiness.doubt) and patient
+        return bool(self._snapshots.doubt) and patient
 
     def has_last_copy(self, member: Member, but: frozenset[str] = frozenset()) -> bool:
         """Return True for a server with values that nobody else has, apart from the servers ``but``."""

@@ -3,7 +3,7 @@
 Invariants: A refused registration changes nothing. A live member is replaced only by a later incarnation of itself, and
 only if it is certain to be gone.
 
-``membership`` holds the members; ``cluster`` handles the other consequences of a registration.
+``members`` holds the members; ``cluster`` handles the other consequences of a registration.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ A member is live from its registration until it leaves or is lost. Then another 
 Invariants: There is at most one live member per id, and one live worker per rank. An incarnation is given once. Exactly
 the live members have a ``Liveness``.
 
-``sessions`` handles leases and sessions, ``admission`` registrations. ``member_losses`` decides which members are lost.
+``member_admission`` decides on registrations, ``losses`` which members are lost.
 """
 
 from __future__ import annotations
@@ -317,8 +317,6 @@ def _fate(member: Member) -> str:
 
 # --- sessions ---------------------------------------------------------------------------------------------------------
 #
-# Leases and sessions of live members: the time each was last heard, and the stream on which it is reached.
-#
 # A live member is suspected when it was silent for its lease, when its session ended without a new one, or when it
 # opened none soon after it had registered. Workers have a longer lease than servers: a script may hold its
 # interpreter for seconds, and is then busy, not gone. A worker whose session ended after a silence may return within
@@ -329,8 +327,6 @@ def _fate(member: Member) -> str:
 # nobody reached the scheduler puts all sessions into that state, and gives everybody time to return.
 #
 # Invariants: A member has at most one session, and a session belongs to one member.
-#
-# ``membership`` knows who is live, ``suspicion`` which suspects are lost, ``service`` the streams themselves.
 
 #: Leases within which members may return after the scheduler was restarted, or nobody could reach it.
 RETURN_LEASES: Final = 3

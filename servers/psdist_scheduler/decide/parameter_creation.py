@@ -3,18 +3,18 @@
 * gathering: no shard is placed. Callers wait until the servers and workers of the run are present and every live worker
   has asked for this parameter set. So "the values of the lowest rank count" means the same in every order of arrival.
 * uploading: placed and in the map. The creator with the lowest rank uploads its values to the servers and commits, and
-  the servers confirm them (``commits``). If that worker is lost, the next one takes over. Then every shard gets its
+  the servers confirm them (``Commits``). If that worker is lost, the next one takes over. Then every shard gets its
   backups. A parameter set of the snapshot that the run resumes from is *loading* instead: its primaries load it, and
   all creators wait (``restore_point``).
 * ready: later creators join, in ASP immediately, otherwise at a step or clock agreed by all servers
-  (``join_proposals``).
+  (``joins``).
 
 A parameter set with a lost shard is lost, and its callers get an error. When the run rolls back, all parameter sets
 gather again; nothing else returns to that state.
 
 Invariant: Members are live workers.
 
-Other modules choose the server of a shard (``placement``), its later holders (``replicas``), and epochs (``cluster``).
+``shard_placement`` chooses the later holders of a shard.
 """
 
 from __future__ import annotations
@@ -393,17 +393,10 @@ class Creation:
 
 # --- commits ----------------------------------------------------------------------------------------------------------
 #
-# Commits of initial values: a parameter set becomes ready only after every primary has confirmed its values.
-#
 # A worker reports by CommitParameters that it uploaded the initial values. The scheduler then asks each primary, on
 # its current session, how many slices have values. If slices are missing, the call is refused and nothing changes:
 # the worker can install the rest and commit again. If a shard moves to another primary meanwhile, its values may be
 # gone with the old one, so the caller of ``check`` restarts the commit.
-#
-# Invariant: A parameter set has at most one commit in progress.
-#
-# ``creation`` decides who may commit, and by which map.
-
 
 @dataclass(slots=True)
 class Commit:
@@ -421,7 +414,7 @@ class Commit:
 
 @dataclass(slots=True)
 class Commits:
-    """All commits in progress, by parameter set. Each has its own number, which identifies late answers."""
+    """All commits in progress, at most one for each parameter set. Their numbers identify late answers."""
 
     _registry: Registry
     _members: Membership
@@ -516,13 +509,12 @@ def _slices_of(entry: ParametersEntry, server: str) -> int:
 
 # --- placement of new shards ------------------------------------------------------------------------------------------
 #
-# Slices do not depend on the number of servers (``psdist.types.Slicing``). Slice i is in shard i % shards. Shards go to
-# servers by the longest-processing-time rule (Graham 1969): the largest shard next, to the server that holds the fewest
-# elements, counting all other parameter sets. Ties go to the smaller server id.
+# Slices do not depend on the number of servers (``psdist.types.Slicing``). Slice i is in shard i % shards. Shards go
+# to servers by the longest-processing-time rule (Graham 1969): the largest shard next, to the server that holds the
+# fewest elements, counting all other parameter sets. Ties go to the smaller server id.
 #
 # Balance: Servers that held equally many elements before hold the same number afterwards, to within one slice. In
 # general the gap between the fullest and the emptiest server is at most the larger of the previous gap and one shard.
-
 
 def choose_slicing(total: int, slice_elements: int, *, between_hosts: bool = False) -> Slicing:
     """Return the slicing of ``total`` elements. Raises LimitExceededError.

@@ -5,7 +5,7 @@ kept only while it is placed or somebody asks for it. All waiting creators of a 
 layout. ``ready`` is never undone, and ``committed`` only before ``ready``, except that all parameter sets gather again
 when the run rolls back.
 
-Requests are handled by ``creation``, shard holders by ``replicas`` and ``replica_manager``.
+Requests are handled by ``parameter_creation``, shard holders by ``shard_placement``.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ Invariants: A parameter set is refused if it has other tensors, or settings that
 allow. One with another name is refused before any set of the snapshot was requested. A shard counts as loaded only
 after the primary of its current term has reported it.
 
-Placing is done by ``registry``; ``schedule`` decides when snapshots are taken.
+Placing is done by ``parameter_sets``; ``snapshot_schedule`` decides when snapshots are taken.
 """
 
 from __future__ import annotations

@@ -63,12 +63,12 @@ class Rollback:
             self._loss_text = self._losses()
             return self._fail(catalog.unreadable)
         names = {p.name for p in self._registry.all if p.state == "ready"}
-        return self._roll_back(catalog.newest, epoch, now) if names <= catalog.newest.commit.steps.keys() else []
+        return self.roll_back(catalog.newest, epoch, now) if names <= catalog.newest.commit.steps.keys() else []
 
     def end_if_lost(self) -> None:
         """End the run if shards are lost for good: no snapshot has them, and workers need them."""
         text, catalog = self._registry.lost_text, self._snapshots.catalog
-        is_unknown = catalog.newest is None and (self._snapshots.readiness.doubt or catalog.is_searching)
+        is_unknown = catalog.newest is None and (self._snapshots.doubt or catalog.is_searching)
         if text and self._members.workers and not is_unknown:
             self._registry.resume.fail(ServerLostError(text))
 
@@ -82,8 +82,10 @@ class Rollback:
         shards = [after_loss(shard, self._members.has) for shard in p.entry.shards]
         return any(shard.lost for shard in shards) and (p.entry.ready or not self._members.staying)
 
-    def _roll_back(self, found: CommitFound, epoch: int, now: float, why: str = "") -> list[Effect]:
+    def roll_back(self, found: CommitFound, epoch: int, now: float, why: str = "") -> list[Effect]:
         """Roll all parameter sets, data sets and workers back to a snapshot, in one epoch.
+
+        why: the reason; empty for lost shards.
 
         Incarnations of workers end, because their knowledge of steps and leases is no longer true.
         """
@@ -121,10 +123,6 @@ class Rollback:
         return "; ".join(
             f"{server} is lost and held {name_shards(n)} of {p.name!r} alone" for server, n in gone.items()
         )
-
-    def roll_back_to_newer(self, found: CommitFound, epoch: int, now: float) -> list[Effect]:
-        """Roll back to a snapshot that was in doubt when the run rolled back to the one before."""
-        return self._roll_back(found, epoch, now, "the storage has committed a newer snapshot after all")
 
     def on_load_failed(self, event: LoadFailed) -> list[Effect]:
         """Process a server's failure to load a snapshot. The previous one is tried.
@@ -166,7 +164,7 @@ class Rollback:
             return effects
         if snapshots.catalog.newest is not None:
             why = f"snapshot {restore.directory} cannot be loaded"
-            return effects + self._roll_back(snapshots.catalog.newest, epoch, now, why)
+            return effects + self.roll_back(snapshots.catalog.newest, epoch, now, why)
         return effects + self._fail({restore.directory: "it is missing"} | snapshots.catalog.unreadable)
 
     def _lose_patience(self, event: HistoryRead, now: float) -> list[Effect]:

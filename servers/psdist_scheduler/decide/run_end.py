@@ -1,5 +1,6 @@
-"""Coordinated shutdown of workers: agree on a final step that every worker has completed, save it, then let them exit.
-Pure.
+"""Ends of a run: the coordinated shutdown of workers, exits that would lose values, and a run that never starts. Pure.
+
+In a coordinated shutdown workers agree on a final step that every worker has completed, save it, and exit.
 
 A worker that receives SIGTERM reports it. Once every live worker has, they stop starting pushes and report their next
 step. The final snapshot is cut at the smallest reported step. Faster workers are ahead of it only by pushes that cannot
@@ -19,7 +20,7 @@ Phases:
 * *saving*: final snapshot in progress.
 * *leaving*: workers may exit.
 
-The snapshot is taken by ``schedule``; ``exit_requests`` ends servers and this scheduler.
+``snapshots`` takes the snapshot.
 """
 
 from __future__ import annotations
@@ -272,8 +273,6 @@ class CoordinatedShutdown:
 
 # --- exit requests ----------------------------------------------------------------------------------------------------
 #
-# Shutdown that would lose values: of the scheduler, and of servers whose shards nobody takes over.
-#
 # If the policy wants a snapshot at the end, everything trained since the last one is saved first. Only heartbeats
 # sent after the request tell exactly what was trained. So they are awaited, unless no worker has been present since
 # the last snapshot began. A shutdown does not wait for a snapshot that fails.
@@ -356,7 +355,7 @@ class ExitRequests:
             if not held.asked or call in self._snapshots.waiters:
                 continue
             if ends_servers:
-                if self._snapshots.readiness.has_unsaved:
+                if self._snapshots.has_unsaved:
                     self._no_workers_since = now
                     effects += self._withdraw(call, SnapshotFailedError("no snapshot contains the last training steps"))
                     continue
@@ -403,7 +402,7 @@ class ExitRequests:
 
     def _is_known(self, since: float, now: float) -> bool:
         """Return True if it is known what was trained until ``since``."""
-        if not self._snapshots.readiness.saves_at_end or now - since > self._settings.lease_seconds:
+        if not self._snapshots.saves_at_end or now - since > self._settings.lease_seconds:
             return True
         if self._no_workers_since is not None and self._snapshots.saved_at >= self._no_workers_since:
             return True
@@ -414,16 +413,13 @@ class ExitRequests:
 
 # --- start ------------------------------------------------------------------------------------------------------------
 #
-# Start of a run: reasons to end it before training has begun.
-#
 # A run that never starts would occupy its machines forever: scripts that fail before ``psdist.init()`` never reach
 # the scheduler. Two conditions end it, with RunNotStartedError at every member:
 #
 # * The required members were not all present at one time within ``start_timeout_seconds``.
 # * An agent with a fixed number of nodes gave up, and its workers are still missing. An elastic run may use others.
 #
-# Once a parameter set is ready, the run has begun. From then on, ``rollback`` and ``exit_requests`` decide about its
-# end.
+# Once a parameter set is ready, the run has begun.
 
 #: Interval in seconds at which a wait is reported after its first report.
 REPEAT_SECONDS: Final = 60.0

@@ -1,9 +1,8 @@
 """Draining servers, and the wanted numbers of servers and workers. Pure.
 
-A drained server is marked durably, and ``replicas`` moves everything away from it. This module holds the calls that
-wait for that, and the numbers that launchers act on. A drain continues after its caller is gone.
-
-Launchers start and stop servers and workers; ``replicas`` chooses the moves of shards.
+A drained server is marked durably, and ``shard_placement`` moves everything away from it. This module holds the calls
+that wait for that, and the numbers by which launchers start and stop servers and workers. A drain continues after its
+caller is gone.
 """
 
 from __future__ import annotations

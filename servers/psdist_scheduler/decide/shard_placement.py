@@ -1,9 +1,10 @@
-"""Keeps every shard in the wanted number of copies on live servers, by applying ``replicas`` to the registry. Pure.
+"""Placement of shards in the wanted number of copies on live servers. Pure.
 
-``lose`` reacts to lost servers, ``on_filled`` and ``on_unreachable`` to reports of primaries, and ``plan`` starts the
-changes that are due. All of them only change the map. Primaries read from it which replicas to fill and which to drop.
+``ReplicaManager.lose`` reacts to lost servers, ``on_filled`` and ``on_unreachable`` to reports of primaries, and
+``plan`` starts the changes that are due. All of them only change the map. Primaries read from it which replicas to fill
+and which to drop.
 
-``replicas`` decides which change is due, ``membership`` who is live, ``cluster`` epochs and durability.
+``parameter_creation`` places new sets, ``members`` knows who is live, and ``cluster`` makes epochs durable.
 """
 
 from __future__ import annotations
@@ -278,8 +279,6 @@ def _fills(p: ParameterSet, before: tuple[Shard, ...], after: tuple[Shard, ...])
 
 
 # --- replicas ---------------------------------------------------------------------------------------------------------
-#
-# Transitions of a shard's holders, and the plan of changes that are due.
 #
 # A shard changes when a server is lost (``after_loss``), when its primary reports that a replica is filled
 # (``filled``) or does not answer (``without``), and when ``PlacementPlan`` finds an improvement:

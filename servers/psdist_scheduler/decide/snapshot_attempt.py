@@ -10,7 +10,7 @@ while the primaries and, if pushes are marked, the members stay the same.
 
 Invariant: The phase only moves forward.
 
-``snapshots`` starts attempts and handles their end; ``manifest`` describes a finished one.
+``snapshots`` starts attempts and handles their end; files are written by ``snapshot_io``.
 """
 
 from __future__ import annotations
@@ -316,17 +316,12 @@ def _send(to: Iterable[str], command: sn.SnapshotCommand, members: Membership) -
 
 # --- state uploads ----------------------------------------------------------------------------------------------------
 #
-# Worker states that one attempt at a snapshot requests: the expected ones, and those that arrived.
-#
 # A worker with state of its own is asked before the cut is final, as are those whose pushes are marked. It answers
 # with the push before which the state can be taken. Its file is written while servers write theirs, and the snapshot
 # is committed when all of them are durable. An attempt does not wait for a worker that is lost meanwhile.
 #
 # Invariants: There is at most one file per parameter set and rank. An accepted state was requested, comes from the
 # incarnation that was asked, and is from before the push that the cut names.
-#
-# ``worker_states`` knows which workers have state; files are written by ``snapshot_io``.
-
 
 @dataclass(slots=True)
 class WorkerStateUploads:
@@ -423,10 +418,6 @@ class WorkerStateUploads:
 
 
 # --- worker states ----------------------------------------------------------------------------------------------------
-#
-# Workers that save state of their own in snapshots, and their calls about it.
-#
-# ``state_uploads`` tracks the states that one attempt requests.
 
 
 @dataclass(slots=True)
@@ -480,10 +471,6 @@ class WorkerStateRegistry:
 
 
 # --- manifest ---------------------------------------------------------------------------------------------------------
-#
-# The manifest of an attempt whose files are all written.
-#
-# ``attempt`` tracks the files; ``snapshot_io`` writes the manifest.
 
 
 def make_manifest(

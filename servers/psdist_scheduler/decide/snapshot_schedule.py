@@ -1,4 +1,4 @@
-"""Schedule: when a snapshot is due, and at which cut. Pure.
+"""Schedule: when a snapshot is due, at which cut, and which callers wait for it. Pure.
 
 The last snapshot of a run takes precedence, then requests of callers, then the policy's interval. A snapshot every N
 steps is started long before its step if all trained parameter sets advance together. It makes way for a request for an
@@ -6,7 +6,7 @@ immediate one. Sets that are not trained, such as values that workers only share
 
 Invariant: A multiple of the interval is due once.
 
-``readiness`` has the preconditions, ``snapshots`` makes the attempts, ``waiters`` holds the callers.
+``snapshots`` has the preconditions, and makes the attempts.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ from typing import Final, Literal
 
 from psdist.changes import changes
 from psdist.consistency import BSP
-from psdist.errors import PsdistError, SnapshotFailedError
+from psdist.errors import PsdistError
 from psdist.snapshots.format import CommitRecord, Manifest
 from psdist.snapshots.policy import SavePolicy
 from psdist_scheduler.decide.alignment import Alignment
-from psdist_scheduler.decide.cluster_state import ClusterSettings, Member
+from psdist_scheduler.decide.cluster_state import Member
 from psdist_scheduler.decide.effects import Answer, Draining, Effect, Refuse
 from psdist_scheduler.decide.leased_datasets import Datasets
-from psdist_scheduler.decide.parameter_sets import ParameterSet, Registry
+from psdist_scheduler.decide.parameter_sets import ParameterSet
 from psdist_scheduler.decide.snapshot_attempt import Attempt, AttemptPhase, DueSnapshot
-from psdist_scheduler.decide.snapshot_catalog import Catalog
 from psdist_scheduler.decide.snapshot_events import AT_THE_END, CommitFound, Saved, Saving
 
 #: Name under which workers are held.
@@ -106,14 +105,6 @@ class CutSearch:
         self.held += 1
         return self.held < HELD_MAX
 
-    def aim_near(self) -> None:
-        """Aim at the next possible step, because a snapshot is wanted now."""
-        self.refused = 0
-
-    def aim_exactly(self, names: Iterable[str]) -> None:
-        """Cut these parameter sets at their current step, because they are idle."""
-        self.exact.update(names)
-
 
 class EndState(Enum):
     """State of a run's last snapshot."""
@@ -128,7 +119,7 @@ class EndSnapshot:
     """The last snapshot of a run whose workers stop together.
 
     When it is wanted, all workers have stopped pushing, at steps that no slice can pass meanwhile. Once the servers
-    have agreed to its cut, the workers leave one after another (``coordinated_shutdown``). Their departure may close
+    have agreed to its cut, the workers leave one after another (``run_end``). Their departure may close
     steps that were in progress, and these must not be saved. So this snapshot stays the last one until somebody trains
     again. If it fails, no later step is saved.
 
@@ -287,12 +278,8 @@ def _next_multiple(step: int, interval: int) -> int:
 
 # --- waiters ----------------------------------------------------------------------------------------------------------
 #
-# Callers that wait for a snapshot: the attempt that serves each, and their answers.
-#
 # A waiting worker makes no push until it is answered. So it is served by a cut that is reachable without one, and
 # that contains all of its pushes. Any other caller wants the current state: a cut that is agreed after its request.
-#
-# ``attempt`` handles attempts; ``schedule`` decides when one is due.
 
 #: Interval in seconds at which a waiting caller is notified, so that a wait differs from a dead connection; and the
 #: shortest pause between two notifications.
@@ -439,86 +426,3 @@ def serves(found: CommitFound, waiter: SnapshotWaiter, ready: list[ParameterSet]
         if not known or wanted > state.next_of(worker):
             return False
     return is_as_saved(found.manifest, ready, datasets)
-
-
-# --- readiness --------------------------------------------------------------------------------------------------------
-#
-# Readiness for snapshots: the sets and states to save, and those missing before an attempt can start.
-#
-# ``snapshots`` makes the attempts; ``schedule`` decides when one is due.
-
-
-@dataclass(slots=True)
-class SnapshotReadiness:
-    """The preconditions of snapshots of one run. It only reads."""
-
-    _settings: ClusterSettings
-    _registry: Registry
-    _catalog: Catalog
-    _schedule: SnapshotSchedule
-    _end_snapshot: EndSnapshot
-
-    @property
-    def is_enabled(self) -> bool:
-        """True if the run has a storage."""
-        return bool(self._settings.storage)
-
-    @property
-    def ready(self) -> list[ParameterSet]:
-        """Parameter sets that can be saved."""
-        return [p for p in self._registry.all if p.state == "ready" and p.entry.shards]
-
-    @property
-    def doubt(self) -> str:
-        """Why the newest snapshot is not known, as text that begins with "for"; empty if it is known."""
-        return self._catalog.doubt if self.is_enabled else ""
-
-    @property
-    def obstacle(self) -> str:
-        """Why no attempt can start now, as text that begins with "for"; empty if one can."""
-        return self._lacking or (self.doubt if self._catalog.committing else "")
-
-    @property
-    def saves_at_end(self) -> bool:
-        """True if something could be saved when the run ends, and the policy wants that."""
-        is_able = self.is_enabled and self._catalog.known and self._settings.policy.at_end
-        return is_able and not (self._catalog.replaced or self._lacking or self._registry.lost_text)
-
-    @property
-    def has_unsaved(self) -> bool:
-        """True if something was trained, or may have been, that no snapshot contains and that is to be saved at the
-        end.
-
-        Values that are already lost do not count.
-        """
-        if not self.is_enabled or not self._settings.policy.at_end or self._registry.lost_text:
-            return False
-        if self._end_snapshot.state is EndState.TAKEN:
-            return False
-        return not self._catalog.known or self._schedule.has_trained(self.ready, self._catalog.saved_steps)
-
-    @property
-    def is_back(self) -> bool:
-        """True if the run rolled back to the newest snapshot, and nothing trainable exists yet."""
-        is_gathering = not any(p.record for p in self._registry.all)
-        return not self.ready and is_gathering and self._registry.resume.base.restore is not None
-
-    @property
-    def hopeless(self) -> SnapshotFailedError | None:
-        """Why no snapshot will ever be taken of the current state; None if one may be."""
-        if self._catalog.replaced:
-            return SnapshotFailedError(self._catalog.replaced)
-        if lost := self._registry.lost_text:
-            return SnapshotFailedError(f"there is nothing whole to save: {lost}")
-        if not self.ready and not any(p.state == "loading" for p in self._registry.all):
-            return SnapshotFailedError("there are no parameters to save yet: create them first")
-        return None
-
-    @property
-    def _lacking(self) -> str:
-        """Why there is nothing to save yet, as text that begins with "for"; empty if there is."""
-        if not self._catalog.known:
-            return self.doubt
-        if loading := [p.name for p in self._registry.all if p.state == "loading"]:
-            return f"for {loading[0]!r} to be loaded from the snapshot before"
-        return "" if self.ready else "for parameters to be ready"

@@ -1,14 +1,14 @@
 """The run's snapshots: requests, one attempt after another, and their results. Pure.
 
-A request waits (``waiters``) until a snapshot contains everything that its caller knows of. A due snapshot
-(``schedule``) is attempted as soon as its preconditions hold (``readiness``). The catalog lists what the storage has
+A request waits (``snapshot_schedule``) until a snapshot contains everything that its caller knows of. A due snapshot
+(``snapshot_schedule``) is attempted as soon as its preconditions hold. The catalog lists what the storage has
 committed, and then deletes what is no longer kept.
 
 A worker that waits in its request makes no push, so the cut must be reachable without one.
 
 An attempt is given up when its cut has become impossible, because slices have passed it, or because primaries or (with
-marked pushes) members changed. Then the next one immediately aims at a later cut (``schedule``). If a server or the
-storage fails, the attempt has failed, and the next one comes at the next interval or request.
+marked pushes) members changed. Then the next one immediately aims at a later cut. If a server or the storage fails, the
+attempt has failed, and the next one comes at the next interval or request.
 
 Invariants: A waiting caller is answered by a snapshot with everything that the caller knows of. There is one attempt at
 a time. Numbers of attempts grow, even over restarts: they begin with the epoch. Reports about an earlier attempt have
@@ -48,7 +48,6 @@ from psdist_scheduler.decide.snapshot_schedule import (
     REFUSALS_MAX,
     EndSnapshot,
     EndState,
-    SnapshotReadiness,
     SnapshotSchedule,
     SnapshotWaiter,
     SnapshotWaiters,
@@ -92,7 +91,6 @@ class Snapshots:
         self.schedule = SnapshotSchedule(settings.policy, now)
         self.waiters = SnapshotWaiters()
         self.end_snapshot = EndSnapshot()
-        self.readiness = SnapshotReadiness(settings, registry, self.catalog, self.schedule, self.end_snapshot)
         self.states = WorkerStateRegistry(members)
         self.attempt: Attempt | None = None
         self.failures = SnapshotFailures()
@@ -106,7 +104,7 @@ class Snapshots:
         if attempt is not None and (not attempt.due.ahead or attempt.reached):
             yield "snapshot", [], attempt.waiting_for
         elif self.waiters:
-            yield "snapshot", [], self.readiness.obstacle
+            yield "snapshot", [], self.obstacle
 
     def validate(self) -> None:
         assert all(w.worker is None or self._members.is_live(*w.worker.identity) for w in self.waiters)
@@ -115,6 +113,73 @@ class Snapshots:
             self.attempt.validate()
             assert self.attempt.number == self._number
             assert all(waiter.attempt in (0, self._number) for waiter in self.waiters)
+
+    # --- preconditions ------------------------------------------------------------------------------------------------
+
+    @property
+    def is_enabled(self) -> bool:
+        """True if the run has a storage."""
+        return bool(self._settings.storage)
+
+    @property
+    def ready(self) -> list[ParameterSet]:
+        """Parameter sets that can be saved."""
+        return [p for p in self._registry.all if p.state == "ready" and p.entry.shards]
+
+    @property
+    def doubt(self) -> str:
+        """Why the newest snapshot is not known, as text that begins with "for"; empty if it is known."""
+        return self.catalog.doubt if self.is_enabled else ""
+
+    @property
+    def obstacle(self) -> str:
+        """Why no attempt can start now, as text that begins with "for"; empty if one can."""
+        return self._lacking or (self.doubt if self.catalog.committing else "")
+
+    @property
+    def saves_at_end(self) -> bool:
+        """True if something could be saved when the run ends, and the policy wants that."""
+        is_able = self.is_enabled and self.catalog.known and self._settings.policy.at_end
+        return is_able and not (self.catalog.replaced or self._lacking or self._registry.lost_text)
+
+    @property
+    def has_unsaved(self) -> bool:
+        """True if something was trained, or may have been, that no snapshot contains and that is to be saved at the
+        end.
+
+        Values that are already lost do not count.
+        """
+        if not self.is_enabled or not self._settings.policy.at_end or self._registry.lost_text:
+            return False
+        if self.end_snapshot.state is EndState.TAKEN:
+            return False
+        return not self.catalog.known or self.schedule.has_trained(self.ready, self.catalog.saved_steps)
+
+    @property
+    def _is_back(self) -> bool:
+        """True if the run rolled back to the newest snapshot, and nothing trainable exists yet."""
+        is_gathering = not any(p.record for p in self._registry.all)
+        return not self.ready and is_gathering and self._registry.resume.base.restore is not None
+
+    @property
+    def _hopeless(self) -> SnapshotFailedError | None:
+        """Why no snapshot will ever be taken of the current state; None if one may be."""
+        if self.catalog.replaced:
+            return SnapshotFailedError(self.catalog.replaced)
+        if lost := self._registry.lost_text:
+            return SnapshotFailedError(f"there is nothing whole to save: {lost}")
+        if not self.ready and not any(p.state == "loading" for p in self._registry.all):
+            return SnapshotFailedError("there are no parameters to save yet: create them first")
+        return None
+
+    @property
+    def _lacking(self) -> str:
+        """Why there is nothing to save yet, as text that begins with "for"; empty if there is."""
+        if not self.catalog.known:
+            return self.doubt
+        if loading := [p.name for p in self._registry.all if p.state == "loading"]:
+            return f"for {loading[0]!r} to be loaded from the snapshot before"
+        return "" if self.ready else "for parameters to be ready"
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -125,7 +190,7 @@ class Snapshots:
         worker = None
         if event.worker_id:
             worker = self._members.check_caller(Caller(event.run_id, event.worker_id, event.incarnation))
-        if not self.readiness.is_enabled:
+        if not self.is_enabled:
             raise NoStorageError("this run has no storage: start it by psdist run, with --storage-path DIR or URL")
         if self._settings.unwritable:
             raise NoStorageError(self._settings.unwritable)
@@ -143,9 +208,9 @@ class Snapshots:
         """
         if self.end_snapshot.state is EndState.TAKEN:
             return []
-        attempt, readiness = self.attempt, self.readiness
+        attempt = self.attempt
         under_way = attempt is not None and server in attempt.servers and (attempt.reached or not attempt.due.ahead)
-        trained = readiness.saves_at_end and self.schedule.has_trained(readiness.ready, self.catalog.saved_steps)
+        trained = self.saves_at_end and self.schedule.has_trained(self.ready, self.catalog.saved_steps)
         if not under_way and not trained:
             return []
         return self._add(SnapshotWaiter(call, None, {}, sn.AT_THE_END, drains=True), now)
@@ -156,9 +221,9 @@ class Snapshots:
         All workers are stopped and about to leave. steps: final step of each BSP parameter set.
         """
         self.end_snapshot.forget()
-        if not self.readiness.saves_at_end:
+        if not self.saves_at_end:
             return []
-        newest, ready = self.catalog.newest, self.readiness.ready
+        newest, ready = self.catalog.newest, self.ready
         # Servers may not have reported the newest version of parameter sets without steps yet.
         known = newest is not None and all(p.is_stepped for p in ready)
         if newest is None or not known or self.schedule.has_trained(ready, self.catalog.saved_steps, steps):
@@ -179,7 +244,7 @@ class Snapshots:
         self.waiters.add(waiter, attempt.number if place == "joins" else 0)
         if place != "supersedes":
             return []
-        self.schedule.search.aim_near()
+        self.schedule.search.refused = 0  # Aim at the next possible step.
         return self._give_up(attempt, "another is wanted now", now)
 
     # --- reports ------------------------------------------------------------------------------------------------------
@@ -214,7 +279,7 @@ class Snapshots:
         """Repeat commands to a member with a new session. Those on its previous session, and its reports, may be
         lost."""
         attempt = self.attempt
-        if attempt is None and not self.readiness.is_enabled:
+        if attempt is None and not self.is_enabled:
             return []
         if attempt is None:
             # Attempts of an earlier scheduler are over.
@@ -280,10 +345,10 @@ class Snapshots:
 
     def progress(self, epoch: int, now: float) -> list[Effect]:
         """Advance everything that is due by now."""
-        if not self.readiness.is_enabled:
+        if not self.is_enabled:
             return []
         effects = self.catalog.read_if_due(now)
-        ready, attempt = self.readiness.ready, self.attempt
+        ready, attempt = self.ready, self.attempt
         self._datasets.used_ranges.forget_before(
             lambda worker: _lowest_bounds(attempt, ready, worker), self._members.is_live
         )
@@ -295,14 +360,14 @@ class Snapshots:
             effects += self._start_due(ready, epoch, now)
         attempt = self.attempt
         if attempt is None:
-            return effects + self.waiters.notify(self.readiness.obstacle, 0, 0, now)
+            return effects + self.waiters.notify(self.obstacle, 0, 0, now)
         return effects + self.waiters.notify(attempt.waiting_for, *attempt.bytes, now)
 
     def _start_due(self, ready: list[ParameterSet], epoch: int, now: float) -> list[Effect]:
         """Answer waiting callers, and start the snapshot that is due, if any."""
         effects = self._serve_waiters(ready)
         end = self.end_snapshot
-        if self.readiness.obstacle or self.catalog.replaced or end.state is EndState.TAKEN:
+        if self.obstacle or self.catalog.replaced or end.state is EndState.TAKEN:
             return effects
         alignment = self._alignment
         is_even = alignment.is_even is not False if alignment.applies else alignment.is_opened
@@ -320,7 +385,7 @@ class Snapshots:
     def _serve_waiters(self, ready: list[ParameterSet]) -> list[Effect]:
         """Answer the callers that the newest snapshot serves, and refuse those that no snapshot can serve."""
         effects: list[Effect] = []
-        newest, hopeless, is_back = self.catalog.newest, self.readiness.hopeless, self.readiness.is_back
+        newest, hopeless, is_back = self.catalog.newest, self._hopeless, self._is_back
         for waiter in self.waiters:
             if self.end_snapshot.commit is not None:
                 effects += self.waiters.answer(waiter, sn.Saved(self.end_snapshot.commit))
@@ -396,7 +461,7 @@ class Snapshots:
             end = self._give_up if search.count_held() else self._fail
             return end(attempt, f"waited too long {attempt.waiting_for}", now)
         if not attempt.reached and not search.exact:
-            search.aim_exactly(attempt.unseen or attempt.parameters)
+            search.exact.update(attempt.unseen or attempt.parameters)
             return self._give_up(attempt, f"training is stalled, waiting {attempt.waiting_for}", now)
         return []
 

@@ -228,12 +228,10 @@ def _serialized(message: Any) -> bytes:
 
 # --- leadership -------------------------------------------------------------------------------------------------------
 #
-# Leadership of a run: one scheduler at a time holds the run's leader key in etcd, by a lease that it renews.
-#
-# A lease alone gives no mutual exclusion: its holder may be frozen, and resume after the lease has ended
-# (https://etcd.io/docs/v3.4/learning/why/). So every write of the store is a transaction that compares the leader key
-# (``guard``), and this process takes part in the run only while the lease holds by its own clock (``check``), counted
-# from when it asked for the renewal.
+# One scheduler at a time holds the run's leader key in etcd, by a lease that it renews. A lease alone gives no mutual
+# exclusion: its holder may be frozen, and resume after the lease has ended (https://etcd.io/docs/v3.4/learning/why/).
+# So every write of the store is a transaction that compares the leader key (``guard``), and this process takes part
+# in the run only while the lease holds by its own clock (``check``), counted from when it asked for the renewal.
 
 logger = logging.getLogger("psdist.scheduler")
 

@@ -2,10 +2,10 @@
 
 Keys below the prefix:
 
-* ``leader``: who leads (``leadership``).
+* ``leader``: who leads (``etcd_client``).
 * ``head``: JSON; the run, and the first and last number of the log. It is written by the same transaction as the last
   part of a change, so that a change is stored whole or not at all.
-* ``log/NUMBER/PART``: a change (``changes``), in parts that fit a request. The first one is the whole state.
+* ``log/NUMBER/PART``: a change (``run_store``), in parts that fit a request. The first one is the whole state.
 * ``events/NUMBER``: the history of the run.
 * ``ended``: for a minute after the run has ended in order, so that a scheduler that waits to lead it ends, too.
 

@@ -88,7 +88,7 @@ def status(cluster: Cluster, reports: Reports, now: float) -> pb.GetStatusRespon
         ],
         waiting_for=cluster.waits,
         datasets=[conversions.dataset(standing) for standing in cluster.datasets.standings],
-        snapshots=_snapshots(cluster, now) if cluster.snapshots.readiness.is_enabled else None,
+        snapshots=_snapshots(cluster, now) if cluster.snapshots.is_enabled else None,
     )
 
 
@@ -144,11 +144,8 @@ def _member(
 
 # --- event history ----------------------------------------------------------------------------------------------------
 #
-# History of a run: its joins, losses, promotions, rollbacks, snapshots and scale requests, numbered and bounded.
-#
-# ``scheduler`` adds the machine's ``LogEvent`` effects that are not about waits, and the store keeps them over
-# restarts.
-
+# Joins, losses, promotions, rollbacks, snapshots and scale requests are numbered and bounded. ``scheduler`` adds the
+# machine's ``LogEvent`` effects that are not about waits, and the store keeps them over restarts.
 
 class EventHistory:
     """The newest ``EVENTS_MAX`` events. stored: those that a predecessor of this scheduler has stored, oldest first."""

@@ -59,11 +59,8 @@ class Store:
 
 # --- changes ----------------------------------------------------------------------------------------------------------
 #
-# Bytes of a change to the scheduler's state (``Persist``), for stores that keep a log of changes.
-#
 # MessagePack with a fixed form: the fields of ``_Changes``. Optimizers, layouts and settings are protobuf messages in
 # it, as in the SQLite file. Content that does not parse is refused.
-
 
 @dataclass(frozen=True, slots=True)
 class _Parameters:
@@ -149,8 +146,6 @@ def _parameters(row: _Parameters) -> ParametersRecord:
 
 
 # --- dataset rows -----------------------------------------------------------------------------------------------------
-#
-# Rows of data sets, as stores keep them.
 
 
 def dataset_row(record: DatasetRecord) -> tuple[str, bytes, str]:

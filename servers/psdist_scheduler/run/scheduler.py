@@ -60,7 +60,7 @@ class Scheduler:
             self._storage = SnapshotIo(storage, cluster.settings.run_id, cluster.settings.salt, self.post)
         self.calls = OpenCalls(self.post)
         self.reports = run_status.Reports()
-        #: Set when the run is over (``exit_requests``), until that is withdrawn.
+        #: Set when the run is over (``run_end``), until that is withdrawn.
         self.is_over = asyncio.Event()
         #: True if the run has ended in an orderly way, so that nothing of it is needed any more.
         self.has_ended = False
@@ -257,10 +257,6 @@ async def background(work: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.T
 
 
 # --- probe ------------------------------------------------------------------------------------------------------------
-#
-# Probes of the port of a silent server: its kernel refuses connections once the process is gone.
-#
-# ``member_losses`` decides when to probe, and handles the result.
 
 
 class Probes:

@@ -287,10 +287,6 @@ async def _write_all(outbox: Outbox[SessionMessage], context: Context, takes_dif
 
 
 # --- followed pushes --------------------------------------------------------------------------------------------------
-#
-# The numbers of a worker's next pushes, as the heartbeats of one session report them.
-#
-# The first heartbeat has all of them, and later ones have those that changed (``changed_only``).
 
 
 class FollowedPushes:
