@@ -278,6 +278,7 @@ def _guarded(app: ASGIApp, access: Access) -> ASGIApp:
 # one that holds the token, so that it ends with the token. Without a token only this machine reaches the port, and
 # requests must name it by an address, so that a page in a browser cannot reach it by a name of its own.
 
+
 class Access:
     """The rules of one dashboard. token, key: empty if the run has no token.
 

@@ -540,6 +540,7 @@ def _is_after(numbers: NextPushes, cut: NextPushes) -> bool:
 # its log is the one that people read. It is said once per parameter set, however many servers report it. Workers that
 # average their gradients before they push them (``MEANS_SUFFIX``) are not warned: these are equal.
 
+
 class SameBatchWarnings:
     """Warnings about equal contributions, by parameter set."""
 

@@ -398,6 +398,7 @@ class Creation:
 # the worker can install the rest and commit again. If a shard moves to another primary meanwhile, its values may be
 # gone with the old one, so the caller of ``check`` restarts the commit.
 
+
 @dataclass(slots=True)
 class Commit:
     """A CommitParameters call in progress.
@@ -515,6 +516,7 @@ def _slices_of(entry: ParametersEntry, server: str) -> int:
 #
 # Balance: Servers that held equally many elements before hold the same number afterwards, to within one slice. In
 # general the gap between the fullest and the emptiest server is at most the larger of the previous gap and one shard.
+
 
 def choose_slicing(total: int, slice_elements: int, *, between_hosts: bool = False) -> Slicing:
     """Return the slicing of ``total`` elements. Raises LimitExceededError.

@@ -323,6 +323,7 @@ def _send(to: Iterable[str], command: sn.SnapshotCommand, members: Membership) -
 # Invariants: There is at most one file per parameter set and rank. An accepted state was requested, comes from the
 # incarnation that was asked, and is from before the push that the cut names.
 
+
 @dataclass(slots=True)
 class WorkerStateUploads:
     """Worker states that one attempt requests, and those that arrived.

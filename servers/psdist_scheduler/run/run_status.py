@@ -147,6 +147,7 @@ def _member(
 # Joins, losses, promotions, rollbacks, snapshots and scale requests are numbered and bounded. ``scheduler`` adds the
 # machine's ``LogEvent`` effects that are not about waits, and the store keeps them over restarts.
 
+
 class EventHistory:
     """The newest ``EVENTS_MAX`` events. stored: those that a predecessor of this scheduler has stored, oldest first."""
 

@@ -62,6 +62,7 @@ class Store:
 # MessagePack with a fixed form: the fields of ``_Changes``. Optimizers, layouts and settings are protobuf messages in
 # it, as in the SQLite file. Content that does not parse is refused.
 
+
 @dataclass(frozen=True, slots=True)
 class _Parameters:
     entry: bytes
