@@ -34,7 +34,7 @@ LIMITS_ELSEWHERE = {
     "psdist.client.transport.buffers": {"_LENT_MAX"},
     "psdist.snapshots.export": {"FILE_BYTES_MAX"},
     "psdist.wire.malloc_options": {"_M_ARENA_MAX"},
-    "psdist.wire.shm": {"_STITCHES_MAX"},
+    "psdist.link.arenas": {"_STITCHES_MAX"},
     "psdist_server.core.shard": {"_NAMED_MAX"},
     "psdist_scheduler.decide.joins": {"DISTANCE_MAX"},
     "psdist_scheduler.decide.snapshot_schedule": {"REFUSALS_MAX", "RETRIES_MAX", "HELD_MAX", "_DISTANCE_MAX"},

@@ -12,7 +12,7 @@ from psdist.collectives.core.plan import Bytes
 from psdist.errors import InvalidArgumentError, LimitExceededError, PsdistError, SharingUnavailableError
 from psdist.link.arenas import take_arena
 from psdist.link.frame_connection import FrameConnection, MessageReceiver
-from psdist.link.peer_link import ARENA
+from psdist.link.peer_links import ARENA
 from psdist.types import WorkerEntry
 from psdist.v1 import scheduler_pb2
 from psdist.v1 import worker_pb2 as pb

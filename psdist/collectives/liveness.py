@@ -12,8 +12,8 @@ from typing import Final
 
 from psdist.collectives.core.silence import LOOKS, PeerSilence
 from psdist.collectives.incoming import Sender
-from psdist.link import process_state
-from psdist.link.peer_link import PeerLink
+from psdist.link import processes
+from psdist.link.peer_links import PeerLink
 from psdist.v1 import worker_pb2 as pb
 
 #: Pauses between two looks, within which an acknowledgement must arrive.
@@ -31,7 +31,7 @@ class PeerLiveness:
 
     def on_hello(self, hello: pb.PeerHello) -> None:
         """Record the process of a worker that made a link."""
-        if hello.pid and hello.pid_scope and hello.pid_scope == process_state.own_scope():
+        if hello.pid and hello.pid_scope and hello.pid_scope == processes.own_scope():
             self._pids[hello.sender.worker_id, hello.sender.incarnation] = hello.pid
 
     def on_link_ended(self, worker: Sender, link: PeerLink, reason: str) -> None:
@@ -58,7 +58,7 @@ class PeerLiveness:
             return ""
         interval = limit / LOOKS
         pid = self._pids.get(worker, 0)
-        is_stopped = bool(pid) and process_state.is_stopped(pid)
+        is_stopped = bool(pid) and processes.is_stopped(pid)
         is_silent = is_stopped or link.is_silent(_ACKNOWLEDGED * interval)
         silence = self._silences.setdefault(worker, PeerSilence(interval))
         seconds = silence.look(asyncio.get_running_loop().time(), is_silent=is_silent)

@@ -32,10 +32,9 @@ from psdist.errors import (
     WorkerLeftError,
     copy_error,
 )
-from psdist.link import process_state
+from psdist.link import processes
 from psdist.link.frame_connection import FrameConnection
-from psdist.link.peer_link import PeerLink
-from psdist.link.peers import PeerListener, check_hello
+from psdist.link.peer_links import PeerLink, PeerListener, check_hello
 from psdist.security.tls import Credentials
 from psdist.security.tokens import Audience, present
 from psdist.types import WorkerEntry
@@ -242,7 +241,7 @@ class Mesh:
             mine = common_pb2.WorkerEntry(worker_id=self._mine.worker_id, incarnation=self._mine.incarnation)
             hello = pb.PeerHello(
                 token=self._proof, run_id=self._mine.run_id, sender=mine,
-                pid=os.getpid(), pid_scope=process_state.own_scope(),
+                pid=os.getpid(), pid_scope=processes.own_scope(),
                 receiver=common_pb2.WorkerEntry(
                     worker_id=worker.worker_id, incarnation=worker.incarnation, address=worker.address
                 ),

@@ -31,7 +31,7 @@ from psdist.launcher.output import Output
 from psdist.launcher.process import Child, ProcessSpec, ReaperProcess
 from psdist.launcher.shutdown import RunPolicy
 from psdist.launcher.supervisor import Supervisor
-from psdist.link import process_state
+from psdist.link import processes
 from psdist.settings import signals
 
 
@@ -204,7 +204,7 @@ class Runner:
                 self.handle(Connected(key))
         self._say_who_is_missing()
         failure = self._on_tick(self._loop.time())
-        suspended = frozenset(key for key, child in self._children.items() if process_state.is_suspended(child.pid))
+        suspended = frozenset(key for key, child in self._children.items() if processes.is_suspended(child.pid))
         self.handle(failure if failure is not None else TimePassed(suspended))
 
     def _say_who_is_missing(self) -> None:

@@ -1,12 +1,12 @@
 """Dialing end of a link: a gRPC stream, and the connection that was negotiated on it.
 
 The gRPC stream authenticates the connection, stays open beside it, and reports why it ended. A worker dials servers
-(``client.transport.negotiated``), and a primary its replicas (``store.replica_carriers``).
+(``client.transport.negotiation``), and a primary its replicas (``store.replica_carriers``).
 
 Invariants: The stream and the connection end together, and ``end`` receives the reason once. A link that ended is not
 used again. Nothing is sent over TCP before the peer accepts the connection.
 
-``psdist.link.accepting`` is the accepting end over TCP. ``psdist.link.fd_passing`` connects processes of one host.
+``psdist.link.listening`` is the accepting end over TCP. ``psdist.link.fd_passing`` connects processes of one host.
 """
 
 from __future__ import annotations
@@ -14,15 +14,21 @@ from __future__ import annotations
 import asyncio
 import socket
 from abc import abstractmethod
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import grpc.aio
 from google.protobuf.message import Message
 
-from psdist.errors import ClosedError, InternalError, PsdistError, ServerUnreachableError, TcpUnavailableError
-from psdist.link.ending import ending_with
+from psdist.errors import (
+    ClosedError,
+    InternalError,
+    PsdistError,
+    ServerUnreachableError,
+    TcpUnavailableError,
+    copy_error,
+)
 from psdist.link.frame_connection import FrameConnection, MessageReceiver
 from psdist.link.tls_layer import TlsLayer
 from psdist.v1 import server_pb2
@@ -64,6 +70,38 @@ async def time_limit(seconds: float) -> AsyncIterator[None]:
             yield
         finally:
             timer.cancel()
+
+
+@contextmanager
+def ending_with(end: asyncio.Future[PsdistError]) -> Iterator[None]:
+    """Cancel the enclosing task's block once ``end`` is set, and raise its error instead of CancelledError.
+
+    The block runs in the calling task, not in a task of its own, so its outcome is never lost: cancelled code cleans
+    up.
+    """
+    if end.done():
+        raise copy_error(end.result())
+    task = asyncio.current_task()
+    assert task is not None
+    before, is_over, is_cancelled = task.cancelling(), False, False
+
+    def cancel(_: object) -> None:
+        nonlocal is_cancelled
+        if not is_over:  # The callback may have been scheduled before the block ended.
+            is_cancelled = task.cancel()
+
+    end.add_done_callback(cancel)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not is_cancelled or task.cancelling() > before + 1:  # The task was cancelled by someone else.
+            raise
+        raise copy_error(end.result()) from None
+    finally:
+        is_over = True
+        end.remove_done_callback(cancel)
+        if is_cancelled:
+            task.uncancel()
 
 
 async def connect(connection: FrameConnection, host: str, port: int, tls: TlsFiles | None, name: str = "") -> None:

@@ -40,7 +40,7 @@ from psdist.errors import (
     PsdistError,
     TcpUnavailableError,
 )
-from psdist.link import tls_reasons
+from psdist.link import tls_layer
 from psdist.wire import frames, limits
 
 M = TypeVar("M", bound=Message)
@@ -173,8 +173,8 @@ class FrameReader:
         start = self._start
         begin = start + self.prefix_bytes
         # An alert is shorter than a prefix. As a length its bytes would be over 64 KiB, and first frames are small.
-        if self._is_first and tls_reasons.is_tls(bytes(self._ahead[start : min(begin, self._stop)])):
-            raise TcpUnavailableError(tls_reasons.UNEXPECTED)
+        if self._is_first and tls_layer.is_tls(bytes(self._ahead[start : min(begin, self._stop)])):
+            raise TcpUnavailableError(tls_layer.UNEXPECTED)
         if begin > self._stop:
             return False
         header_bytes = int.from_bytes(self._ahead[start : start + _LENGTH_BYTES], "little")

@@ -37,7 +37,7 @@ from psdist.client.process import loop
 from psdist.client.process.blocking import on_loop
 from psdist.client.process.siblings import placed
 from psdist.errors import ConfigurationError, InvalidArgumentError, PsdistError, WaitTimeoutError, WorkerLostError
-from psdist.link import process_state
+from psdist.link import processes
 from psdist.settings.config import INSECURE_VARIABLE
 from psdist.settings.flags import is_switched_on
 
@@ -125,7 +125,7 @@ def _follow(shared: PrefixStore, rank: int, arguments: Mapping[str, Any]) -> Con
         shared.set(f"joined/{rank}", error.message)
         raise
     shared.set(f"joined/{rank}", "")
-    if found["scope"] == process_state.own_scope() != "":
+    if found["scope"] == processes.own_scope() != "":
         loop.shared().call(on_loop(lambda: _watch(context, found["pid"])))
     return context
 
@@ -139,7 +139,7 @@ def _start(shared: PrefixStore, size: int, arguments: Mapping[str, Any]) -> Cont
     except PsdistError as error:
         shared.set("run/0", json.dumps({"error": error.message}))
         raise
-    place = {"hosts": hosts, "pid": os.getpid(), "scope": process_state.own_scope()}
+    place = {"hosts": hosts, "pid": os.getpid(), "scope": processes.own_scope()}
     shared.set("run/0", json.dumps(place | others))
     for rank in range(1, size):
         if text := told_by(rank, shared, "joined"):

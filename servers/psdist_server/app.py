@@ -34,7 +34,7 @@ from psdist.errors import (
     PsdistError,
     UnauthenticatedError,
 )
-from psdist.link.accepting import TcpListener
+from psdist.link.listening import TcpListener
 from psdist.security.tokens import Audience, Verifier
 from psdist.settings import exit_codes, signals
 from psdist.settings.config import is_loopback

@@ -10,7 +10,7 @@ The buffer of a payload is allocated once its slice and size are known to be val
 together. A connection with a stalled frame or unread output is closed after ``limits.STALL_SECONDS``. Acknowledgements
 made in one iteration of the event loop form one message.
 
-``store.backup_shards`` processes the messages, and ``psdist.link.accepting`` accepts connections.
+``store.backup_shards`` processes the messages, and ``psdist.link.listening`` accepts connections.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ import numpy as np
 
 from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.errors import InvalidArgumentError, PsdistError, SharingUnavailableError
-from psdist.link import arenas
-from psdist.link.accepting import TcpListener
+from psdist.link.arenas import PAGE, GradientArena, take_arena
 from psdist.link.frame_connection import FrameConnection, MessageReceiver
+from psdist.link.listening import TcpListener
 from psdist.types import ITEM_BYTES, Replica
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import convert, frames, limits
 from psdist.wire.frames import Frame
 from psdist.wire.rpc_handlers import as_psdist_error
-from psdist.wire.shm import PAGE, GradientArena
 from psdist_server.server import ParameterServer
 from psdist_server.store.parameter_store import ParameterStore
 
@@ -159,7 +158,7 @@ class StreamFromPrimary(MessageReceiver[pb.ReplicateRequest]):
             raise SharingUnavailableError(
                 f"an arena of {hello.arena_elements} elements: at most {limits.KEPT_BYTES_MAX} bytes are mapped"
             )
-        arena, connected = await arenas.take_arena(hello.socket, hello.arena_elements, "float32")
+        arena, connected = await take_arena(hello.socket, hello.arena_elements, "float32")
         self._connection = FrameConnection(self, ends_stalls=True)
         await self._connection.open(connected)
         self._arena = arena

@@ -18,7 +18,7 @@ import grpc.aio
 
 from psdist.errors import InvalidArgumentError
 from psdist.link import fd_passing
-from psdist.link.accepting import TcpListener
+from psdist.link.listening import TcpListener
 from psdist.types import Identity
 from psdist.v1 import server_pb2
 from psdist.wire import convert, frames

@@ -8,7 +8,7 @@ is read, and one message answers the call once all of them are answered.
 Invariants: An attachment ends with its stream or its socket, whichever ends first. Its calls end too, but their
 contributions stay: the machines hold views of the arena, and the mapping lasts as long as the views.
 
-``call_stream`` implements calls, and ``psdist.wire.shm`` the arenas.
+``call_stream`` implements calls, and ``psdist.link.arenas`` the arenas.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from dataclasses import dataclass
 import grpc.aio
 
 from psdist.errors import InvalidArgumentError, SharingUnavailableError
-from psdist.link import arenas, fd_passing
+from psdist.link import fd_passing
+from psdist.link.arenas import GradientArena, take_arena
 from psdist.link.frame_connection import FrameConnection
 from psdist.types import ITEM_BYTES, Identity
 from psdist.v1 import common_pb2, server_pb2
 from psdist.wire import convert, frames
-from psdist.wire.shm import GradientArena
 from psdist_server.call_stream import CallStream, StreamCall, error_response, until_over
 from psdist_server.server import ParameterServer
 from psdist_server.store.parameter_store import ParameterStore
@@ -61,7 +61,7 @@ async def _attach(server: ParameterServer, data: bytes) -> tuple[ShmCallStream, 
     weights = store.dense.weights.arena
     if weights is None:
         raise SharingUnavailableError(store.dense.weights.arena_error)
-    arena, connection = await arenas.take_arena(attach.socket, elements, dtype)
+    arena, connection = await take_arena(attach.socket, elements, dtype)
     with fd_passing.closed_on_error(connection):
         fd_passing.send_file(connection, weights.fd)
     stream = ShmCallStream(server, _Attachment(identity, store, arena, "" if reads_only else dtype))

@@ -1,6 +1,6 @@
 """Connect stream: pushes and pulls of a worker over a dedicated TCP connection.
 
-The only request on the stream identifies the worker; the answer is a port and a nonce (``psdist.link.accepting``). The
+The only request on the stream identifies the worker; the answer is a port and a nonce (``psdist.link.listening``). The
 connection carries the same calls as a shared-memory connection, in frames (``psdist.link.frame_connection``). The
 slices of a push follow it, each in a frame whose payload is received into its own buffer, which the kernel reads in
 place. A slice is answered as soon as its consistency allows, with its weights as the payload. Weights that do not
@@ -27,8 +27,8 @@ import numpy as np
 
 from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.errors import InvalidArgumentError, LimitExceededError, PsdistError, TcpUnavailableError
-from psdist.link.accepting import TcpListener
 from psdist.link.frame_connection import FrameConnection
+from psdist.link.listening import TcpListener
 from psdist.types import ITEM_BYTES, Identity
 from psdist.v1 import server_pb2
 from psdist.wire import convert, frames, limits

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from psdist.errors import InvalidArgumentError, SharingUnavailableError
+from psdist.link.arenas import GradientArena
 from psdist.v1 import common_pb2 as cpb
 from psdist.wire import limits
-from psdist.wire.shm import GradientArena
 from tests.support.frame_socket import PATIENCE_SECONDS
 from tests.support.server_bench import COUNT, INITIAL, STEPPED, TOTAL, ServerBench
 from tests.support.worker_channels import ShmWorker

@@ -22,9 +22,9 @@ import grpc.aio
 
 from psdist import errors
 from psdist.link import fd_passing
+from psdist.link.arenas import GradientArena
 from psdist.security.roles import Role
 from psdist.v1 import common_pb2, server_pb2, worker_pb2
-from psdist.wire.shm import GradientArena
 from psdist.wire.status import DETAIL_KEY
 from tests.fuzz.http2 import Ended
 from tests.fuzz.inputs import OPEN_SECONDS, Input, converse, frame, tell

@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 from psdist import optim
 from psdist.consistency import BSP
 from psdist.errors import InternalError, PsdistError
-from psdist.link.accepting import TcpListener
+from psdist.link.arenas import PAGE, GradientArena
 from psdist.link.frame_connection import PREFIX, FrameConnection
+from psdist.link.listening import TcpListener
 from psdist.security.tls import Credentials
 from psdist.types import ClusterMap, ParametersEntry, ParametersSpec, Replica, ServerEntry, Shard, Slicing
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import limits
-from psdist.wire.shm import PAGE, GradientArena
 from psdist_server import admission
 from psdist_server.replica_service import StreamFromPrimary
 from psdist_server.server import ParameterServer, ServerRegistration

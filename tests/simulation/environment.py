@@ -27,12 +27,12 @@ import structlog
 import psdist_scheduler.run.service  # noqa: F401
 import psdist_server.server_session
 import psdist_server.service  # noqa: F401
-from psdist.link.peers import PeerListener
+from psdist.link.arenas import WeightsArena
+from psdist.link.peer_links import PeerListener
 from psdist.security import handshake
 from psdist.security.tls import Credentials
 from psdist.wire import channels, convert, malloc_options, status
 from psdist.wire.member_session import FollowedMap
-from psdist.wire.shm import WeightsArena
 from psdist_scheduler.decide import deadlocks
 from psdist_scheduler.decide.barriers import Barriers
 from psdist_scheduler.decide.cluster import Cluster
@@ -53,7 +53,7 @@ from tests.simulation.rpc import SimChannel
 
 _PACKAGES = ("psdist", "psdist_server", "psdist_scheduler")
 #: Modules that use the real processes of this machine even in a simulation: several processes compile kernels together.
-_REAL = ("psdist.wire.shm", "psdist.link.fd_passing", "psdist.compression.compiled")
+_REAL = ("psdist.link.arenas", "psdist.link.fd_passing", "psdist.compression.compiled")
 
 
 class RunLoop(SimLoop):

@@ -18,7 +18,7 @@ def install() -> Any:
     """Replace links and calls to the system. Arrays of a hundred elements travel as large ones do."""
     stands = [
         (meshes, "PeerLink", SimPeerLink), (meshes, "os", SimpleNamespace(getpid=_pid)),
-        (meshes, "process_state", _Processes), (liveness, "process_state", _Processes),
+        (meshes, "processes", _Processes), (liveness, "processes", _Processes),
         (data_route, "are_on_one_host", lambda members: False),
         (plans, "PART_BYTES", 64), (plans, "EAGER_BYTES", 32), (plans_of_calls, "EAGER_BYTES", 32),
         (plans, "EAGER_REDUCED_BYTES", 48), (plans_of_calls, "EAGER_REDUCED_BYTES", 48),
@@ -39,7 +39,7 @@ def _pid() -> int:
 
 
 class _Processes:
-    """Stand-in for ``psdist.link.process_state``: two processes of a host know each other's state."""
+    """Stand-in for ``psdist.link.processes``: two processes of a host know each other's state."""
 
     @staticmethod
     def own_scope() -> str:

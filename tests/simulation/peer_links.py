@@ -123,7 +123,7 @@ class AcceptedEnd:
 
 
 class SimPeerLink:
-    """See ``psdist.link.peer_link.PeerLink``."""
+    """See ``psdist.link.peer_links.PeerLink``."""
 
     def __init__(
         self, hello: pb.PeerHello, tls: None, ended: Callable[[PsdistError], None], *, shares: bool = True

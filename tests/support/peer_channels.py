@@ -16,14 +16,14 @@ from psdist.collectives.core.machine import COLLECTIVES, CallLane
 from psdist.collectives.exchange import Exchange
 from psdist.collectives.mesh import Mesh
 from psdist.errors import ClosedError, PsdistError
-from psdist.link.peers import PeerListener
+from psdist.link.arenas import GradientArena
+from psdist.link.peer_links import PeerListener
 from psdist.security.tls import Credentials
 from psdist.types import ClusterMap, WorkerEntry
 from psdist.v1 import scheduler_pb2
 from psdist.v1 import worker_pb2 as pb
 from psdist.v1.common_pb2 import WorkerEntry as WorkerMessage
 from psdist.wire import convert, limits
-from psdist.wire.shm import GradientArena
 from tests.support.frame_socket import PATIENCE_SECONDS, FrameSocket, offered
 
 TOKEN = "secret"

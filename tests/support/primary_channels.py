@@ -13,6 +13,7 @@ import numpy as np
 
 from psdist import optim
 from psdist.consistency import BSP
+from psdist.link.arenas import PAGE, GradientArena
 from psdist.types import (
     ClusterMap,
     ParametersEntry,
@@ -26,7 +27,6 @@ from psdist.types import (
 from psdist.v1 import common_pb2 as cpb
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import auth, status
-from psdist.wire.shm import PAGE, GradientArena
 from tests.support.frame_socket import PATIENCE_SECONDS, FrameSocket, offered
 from tests.support.server_bench import TOKEN, ServerBench, opened_bench
 

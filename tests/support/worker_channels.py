@@ -18,10 +18,10 @@ import grpc
 import grpc.aio
 import numpy as np
 
+from psdist.link.arenas import GradientArena, WeightsArena
 from psdist.v1 import common_pb2 as cpb
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import auth, status
-from psdist.wire.shm import GradientArena, WeightsArena
 from tests.support.channels import open_channel
 from tests.support.frame_socket import PATIENCE_SECONDS, FrameSocket, offered, received_file
 from tests.support.server_bench import COUNT, GRADIENT, TOKEN, TOTAL, ServerBench, cut

@@ -31,7 +31,7 @@ from psdist.errors import (
     SchedulerUnreachableError,
     ServerUnreachableError,
 )
-from psdist.link.peers import PeerListener
+from psdist.link.peer_links import PeerListener
 from psdist.security.tls import Credentials, TlsFiles
 from psdist.settings.config import ClientSettings, TransportName, client_settings, read_address
 from psdist.types import check_name

@@ -35,8 +35,7 @@ from psdist.client.transport.grpc import GrpcTransport
 from psdist.client.transport.requests import PushRequest, Request, RequestIdentity
 from psdist.client.transport.transport import ServerLoss, Transport, attempt_error
 from psdist.errors import InternalError, PsdistError, ServerUnreachableError, StaleEpochError, copy_error
-from psdist.link.dialing import Link
-from psdist.link.ending import ending_with
+from psdist.link.dialing import Link, ending_with
 from psdist.types import ClusterMap, ParametersEntry, Replica, Slicing
 from psdist.v1 import server_pb2
 from psdist.wire import status

@@ -9,7 +9,7 @@ A ``WeightsView`` is one vector over the memory of several servers. It stays at 
 reading it. A shard that moved is mapped from the memory of its new primary, where the bytes are equal. A shard whose
 primary shares no memory keeps its bytes.
 
-``psdist.wire.shm`` implements the memory files, and ``shm`` knows which servers share memory.
+``psdist.link.arenas`` implements the memory files, and ``shm`` knows which servers share memory.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from psdist.client.core.flat_vector import Flat
 from psdist.errors import InvalidArgumentError
 from psdist.link import fd_passing
+from psdist.link.arenas import GradientArena, MappedVector, Piece, WeightsArena, reason_of
 from psdist.off_loop import in_thread, off_loop
 from psdist.types import DType, ParametersEntry, Replica
-from psdist.wire.shm import GradientArena, MappedVector, Piece, WeightsArena, reason_of
 
 logger = logging.getLogger("psdist")
 

@@ -17,11 +17,9 @@ resends after a failure.
 from __future__ import annotations
 
 import asyncio
-import os
 import platform
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -48,11 +46,11 @@ from psdist.errors import (
     copy_error,
 )
 from psdist.link import fd_passing
+from psdist.link.arenas import GradientArena, MemoryOffer, WeightsArena
 from psdist.off_loop import off_loop
 from psdist.types import ITEM_BYTES, DType, ParametersEntry, Replica, Slicing
 from psdist.v1 import common_pb2, server_pb2
 from psdist.wire import convert
-from psdist.wire.shm import GradientArena, WeightsArena
 
 #: Machines that perform loads in program order, which sequence locks rely on.
 _ORDERED_MACHINES: Final = ("x86_64", "AMD64")
@@ -76,40 +74,15 @@ async def attach(
 
     Raises SharingUnavailableError, or the server's refusal.
     """
-    with ExitStack() as opened:
-        with fd_passing.listening() as (attaching.socket, listener):
-            exchange = asyncio.ensure_future(_exchange(listener, arena, slicing, opened))
-            try:
-                attached = await _ask(call, attaching, peer)  # The server reports a failed exchange.
-                # The server sent its file before its answer.
-                await asyncio.wait({exchange}, timeout=fd_passing.HANDOVER_SECONDS)
-                if not exchange.done():
-                    raise SharingUnavailableError(f"{peer} reported that it sent its memory, which did not arrive")
-                weights, connection = exchange.result()
-            finally:
-                exchange.cancel()
-                await asyncio.gather(exchange, return_exceptions=True)
-        if attached.nonce != arena.nonce:
-            raise SharingUnavailableError(f"{peer} did not map this worker's memory: it answered with another nonce")
+    async with MemoryOffer(arena, "worker", swaps=True) as offer:
+        attaching.socket = offer.name
+        attached = await _ask(call, attaching, peer)  # The server reports a failed exchange.
+        fd, connection = await offer.taken(attached.nonce, peer)
+    with fd_passing.closed_on_error(connection):
+        weights = WeightsArena.open(fd, slicing.count, slicing.total)
         if attached.weights_nonce != weights.nonce:
             raise SharingUnavailableError(f"the memory received over the socket does not belong to {peer}")
-        opened.pop_all()
-        return weights, connection
-
-
-async def _exchange(
-    listener: socket.socket, arena: GradientArena, slicing: Slicing, opened: ExitStack
-) -> tuple[WeightsArena, socket.socket]:
-    try:
-        mine = os.dup(arena.fd)  # The arena may be detached and its descriptor number reused.
-    except OSError as error:
-        raise SharingUnavailableError(f"the memory is no longer shared: {error.strerror}") from None
-    try:
-        fd, connection = await fd_passing.swap_files(listener, mine)
-    finally:
-        os.close(mine)
-    opened.enter_context(connection)
-    return WeightsArena.open(fd, slicing.count, slicing.total), connection
+    return weights, connection
 
 
 async def _ask(call: Any, attaching: server_pb2.Attach, peer: str) -> server_pb2.Attached:

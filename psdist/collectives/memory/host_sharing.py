@@ -18,13 +18,12 @@ import numpy as np
 from psdist import addresses
 from psdist.collectives.core.plan import Bytes
 from psdist.errors import InvalidArgumentError, SharingUnavailableError
-from psdist.link import fd_passing, futex
-from psdist.link.arenas import take_arena
+from psdist.link import fd_passing, processes
+from psdist.link.arenas import GradientArena, reason_of, take_arena
 from psdist.off_loop import in_thread
 from psdist.types import WorkerEntry
 from psdist.v1 import worker_pb2 as pb
 from psdist.wire import limits
-from psdist.wire.shm import GradientArena, reason_of
 
 logger = logging.getLogger("psdist")
 
@@ -32,7 +31,7 @@ logger = logging.getLogger("psdist")
 def are_on_one_host(members: Sequence[WorkerEntry]) -> bool:
     """True if workers have one address, and are few enough to share memory."""
     hosts = {addresses.parse_address(member.address)[0] for member in members if member.address}
-    return 1 < len(members) <= limits.HOST_RANKS_MAX and len(hosts) == 1 and futex.is_available()
+    return 1 < len(members) <= limits.HOST_RANKS_MAX and len(hosts) == 1 and processes.has_waits()
 
 
 class HostSharing:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Final
 
 from psdist.collectives.core.host_memory import HostMemory, HostMoves
-from psdist.link import futex
+from psdist.link import processes
 
 _PAUSE_MILLISECONDS: Final = 5
 #: Looks at a counter before it sleeps. Other processes run in between, and an idle processor needs longer to wake.
@@ -72,7 +72,7 @@ class Mover:
             if self._is_stopped:
                 return
             moves.advance(step)
-            futex.wake(self._memory.addresses[self._memory.rank])
+            processes.wake(self._memory.addresses[self._memory.rank])
 
     def _wait(self, peer: int, step: int) -> None:
         """Wait until a rank has completed ``step`` steps, or ``stop``."""
@@ -82,4 +82,4 @@ class Mover:
             if looks < _LOOKS:
                 os.sched_yield()
             else:
-                futex.wait(self._memory.addresses[peer], completed & _LOW_BITS, _PAUSE_MILLISECONDS)
+                processes.wait(self._memory.addresses[peer], completed & _LOW_BITS, _PAUSE_MILLISECONDS)

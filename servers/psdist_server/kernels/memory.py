@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from psdist.address_range import AddressRange
 from psdist.errors import LimitExceededError
+from psdist.link.arenas import WeightsArena, reason_of
 from psdist.types import Slicing
-from psdist.wire.shm import WeightsArena, reason_of
 
 #: Minimum size in bytes of ranges that may use huge pages.
 _HUGE_BYTES: Final = 1 << 21
@@ -120,9 +120,9 @@ class MemoryPool:
 class WeightsMemory:
     """The weights of all slices of ``slicing``, and the sequence numbers by which they are read in place.
 
-    They are in an arena (``psdist.wire.shm``) that workers on this host may map, or in plain memory if no arena can be
-    made. Invariant: The sequence number of a slice is twice its version, odd while its weights are being written, and 1
-    once its memory is reclaimed.
+    They are in an arena (``psdist.link.arenas``) that workers on this host may map, or in plain memory if no arena can
+    be made. Invariant: The sequence number of a slice is twice its version, odd while its weights are being written,
+    and 1 once its memory is reclaimed.
 
     array: float32[total]. Replaced if ``hold`` finds no room for an arena.
     sequence: uint64[slices]. Replaced together with ``array``.

@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection
-from contextlib import ExitStack
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import grpc.aio
 import numpy as np
@@ -31,16 +30,14 @@ from numpy.typing import NDArray
 from psdist.errors import (
     ServerUnreachableError,
     SharingUnavailableError,
-    TcpUnavailableError,
     copy_error,
 )
-from psdist.link import fd_passing
+from psdist.link.arenas import GradientArena, MemoryOffer
 from psdist.link.dialing import Link
 from psdist.security.tls import TlsFiles
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import frames
 from psdist.wire.rpc_handlers import as_psdist_error
-from psdist.wire.shm import GradientArena
 from psdist_server.store.replica_memory import UpdateMemory
 
 logger = logging.getLogger("psdist.server")
@@ -218,103 +215,38 @@ class Offer:
         return name in self.carriers and name not in self.refused
 
 
-class Proposal(ABC):
-    """Transport in the hello of one stream, besides gRPC. stack: owns its resources until a carrier takes them over."""
-
-    name: ClassVar[str]
-
-    def __init__(self, offer: Offer, stack: ExitStack) -> None:
-        self._offer = offer
-        self._stack = stack
-
-    @abstractmethod
-    async def add_to(self, hello: pb.ReplicateRequest.Hello) -> None:
-        """Add the transport to ``hello``. Raises SharingUnavailableError or TcpUnavailableError."""
-
-    @abstractmethod
-    async def accepted(self, call: Any, welcome: pb.ReplicateResponse.Welcome) -> Carrier | None:
-        """Return an open carrier, or None if the replica did not choose this transport. Raises as ``add_to``."""
-
-
-class _SharedMemoryProposal(Proposal):
-    name = "shm"
-
-    async def add_to(self, hello: pb.ReplicateRequest.Hello) -> None:
-        await self._offer.memory.prepare()
-        self._arena = self._offer.memory.arena()
-        hello.socket, listener = self._stack.enter_context(fd_passing.listening())
-        hello.arena_elements = self._arena.flat.size
-        self._handing = asyncio.create_task(fd_passing.accept_and_send(listener, self._arena.fd))
-        self._stack.callback(_discard, self._handing)
-
-    async def accepted(self, call: Any, welcome: pb.ReplicateResponse.Welcome) -> Carrier | None:
-        if not welcome.arena_nonce:
-            return None
-        peer = self._offer.peer
-        # The replica took the file before its answer.
-        await asyncio.wait({self._handing}, timeout=fd_passing.HANDOVER_SECONDS)
-        if not self._handing.done() or welcome.arena_nonce != self._arena.nonce:
-            raise SharingUnavailableError(f"{peer} did not map this server's memory: it answered with another nonce")
-        carrier = FrameCarrier("shm", call, peer, self._offer.memory, self._arena)
-        # The event loop owns the socket from now on.
-        await carrier.open(socket.socket(fileno=self._handing.result().detach()))
-        return carrier
-
-
-class _TcpProposal(Proposal):
-    name = "tcp"
-
-    async def add_to(self, hello: pb.ReplicateRequest.Hello) -> None:
-        hello.tcp = True
-
-    async def accepted(self, call: Any, welcome: pb.ReplicateResponse.Welcome) -> Carrier | None:
-        if not welcome.port:
-            return None
-        carrier = FrameCarrier("tcp", call, self._offer.peer, self._offer.memory, None)
-        await carrier.dial(
-            self._offer.host,
-            welcome.port,
-            welcome.nonce,
-            tls=self._offer.tls,
-            dialers="servers connect to any port of each other",
-        )
-        return carrier
-
-
-#: Transports besides gRPC, preferred ones first.
-_PROPOSALS: Final[tuple[type[Proposal], ...]] = (_SharedMemoryProposal, _TcpProposal)
-
-
 async def negotiate(call: Any, hello: pb.ReplicateRequest, offer: Offer) -> tuple[Carrier, pb.ReplicateResponse]:
     """Send the first hello of a stream. Return the chosen transport and the replica's welcome. Raises
     SharingUnavailableError or TcpUnavailableError if that transport failed; the caller then opens another stream
     without it."""
-    proposals: list[Proposal] = []
-    with ExitStack() as stack:
-        for kind in _PROPOSALS:
-            if offer.allows(kind.name):
-                proposal = kind(offer, stack)
-                try:
-                    await proposal.add_to(hello.hello)
-                except (SharingUnavailableError, TcpUnavailableError) as error:
-                    offer.refused[kind.name] = error.message
-                else:
-                    proposals.append(proposal)
+    async with AsyncExitStack() as stack:
+        memory: MemoryOffer | None = None
+        arena: GradientArena | None = None
+        if offer.allows("shm"):
+            try:
+                await offer.memory.prepare()
+                arena = offer.memory.arena()
+                memory = await stack.enter_async_context(MemoryOffer(arena, "server"))
+                hello.hello.socket, hello.hello.arena_elements = memory.name, arena.flat.size
+            except SharingUnavailableError as error:
+                offer.refused["shm"] = error.message
+        hello.hello.tcp = offer.allows("tcp")
         await call.write(hello.SerializeToString())
         answer = await read(call, offer.peer)
         if answer.WhichOneof("kind") != "welcome":
             raise ServerUnreachableError(f"{offer.peer} did not answer hello with welcome")
-        for proposal in proposals:
-            if carrier := await proposal.accepted(call, answer.welcome):
-                return carrier, answer
+        welcome = answer.welcome
+        if memory is not None and welcome.arena_nonce:
+            _, connected = await memory.taken(welcome.arena_nonce, offer.peer)
+            shared = FrameCarrier("shm", call, offer.peer, offer.memory, arena)
+            await shared.open(connected)
+            return shared, answer
+        if hello.hello.tcp and welcome.port:
+            carrier = FrameCarrier("tcp", call, offer.peer, offer.memory, None)
+            dialers = "servers connect to any port of each other"
+            await carrier.dial(offer.host, welcome.port, welcome.nonce, tls=offer.tls, dialers=dialers)
+            return carrier, answer
         return GrpcCarrier(call, offer.peer), answer
-
-
-def _discard(handing: asyncio.Task[socket.socket]) -> None:
-    """End an exchange, and close its connection if nothing took it over."""
-    handing.cancel()
-    if handing.done() and not handing.cancelled() and handing.exception() is None:
-        handing.result().close()
 
 
 def _bytes_of(payload: Values | None) -> memoryview:

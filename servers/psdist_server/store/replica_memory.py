@@ -22,10 +22,10 @@ from typing import Final
 import numpy as np
 
 from psdist.errors import SharingUnavailableError
+from psdist.link.arenas import PAGE, GradientArena, reason_of
 from psdist.off_loop import off_loop
 from psdist.types import Slicing
 from psdist.wire.limits import KEPT_BYTES_MAX
-from psdist.wire.shm import PAGE, GradientArena, reason_of
 from psdist_server.kernels.arrays import Array, Gradient
 
 #: Alignment of slots, in elements: a cache line.

@@ -22,7 +22,7 @@ from psdist.errors import (
     SharingUnavailableError,
     TcpUnavailableError,
 )
-from psdist.link.ending import ending_with
+from psdist.link.dialing import ending_with
 from psdist.security.tls import Credentials
 from psdist.types import Replica
 from psdist.v1 import common_pb2

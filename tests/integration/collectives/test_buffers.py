@@ -16,8 +16,8 @@ from psdist.collectives.group import AsyncWorkerGroup
 from psdist.collectives.memory.host_sharing import HostSharing
 from psdist.errors import ClosedError, CollectiveMismatchError, InvalidArgumentError, WorkerLostError
 from psdist.launcher.embedded import EmbeddedCluster
+from psdist.link.arenas import GradientArena
 from psdist.v1 import worker_pb2 as pb
-from psdist.wire.shm import GradientArena
 from tests.support.collective_run import SIZE, Run, arrays
 
 #: Several pieces, and not a multiple of one.

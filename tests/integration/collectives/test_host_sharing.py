@@ -21,7 +21,7 @@ from psdist.collectives.group import AsyncWorkerGroup
 from psdist.errors import ClosedError, InternalError, WaitTimeoutError
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.link import fd_passing
-from psdist.wire.shm import GradientArena
+from psdist.link.arenas import GradientArena
 from tests.support.collective_run import SIZE, Run, arrays
 
 #: Several pieces, and not a multiple of one.

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import uvloop
 
-from psdist.link.accepting import TcpListener
+from psdist.link.listening import TcpListener
 from psdist.security.tls import Credentials
 from psdist.types import Identity
 from psdist.v1 import common_pb2 as cpb

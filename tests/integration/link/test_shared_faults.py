@@ -29,12 +29,12 @@ from psdist.client.transport.shm import attach
 from psdist.errors import ClosedError, InvalidArgumentError, ServerLostError, SharingUnavailableError, WaitTimeoutError
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.link import fd_passing
+from psdist.link.arenas import GradientArena, WeightsArena
 from psdist.security.tls import Credentials
 from psdist.types import Slicing
 from psdist.v1 import common_pb2
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import auth, channels
-from psdist.wire.shm import GradientArena, WeightsArena
 from tests.support.contributions import until_pushed
 
 SIZE = 1 << 20

@@ -15,7 +15,7 @@ from psdist import optim
 from psdist.chaos.proxy import HELD, Fault, FaultProxy
 from psdist.consistency import BSP
 from psdist.errors import LimitExceededError, StaleEpochError
-from psdist.link.accepting import TcpListener
+from psdist.link.listening import TcpListener
 from psdist.security.tls import Credentials
 from psdist.types import (
     ClusterMap,

@@ -21,8 +21,8 @@ import pytest
 import structlog
 
 from psdist.errors import ConfigurationError, PermissionDeniedError, PsdistError
-from psdist.link.accepting import TcpListener
 from psdist.link.frame_connection import FrameConnection
+from psdist.link.listening import TcpListener
 from psdist.link.tls_layer import TlsLayer
 from psdist.security import handshake, tls
 from psdist.security.roles import SCHEDULER_SERVICE, service_name

@@ -12,7 +12,7 @@ from typing import Any
 from psdist.collectives.core.silence import PeerSilence
 from psdist.collectives.silence_watch import SilenceWatch
 from psdist.errors import ClosedError, WorkerLostError
-from psdist.link import process_state
+from psdist.link import processes
 
 
 def test_silence_lasts_from_the_look_before_until_a_sign_of_life() -> None:
@@ -31,14 +31,14 @@ def test_time_in_which_this_process_was_stopped_does_not_count() -> None:
 
 
 def test_stopped_and_ended_processes_are_known() -> None:
-    assert process_state.own_scope()
-    assert not process_state.is_stopped(os.getpid())
+    assert processes.own_scope()
+    assert not processes.is_stopped(os.getpid())
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         process.send_signal(signal.SIGSTOP)
         os.waitpid(process.pid, os.WUNTRACED)
-        assert process_state.is_stopped(process.pid)
+        assert processes.is_stopped(process.pid)
         process.kill()
-    assert process_state.is_stopped(process.pid)
+    assert processes.is_stopped(process.pid)
 
 
 def test_a_rank_that_tells_of_the_end_at_another_one_has_not_closed_the_group() -> None:

@@ -17,11 +17,10 @@ import structlog
 
 from psdist.errors import PeerUnreachableError, PsdistError, TcpUnavailableError
 from psdist.link import dialing, listening
-from psdist.link.accepting import TcpListener
 from psdist.link.dialing import Link
 from psdist.link.frame_connection import FrameConnection, MessageReceiver
-from psdist.link.peer_link import PeerLink
-from psdist.link.peers import PeerListener
+from psdist.link.listening import TcpListener
+from psdist.link.peer_links import PeerLink, PeerListener
 from psdist.security.certificates import KeyPair
 from psdist.security.roles import Role
 from psdist.security.tls import Credentials, TlsFiles

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from psdist import BSP, optim
 from psdist.errors import InternalError, InvalidArgumentError, LimitExceededError
+from psdist.link import arenas
 from psdist.types import GroupRange, ParametersEntry, ParametersSpec, Replica, Shard
-from psdist.wire import shm
 from psdist_server.kernels import means
 from psdist_server.kernels.arrays import DenseParameters, Update, _runs_of
 
@@ -262,7 +262,7 @@ def test_where_there_is_no_room_for_more_slices_nothing_changes(monkeypatch: pyt
     dense = big()
     dense.hold([1])
     filled(dense, 1, 1.0)
-    monkeypatch.setattr(shm.psutil, "virtual_memory", lambda: SimpleNamespace(available=1))
+    monkeypatch.setattr(arenas.psutil, "virtual_memory", lambda: SimpleNamespace(available=1))
     with pytest.raises(LimitExceededError, match="1 are available"):
         dense.hold([0, 2])
     assert dense.held == {1} and dense.weights.arena is not None and (dense.export(1)[0] == 1.0).all()

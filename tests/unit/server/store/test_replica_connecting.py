@@ -17,11 +17,11 @@ import pytest
 import uvloop
 
 from psdist.link import dialing, fd_passing
+from psdist.link.arenas import GradientArena
 from psdist.security.tls import Credentials
 from psdist.types import Replica, Slicing
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import frames
-from psdist.wire.shm import GradientArena
 from psdist_server.store.replica_memory import UpdateMemory
 from psdist_server.store.stream_to_replica import StreamPrimary, StreamToReplica
 from tests.support.silent_port import ports_by_stage

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from psdist.errors import SharingUnavailableError
+from psdist.link.arenas import PAGE
 from psdist.types import Slicing
 from psdist.wire.limits import KEPT_BYTES_MAX
-from psdist.wire.shm import PAGE
 from psdist_server.store.replica_memory import UpdateMemory
 from tests.support.replica import SLICE, SLICES, update_memory
 

@@ -11,16 +11,15 @@ import pytest
 
 from psdist.errors import InvalidArgumentError, PeerUnreachableError, PsdistError, WrongRunError
 from psdist.link import listening
+from psdist.link.arenas import GradientArena
 from psdist.link.frame_connection import FrameConnection, MessageReceiver
-from psdist.link.peer_link import ARENA, PeerLink, SharedPlaces
-from psdist.link.peers import PeerListener, check_hello
+from psdist.link.peer_links import ARENA, PeerLink, PeerListener, SharedPlaces, check_hello
 from psdist.security.roles import Role
 from psdist.security.tls import Credentials
 from psdist.security.tokens import Audience, audience_key, create, present
 from psdist.v1 import worker_pb2 as pb
 from psdist.v1.common_pb2 import WorkerEntry
 from psdist.wire import limits
-from psdist.wire.shm import GradientArena
 
 FRAME = pb.PeerFrame(call=pb.CollectiveCall(kind="barrier")).SerializeToString()
 

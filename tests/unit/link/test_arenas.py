@@ -19,12 +19,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 
 from psdist.errors import SharingUnavailableError
 from psdist.link import fd_passing
-from psdist.wire import shm
-from psdist.wire.shm import GradientArena, MappedVector, Piece, WeightsArena
+from psdist.link.arenas import GradientArena, MappedVector, Piece, WeightsArena, reason_of
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -284,7 +284,7 @@ def test_without_room_an_arena_stays_its_process_own(monkeypatch: pytest.MonkeyP
     theirs = GradientArena.open(os.dup(mine.fd), 5000, "float32").flat
     mine.detach()
     with monkeypatch.context() as patch:
-        patch.setattr(shm.psutil, "virtual_memory", lambda: SimpleNamespace(available=0))
+        patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=0))
         with pytest.raises(OSError, match="available"):
             mine.share()
     assert not mine.shareable
@@ -351,14 +351,14 @@ def test_slices_that_do_not_begin_on_a_page_are_not_stitched() -> None:
 
 LIMITED = """
 import resource, sys
-from psdist.wire import shm
+from psdist.link import arenas
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-for create in (lambda: shm.GradientArena.create(1 << 20, "float32"), lambda: shm.WeightsArena.create(1, 1 << 20)):
+for create in (lambda: arenas.GradientArena.create(1 << 20, "float32"), lambda: arenas.WeightsArena.create(1, 1 << 20)):
     try:
         create()
     except OSError as error:
-        print(shm.reason_of(error))
-print(shm.GradientArena.create(1000, "float32").shareable)
+        print(arenas.reason_of(error))
+print(arenas.GradientArena.create(1000, "float32").shareable)
 """
 
 
@@ -372,7 +372,7 @@ def test_no_room_is_an_error_with_a_reason() -> None:
 def test_more_than_the_machine_has_is_no_room() -> None:
     with pytest.raises(OSError, match="available") as caught:
         GradientArena.create(1 << 45, "float32")
-    assert "no room" in shm.reason_of(caught.value)
+    assert "no room" in reason_of(caught.value)
 
 
 # --- handover ---------------------------------------------------------------------------------------------------------
