@@ -11,9 +11,9 @@ from typing import Any
 
 from psdist.client.context import Context
 from psdist.errors import InvalidArgumentError, NoStorageError
+from psdist.process_group.all_gather import broadcast_value
 from psdist.process_group.group import BACKEND, is_launched, open_collectives, start
 from psdist.process_group.reconfigurable import ReconfigurableGroup
-from psdist.process_group.values import broadcast_value
 from psdist.torch_backend import register
 
 __all__ = [

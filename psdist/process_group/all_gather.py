@@ -1,4 +1,4 @@
-"""All-gather of bytes through a parameter set whose optimizer is a mean.
+"""All-gather of bytes through a parameter set whose optimizer is a mean, and broadcasts of plain values by it, as JSON.
 
 Each worker pushes its bytes into its own place and zeros elsewhere, so the mean is each worker's bytes divided by the
 number of contributions. A flag per worker travels in each slice. It gives this number, which differs between slices
@@ -9,16 +9,20 @@ Bytes travel as 16-bit numbers, which float32 represents exactly, also after the
 
 from __future__ import annotations
 
-from typing import Final
+import json
+import os
+from typing import Any, Final
 
 import numpy as np
+import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
 from psdist.client.sync_client import Client, Parameters
 from psdist.errors import InvalidArgumentError, LimitExceededError
 from psdist.optim import Mean
 from psdist.types import SLICE_ELEMENTS_MIN
-from psdist.wire.limits import COLLECTIVE_BYTES_MAX, COLLECTIVE_WORKERS_MAX
+from psdist.wire.limits import COLLECTIVE_BYTES_MAX, COLLECTIVE_WORKERS_MAX, VALUE_BYTES_MAX
 
 #: Elements of a slice, which holds the flags and the words of all workers.
 _SLICE: Final = SLICE_ELEMENTS_MIN
@@ -108,3 +112,30 @@ class _Slices:
             return None
         words: NDArray[np.uint16] = np.rint(means[:, self._place(rank)] * contributions).astype("<u2")
         return words.tobytes()
+
+
+def broadcast_value(value: Any, source: int = 0) -> Any:
+    """Return the value that rank ``source`` gave, on all workers.
+
+    value: None, a boolean, a number, text, a path (which becomes text), or a list or dict of them.
+
+    Raises InvalidArgumentError for other values, LimitExceededError for more than 1 MiB of JSON.
+    """
+    try:
+        content = json.dumps(value, default=os.fspath).encode()
+    except (TypeError, ValueError):
+        raise InvalidArgumentError(
+            f"value of type {type(value).__qualname__} cannot be broadcast: use None, booleans, numbers, text, paths, "
+            "and lists and dicts of them, or torch.distributed.broadcast for tensors"
+        ) from None
+    if not dist.is_initialized():
+        return value
+    size = torch.tensor(len(content))
+    dist.broadcast(size, source)
+    if int(size) > VALUE_BYTES_MAX:
+        raise LimitExceededError(f"a broadcast value has {int(size)} bytes of JSON: use at most {VALUE_BYTES_MAX}")
+    body = torch.zeros(int(size), dtype=torch.uint8)
+    if dist.get_rank() == source:
+        body.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    dist.broadcast(body, source)
+    return value if dist.get_rank() == source else json.loads(body.numpy().tobytes())

@@ -27,13 +27,20 @@ from psdist.collectives.core.machine import COLLECTIVES
 from psdist.collectives.group import AsyncWorkerGroup
 from psdist.errors import InvalidArgumentError, PsdistError, WaitTimeoutError
 from psdist.process_group import own_run
-from psdist.process_group.checks import Checks
-from psdist.process_group.forms import FORMER_NAMES, FORMS, call, opaque
+from psdist.process_group.checks import FORMER_NAMES, FORMS, Checks, call, monitored_error, opaque
 from psdist.process_group.group import REDUCTIONS
-from psdist.process_group.monitored import monitored_error
-from psdist.process_group.numbering import ranks_in_run
-from psdist.process_group.sparse import all_reduce_sparse
-from psdist.process_group.work import CollectiveWork, SeveralWorks, TensorMemory, apart, each, rows, set_rows, span
+from psdist.process_group.own_run import ranks_in_run
+from psdist.process_group.work import (
+    CollectiveWork,
+    SeveralWorks,
+    TensorMemory,
+    all_reduce_sparse,
+    apart,
+    each,
+    rows,
+    set_rows,
+    span,
+)
 from psdist.settings.launcher_reports import mark_group
 from psdist.torch_backend import NAME
 from psdist.wire.limits import EAGER_BYTES

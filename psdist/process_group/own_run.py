@@ -23,12 +23,16 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from itertools import count
 from multiprocessing import util
 from pathlib import Path
 from typing import Any, Final
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore  # missing in torch's stubs
+from torch._C._distributed_c10d import (
+    HashStore,  # missing in torch's stubs
+    PrefixStore,  # missing in torch's stubs
+)
 from torch.distributed.rendezvous import rendezvous
 
 from psdist import addresses
@@ -184,3 +188,30 @@ def _watch(context: Context, pid: int) -> None:
 def _host() -> str:
     """Return a name that two machines do not share, nor two boots of one."""
     return f"{socket.gethostname()}/{Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()[:8]}"
+
+
+#: Ranks in the run of the default group's ranks, and numbers of the default groups of this process.
+_world: Final[list[int]] = []
+_made: Final = count()
+
+
+def ranks_in_run(options: Any, mine: int) -> list[int]:
+    """Return the members' ranks in the run. mine: that of this process.
+
+    The first default group numbers the ranks as the run does. A later one may number them otherwise: the ranks tell
+    each other by torch's store.
+    """
+    if options.global_ranks_in_group:
+        return [_world[rank] if rank < len(_world) else rank for rank in options.global_ranks_in_group]
+    ranks, number, store = list(range(options.group_size)), next(_made), options.store
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, HashStore):  # Each process has its own.
+        _world[:] = ranks
+        return ranks
+    shared = PrefixStore(f"psdist/group/{number}", options.store)
+    shared.set(f"rank/{options.group_rank}", str(mine))
+    if number:
+        ranks = [int(told_by(rank, shared, "rank")) for rank in ranks]
+    _world[:] = ranks
+    return ranks

@@ -31,7 +31,7 @@ from psdist.collectives import SILENCE_SECONDS
 from psdist.collectives.group import AsyncWorkerGroup
 from psdist.collectives.incoming import Sender
 from psdist.errors import ClosedError, InvalidArgumentError, PeerUnreachableError, WaitTimeoutError, check_integer
-from psdist.process_group.forms import FORMER_NAMES, FORMS, opaque
+from psdist.process_group.checks import FORMER_NAMES, FORMS, opaque
 from psdist.process_group.link_group import LinkGroup
 from psdist.torch_backend import NAME
 from psdist.types import check_name

@@ -1,14 +1,20 @@
-"""Calls of torch.distributed in progress, and the memory of their tensors."""
+"""Calls of torch.distributed in progress, the memory of their tensors, and the threads of their callbacks.
+
+A callback of a future may make calls and wait for them. So each callback that runs has a thread of its own, and the
+loop runs none. Threads are kept for later callbacks, because the loop would wait until a new one has started.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache, partial, reduce
 from itertools import accumulate
+from queue import SimpleQueue
 from typing import Any, Final
 
 import numpy as np
@@ -24,12 +30,11 @@ from torch._C._autograd import (
 
 from psdist.client.process import loop
 from psdist.client.process.sigterm import sigterm
-from psdist.errors import ClosedError, PsdistError, WaitTimeoutError, copy_error
-from psdist.process_group.callback_threads import CallbackThreads
-from psdist.process_group.forms import opaque
+from psdist.collectives.group import AsyncWorkerGroup
+from psdist.errors import ClosedError, PsdistError, ShapeMismatchError, WaitTimeoutError, copy_error
+from psdist.process_group.checks import opaque
 from psdist.torch.values import as_array
 
-_callbacks: Final = CallbackThreads()
 #: C++ knows the values of Python's futures as Python objects only, and those of this function as lists of tensors.
 _TYPED: Final = """
 def value_after(ended: Future[None], tensors: List[Tensor]) -> List[Tensor]:
@@ -39,6 +44,40 @@ def value_after(ended: Future[None], tensors: List[Tensor]) -> List[Tensor]:
 def typed(ended: Future[None], tensors: List[Tensor]) -> Future[List[Tensor]]:
     return torch.jit.fork(value_after, ended, tensors)
 """
+
+
+#: Threads that are kept without a callback.
+_KEPT_THREADS: Final = 4
+
+
+class CallbackThreads:
+    """Daemon threads, started as they are needed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._queue: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        #: Threads that wait, and have no callback in the queue.
+        self._idle = 0
+
+    def run(self, callback: Callable[[], object]) -> None:
+        """Run ``callback`` in a thread. If it raises, ``threading.excepthook`` is called."""
+        with self._lock:
+            starts = not self._idle
+            self._idle -= not starts
+        self._queue.put(callback)
+        if starts:
+            threading.Thread(target=self._serve, name="psdist callbacks", daemon=True).start()
+
+    def _serve(self) -> None:
+        is_kept = True
+        while is_kept:
+            self._queue.get()()
+            with self._lock:
+                is_kept = self._idle < _KEPT_THREADS
+                self._idle += is_kept
+
+
+_callbacks: Final = CallbackThreads()
 
 
 @cache
@@ -255,3 +294,37 @@ class SeveralWorks(dist.Work):
     def result(self) -> list[Any]:
         """Return the tensors."""
         return [tensor for work in self._works for tensor in work.result()]
+
+
+async def all_reduce_sparse(group: AsyncWorkerGroup, tensors: Sequence[Tensor], op: str, timeout: float | None) -> None:
+    """Add the sparse tensors (COO, on the CPU, of one shape) of all ranks and lists into each of ``tensors``.
+
+    op: "sum" or "avg".
+    timeout: seconds for each of the calls.
+
+    Raises ShapeMismatchError if the ranks' shapes differ, or a rank announces more values than the shape has places.
+    """
+    own = reduce(torch.add, [tensor.detach() for tensor in tensors]).coalesce()
+    facts = await group.all_gather(np.array([own._nnz(), own.sparse_dim(), *own.shape]), timeout=timeout)
+    if len({tuple(row) for row in facts[:, 1:]}) > 1:
+        raise ShapeMismatchError(
+            f"ranks give sparse tensors of shapes {[tuple(row[2:]) for row in facts]}: give one shape"
+        )
+    places = math.prod(own.shape[: own.sparse_dim()])
+    if facts[:, 0].min() < 0 or facts[:, 0].max() > places:
+        raise ShapeMismatchError(
+            f"ranks announce {facts[:, 0].tolist()} values of a sparse tensor with {places} places: give one shape"
+        )
+    indices = await _gather_uneven(group, own.indices().t(), facts[:, 0], timeout)
+    values = await _gather_uneven(group, own.values(), facts[:, 0], timeout)
+    total = torch.sparse_coo_tensor(indices.t(), values, own.shape, check_invariants=True).coalesce()
+    for tensor in tensors:
+        tensor.copy_(total / (group.size * len(tensors)) if op == "avg" else total)
+
+
+async def _gather_uneven(group: AsyncWorkerGroup, rows: Tensor, counts: np.ndarray, timeout: float | None) -> Tensor:
+    """Return the rows of all ranks, one rank after another. counts: number of each rank's rows."""
+    memory = [torch.empty((int(count), *rows.shape[1:]), dtype=rows.dtype) for count in counts]
+    given = TensorMemory(rows).array
+    await group.all_to_all_uneven([given] * group.size, [TensorMemory(one).array for one in memory], timeout=timeout)
+    return torch.cat(memory)

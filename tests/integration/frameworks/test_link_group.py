@@ -18,7 +18,7 @@ import torch.distributed as dist
 from psdist import torch_backend
 from psdist.errors import InvalidArgumentError, ShapeMismatchError
 from psdist.process_group.link_group import LinkGroup, make_group
-from psdist.process_group.sparse import all_reduce_sparse
+from psdist.process_group.work import all_reduce_sparse
 from tests.support.launched import Run
 
 _HEAD = """

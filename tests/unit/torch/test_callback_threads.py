@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from psdist.process_group import callback_threads
-from psdist.process_group.callback_threads import CallbackThreads
+from psdist.process_group import work
+from psdist.process_group.work import CallbackThreads
 
 
 def wait_until_idle(threads: CallbackThreads, count: int) -> None:
@@ -43,10 +43,10 @@ def test_an_idle_thread_runs_the_next_callback() -> None:
 
 @pytest.mark.timeout(60)
 def test_few_threads_are_kept() -> None:
-    threads, together = CallbackThreads(), threading.Barrier(callback_threads._KEPT_THREADS + 4)
+    threads, together = CallbackThreads(), threading.Barrier(work._KEPT_THREADS + 4)
     before = threading.active_count()
     for _ in range(together.parties):
         threads.run(together.wait)
-    wait_until_idle(threads, callback_threads._KEPT_THREADS)
-    while threading.active_count() > before + callback_threads._KEPT_THREADS:
+    wait_until_idle(threads, work._KEPT_THREADS)
+    while threading.active_count() > before + work._KEPT_THREADS:
         os.sched_yield()

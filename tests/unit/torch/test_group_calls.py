@@ -12,8 +12,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from psdist.errors import DTypeMismatchError, InvalidArgumentError
-from psdist.process_group.checks import Checks
-from psdist.process_group.forms import FORMS, call
+from psdist.process_group.checks import FORMS, Checks, call
 from psdist.process_group.work import TensorMemory, apart
 from psdist.torch.values import as_array
 
