@@ -1,4 +1,5 @@
-"""Faults from outside a process: signals by process id, and network namespaces that can be disconnected.
+"""Faults from outside a process: signals by process id, and network namespaces that can be disconnected, and busy
+cores.
 
 To the network a namespace is a separate host: it has one address, and all packets to it, from it, or both can be
 dropped. Namespaces need root, ``ip`` and ``iptables``; ``namespaces_missing`` says what a machine lacks. Their names
@@ -12,10 +13,14 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 from contextlib import closing, suppress
-from typing import Final, Literal
+from types import TracebackType
+from typing import Final, Literal, Self
 
+from psdist.cgroups import usable_cores
 from psdist.errors import ConfigurationError
+from psdist.launcher.process import ReaperProcess
 
 Direction = Literal["both", "in", "out"]
 _NAMESPACE: Final = re.compile(r"ps(\d+)(?:switch|host\d+)\b")
@@ -188,3 +193,38 @@ def run_command(*command: str) -> str:
     if done.returncode:
         raise ConfigurationError(f"{' '.join(command)!r} failed: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout
+
+
+_BUSY: Final = (sys.executable, "-I", "-S", "-c", "while True: pass")
+
+
+class BackgroundLoad:
+    """Context manager that runs ``per_core`` busy processes for each core. A reaper ends them if this process dies."""
+
+    def __init__(self, per_core: int) -> None:
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._count = per_core * usable_cores()
+
+    def __enter__(self) -> Self:
+        if self._count:
+            self._reaper = ReaperProcess()
+        for _ in range(self._count):
+            process = subprocess.Popen(_BUSY, stdin=subprocess.DEVNULL, start_new_session=True)
+            self.processes.append(process)
+            self._reaper.add(process.pid)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all processes; a second call has no effect."""
+        processes, self.processes = self.processes, []
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()
+        if processes:
+            self._reaper.close()

@@ -1,14 +1,20 @@
 """The result of a chaos run: faults with their recoveries, the verdict, and their presentation. Pure.
 
+It also counts the pauses of training that faults cause, and updates that replicas refused, from the logs of the
+servers. A refused update may be sent again once, after the copy was filled or the stream was reopened. A second refusal
+of the same update means that the primary repeats it endlessly.
+
 The keys of ``as_json`` are stable.
 """
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from psdist.chaos.fills import Role
 from psdist.chaos.oracle import Verdict
@@ -177,3 +183,45 @@ def table(report: ChaosReport) -> str:
     rows += [("PROBLEM", problem) for problem in report.problems]
     rows += [("result", "as promised" if report.good else "NOT AS PROMISED")]
     return "\n".join(f"{name:15}{value}" for name, value in rows)
+
+
+def longest_pauses(moments: Sequence[float], faults: Sequence[Injected], until: float) -> list[float]:
+    """Return the longest pause of one worker that each fault caused, in seconds.
+
+    A pause counts for the faults that struck during it, or else for the last one before it. One that a frozen server
+    shares with a killed one counts only for the frozen one: it lasts as long as the lease.
+
+    moments: of the worker's acknowledgements.
+    faults: in their order.
+    until: when the last fault's effects were over.
+    """
+    longest = [0.0] * len(faults)
+    for before, after in itertools.pairwise(moments):
+        if after > faults[0].at and before < until:
+            for number in _causes(before, after, faults):
+                longest[number] = max(longest[number], after - before)
+    return longest
+
+
+def _causes(before: float, after: float, faults: Sequence[Injected]) -> list[int]:
+    during = [number for number, fault in enumerate(faults) if before < fault.at < after]
+    if not during:
+        return [sum(fault.at <= before for fault in faults) - 1]
+    return [number for number in during if faults[number].kind.endswith("freeze")] or during
+
+
+#: How servers log a refused update: it does not fit the copy (``replicator``), or updates before it are missing
+#: (``rpc_handlers``, with the text of ``core.replication``).
+STALE: Final = "a copy is stale"
+GAP: Final = "Replicate refused: update "
+#: The primary's end of the connection, which differs once it has dialed again (``rpc_handlers``).
+_CALLER: Final = re.compile(r" \(a call from [^)]*\)")
+
+
+def count_refusals(logs: Iterable[str]) -> Counter[str]:
+    """Count refusals by log line without its time and caller. It names the shard, and the version or the lsn.
+
+    logs: the whole log of each server.
+    """
+    lines = (line.partition(" ")[2] for text in logs for line in text.splitlines())
+    return Counter(_CALLER.sub("", line) for line in lines if STALE in line or GAP in line)

@@ -21,13 +21,11 @@ import numpy as np
 
 from psdist.chaos import oracle
 from psdist.chaos.cluster import ChaosCluster, ChaosClusterSettings
+from psdist.chaos.faults import BackgroundLoad
 from psdist.chaos.injections import FAULTS
 from psdist.chaos.live_run import LiveRun
-from psdist.chaos.load import BackgroundLoad
 from psdist.chaos.oracle import Verdict
-from psdist.chaos.pauses import longest_pauses
-from psdist.chaos.refusals import count_refusals
-from psdist.chaos.report import ChaosReport, Injected
+from psdist.chaos.report import ChaosReport, Injected, count_refusals, longest_pauses
 from psdist.chaos.settings import ChaosSettings
 from psdist.chaos.workload import WorkloadSettings
 from psdist.errors import InternalError, PsdistError

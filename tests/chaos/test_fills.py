@@ -8,7 +8,7 @@ import pytest
 
 from psdist import optim
 from psdist.chaos.fills import Chance, Fill, chances, fills_of, is_expendable
-from psdist.chaos.refusals import GAP, STALE, count_refusals
+from psdist.chaos.report import GAP, STALE, count_refusals
 from psdist.consistency import BSP
 from psdist.errors import InvalidArgumentError
 from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard

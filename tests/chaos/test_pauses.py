@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from psdist.chaos.pauses import longest_pauses
-from psdist.chaos.report import Injected
+from psdist.chaos.report import Injected, longest_pauses
 
 _STEADY = [0.1 * number for number in range(11)]
 
