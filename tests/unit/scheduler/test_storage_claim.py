@@ -26,6 +26,10 @@ def test_another_run_is_refused_and_the_same_run_is_warned(tmp_path: Path, caplo
     _claim(storage, "second").release()
 
 
-def test_only_directories_are_claimed() -> None:
-    _claim(None, "run").release()
-    _claim(open_storage("memory://claims"), "run").release()
+def test_only_directories_are_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for storage in (None, open_storage("memory://claims")):
+        held = [_claim(storage, run) for run in ("first", "second")]  # A directory would be refused to the second.
+        assert not list(tmp_path.iterdir())
+        for claim in held:
+            claim.release()
