@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,32 +17,9 @@ import psdist
 import psdist.jax
 from psdist.client.context import Context
 from psdist.errors import ClosedError, InvalidArgumentError
-from psdist.launcher.embedded import EmbeddedCluster
 
 Work = Callable[[Context], Any]
 STEPS = 30
-
-
-@pytest.fixture(scope="module")
-def contexts() -> Iterator[list[Context]]:
-    """The contexts of two workers."""
-    cluster = EmbeddedCluster(servers=2)
-    clients = [psdist.Client(cluster.address, cluster.token, rank=rank) for rank in range(2)]
-    yield [Context(rank, 2, rank, client) for rank, client in enumerate(clients)]
-    for client in clients:
-        client.close()
-    cluster.close()
-
-
-@pytest.fixture
-def both(contexts: list[Context]) -> Callable[[Work], list[Any]]:
-    """Do the same in both workers. Returns their results."""
-
-    def run(work: Work) -> list[Any]:
-        with ThreadPoolExecutor(2) as threads:
-            return list(threads.map(work, contexts))
-
-    return run
 
 
 def first() -> dict[str, Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -31,34 +30,12 @@ Work = Callable[[Context], Any]
 
 
 @pytest.fixture(scope="module")
-def contexts() -> Iterator[list[Context]]:
-    """The contexts of two workers."""
-    cluster = EmbeddedCluster(servers=1)
-    clients = [psdist.Client(cluster.address, cluster.token, rank=rank) for rank in range(2)]
-    yield [Context(rank, 2, rank, client) for rank, client in enumerate(clients)]
-    for client in clients:
-        client.close()
-    cluster.close()
-
-
-@pytest.fixture(scope="module")
 def alone() -> Iterator[Context]:
     """The context of the only worker of a run."""
     cluster = EmbeddedCluster(servers=1)
     with psdist.Client(cluster.address, cluster.token) as client:
         yield Context(0, 1, 0, client)
     cluster.close()
-
-
-@pytest.fixture
-def both(contexts: list[Context]) -> Callable[[Work], list[Any]]:
-    """Do the same in both workers. Returns their results."""
-
-    def run(work: Work) -> list[Any]:
-        with ThreadPoolExecutor(2) as threads:
-            return list(threads.map(work, contexts))
-
-    return run
 
 
 def loss_at(model: nn.Module, step: int, rank: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import Any
@@ -19,7 +19,6 @@ import psdist
 from psdist import BSP, optim
 from psdist.client.context import Context
 from psdist.errors import InvalidArgumentError
-from psdist.launcher.embedded import EmbeddedCluster
 from psdist.torch import DistributedOptimizer
 from tests.support.torch_models import MODELS, loss_of, mlp, part
 
@@ -27,17 +26,6 @@ BATCHES = MODELS["mlp"][1]
 STEPS = 5
 NORM = 0.05
 Loop = Callable[[nn.Module, torch.optim.Optimizer, int, int], list[float]]
-
-
-@pytest.fixture(scope="module")
-def contexts() -> Iterator[list[Context]]:
-    """Contexts of two workers."""
-    cluster = EmbeddedCluster(servers=1)
-    clients = [psdist.Client(cluster.address, cluster.token, rank=rank) for rank in range(2)]
-    yield [Context(rank, 2, rank, client) for rank, client in enumerate(clients)]
-    for client in clients:
-        client.close()
-    cluster.close()
 
 
 def on_both(contexts: list[Context], work: Callable[[Context], Any]) -> list[Any]:

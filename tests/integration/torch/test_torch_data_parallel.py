@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,34 +24,6 @@ from tests.support.torch_models import MODELS, loss_of, mlp, part
 
 BATCHES = MODELS["mlp"][1]
 Work = Callable[[Context], Any]
-
-
-@pytest.fixture(scope="module")
-def contexts() -> Iterator[list[Context]]:
-    """The contexts of two workers."""
-    cluster = EmbeddedCluster(servers=1)
-    clients = [psdist.Client(cluster.address, cluster.token, rank=rank) for rank in range(2)]
-    yield [Context(rank, 2, rank, client) for rank, client in enumerate(clients)]
-    for client in clients:
-        client.close()
-    cluster.close()
-
-
-@pytest.fixture
-def both(contexts: list[Context]) -> Callable[[Work], list[Any]]:
-    """Do the same in both workers. Returns their results."""
-
-    def run(work: Work) -> list[Any]:
-        with ThreadPoolExecutor(2) as threads:
-            return list(threads.map(work, contexts))
-
-    return run
-
-
-@pytest.fixture
-def name(request: pytest.FixtureRequest) -> str:
-    """A parameter set's name for this test."""
-    return "".join(letter if letter.isalnum() else "-" for letter in request.node.name)
 
 
 def test_equal_gradients_are_no_reason_for_a_warning(

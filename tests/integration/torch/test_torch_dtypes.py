@@ -6,7 +6,7 @@ Two workers run in two threads of this process, with real servers.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,11 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import psdist
 from psdist import optim
 from psdist.client.context import Context
 from psdist.errors import DTypeMismatchError, InvalidArgumentError
-from psdist.launcher.embedded import EmbeddedCluster
 from psdist.torch import DistributedDataParallel, DistributedOptimizer, offload
 
 STEPS = 6
@@ -95,17 +93,6 @@ def by_averages(context: Context, model: nn.Module, dtype: torch.dtype, name: st
         loss_of(wrapped, batch(step, context.rank, dtype)).backward()
         optimizer.step()
     return model
-
-
-@pytest.fixture(scope="module")
-def contexts() -> Iterator[list[Context]]:
-    """The contexts of two workers."""
-    cluster = EmbeddedCluster(servers=2)
-    clients = [psdist.Client(cluster.address, cluster.token, rank=rank) for rank in range(2)]
-    yield [Context(rank, 2, rank, client) for rank, client in enumerate(clients)]
-    for client in clients:
-        client.close()
-    cluster.close()
 
 
 def distance(one: nn.Module, other: nn.Module) -> float:

@@ -48,12 +48,6 @@ def everywhere(contexts: list[Context]) -> Callable[[Work], list[Any]]:
     return run
 
 
-@pytest.fixture
-def name(request: pytest.FixtureRequest) -> str:
-    """A parameter set's name for this test."""
-    return "".join(letter if letter.isalnum() else "-" for letter in request.node.name)
-
-
 def batches_of(rank: int) -> list[Batch]:
     return [BATCHES(10 * rank + number) for number in range(COUNTS[rank])]
 

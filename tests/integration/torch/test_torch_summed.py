@@ -6,9 +6,7 @@ Two workers run in two threads of this process, with real servers.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -17,25 +15,12 @@ from torch import Tensor, nn
 import psdist
 from psdist.client.context import Context
 from psdist.errors import InvalidArgumentError
-from psdist.launcher.embedded import EmbeddedCluster
 from psdist.torch import DistributedDataParallel, DistributedOptimizer
 from tests.support.torch_models import mlp
 
-Work = Callable[[Context], Any]
 MAX_NORM = 0.5
 #: Samples of each worker, by step.
 SIZES = [(1, 9), (4, 4), (7, 1), (3, 2)]
-
-
-@pytest.fixture(scope="module")
-def contexts() -> Iterator[list[Context]]:
-    """The contexts of two workers."""
-    cluster = EmbeddedCluster(servers=2)
-    clients = [psdist.Client(cluster.address, cluster.token, rank=rank) for rank in range(2)]
-    yield [Context(rank, 2, rank, client) for rank, client in enumerate(clients)]
-    for client in clients:
-        client.close()
-    cluster.close()
 
 
 def batches(step: int) -> list[tuple[Tensor, Tensor]]:
