@@ -47,3 +47,11 @@ def both(contexts: list[Context]) -> Callable[[Callable[[Context], Any]], list[A
             return list(threads.map(work, contexts))
 
     return run
+
+
+@pytest.fixture(scope="module")
+def cluster(request: pytest.FixtureRequest) -> Iterator[EmbeddedCluster]:
+    """Scheduler and servers: two of them, or as many as the module's ``SERVERS``."""
+    started = EmbeddedCluster(servers=getattr(request.module, "SERVERS", 2))
+    yield started
+    started.close()

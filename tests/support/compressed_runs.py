@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
-import pytest_asyncio
 
 from psdist import AsyncClient, AsyncParameters, optim
 from psdist.client.core import flat_vector
@@ -46,6 +45,7 @@ class Workers:
     """The workers of a cluster, in this process."""
 
     def __init__(self, cluster: EmbeddedCluster, transport: TransportName = "auto") -> None:
+        self.cluster = cluster
         self.clients = [
             AsyncClient(cluster.address, cluster.token, rank=rank, transport=transport) for rank in range(WORKERS)
         ]
@@ -85,32 +85,6 @@ class Workers:
 
     async def close(self) -> None:
         await asyncio.gather(*(client.close() for client in self.clients))
-
-
-@pytest_asyncio.fixture(loop_scope="session", scope="module")
-async def cluster() -> AsyncIterator[EmbeddedCluster]:
-    cluster = await asyncio.to_thread(EmbeddedCluster, 2)
-    yield cluster
-    await asyncio.to_thread(cluster.close)
-
-
-async def in_buckets(handle: AsyncParameters, values: dict[str, np.ndarray]) -> bytes:
-    """Make a step in buckets: the last layers first."""
-    buckets = [await handle.push_pull_async({name: values[name]}) for name in reversed(values)]
-    weights: dict[str, np.ndarray] = {}
-    for bucket in buckets:
-        weights |= {name: array.copy() for name, array in (await bucket).items()}
-    return joined(weights)
-
-
-async def in_buffers(handle: AsyncParameters, values: dict[str, np.ndarray]) -> bytes:
-    """Make a step of the gradient buffers, which stay unchanged."""
-    buffers = await handle.gradient_buffers()
-    for name, array in buffers.items():
-        array[...] = values[name]
-    weights = await handle.push_pull(buffers)
-    assert all((buffers[name] == values[name]).all() for name in buffers)
-    return joined(weights)
 
 
 async def psdist_close(client: AsyncClient) -> None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
 import numpy as np
 
 from psdist import AsyncParameters
 from psdist.compression import Float32
-from tests.support.exact_runs import joined
+from psdist.launcher.embedded import EmbeddedCluster
+from psdist.optim import Optimizer
+from psdist.settings.config import TransportName
+from tests.support.compressed_runs import ADAM, WORKERS, Workers
+from tests.support.exact_runs import gradient, joined, split
 
 PLAIN = (Float32(), Float32())
 
 
-async def in_buckets(handle: AsyncParameters, values: dict[str, np.ndarray], weight: float) -> bytes:
+async def in_buckets(handle: AsyncParameters, values: dict[str, np.ndarray], weight: float = 1.0) -> bytes:
     """Make a step in buckets: the last layers first."""
     buckets = [await handle.push_pull_async({name: values[name]}, weight) for name in reversed(values)]
     weights: dict[str, np.ndarray] = {}
@@ -20,7 +27,7 @@ async def in_buckets(handle: AsyncParameters, values: dict[str, np.ndarray], wei
     return joined(weights)
 
 
-async def in_one(handle: AsyncParameters, values: dict[str, np.ndarray], weight: float) -> bytes:
+async def in_one(handle: AsyncParameters, values: dict[str, np.ndarray], weight: float = 1.0) -> bytes:
     """Make a step of the gradient buffers, which stay unchanged."""
     buffers = await handle.gradient_buffers()
     for name, array in buffers.items():
@@ -28,3 +35,50 @@ async def in_one(handle: AsyncParameters, values: dict[str, np.ndarray], weight:
     result = await handle.push_pull(buffers, weight=weight)
     assert all((buffers[name] == values[name]).all() for name in buffers)
     return joined(result)
+
+
+Prepare = Callable[[AsyncParameters, int], Awaitable[None]]
+
+
+async def make_step(workers: Workers, step: int, prepare: Prepare) -> list[bytes]:
+    """Make a step of all workers, in buckets or in one call. prepare: called with each worker's handle before."""
+    push = in_buckets if step % 2 and not workers.handles[0].spec.optimizer.max_grad_norm else in_one
+    for handle in workers.handles:
+        await prepare(handle, step)
+    return await asyncio.gather(
+        *(push(handle, split(gradient(step, rank))) for rank, handle in enumerate(workers.handles))
+    )
+
+
+async def check_run(
+    workers: Workers, expected: Sequence[bytes], prepare: Prepare, optimizer: Optimizer = ADAM, killed: int = -1
+) -> None:
+    """Check that each step of a run has the bytes of one process, and close it.
+
+    killed: step in which a server is killed.
+    """
+    try:
+        await workers.open(PLAIN, optimizer=optimizer)
+        for step, weights in enumerate(expected):
+            stepping = asyncio.ensure_future(make_step(workers, step, prepare))
+            if step == killed:
+                await asyncio.sleep(0)
+                workers.cluster.processes[2].kill()
+            assert await stepping == [weights] * WORKERS, f"step {step}"
+    finally:
+        await workers.close()
+
+
+async def check_run_of_copies(
+    expected: Sequence[bytes],
+    prepare: Prepare,
+    optimizer: Optimizer = ADAM,
+    killed: int = 3,
+    transport: TransportName = "tcp",
+) -> None:
+    """Check a run of three servers with two copies that loses one."""
+    cluster = await asyncio.to_thread(EmbeddedCluster, 3, replicas=2)
+    try:
+        await check_run(Workers(cluster, transport), expected, prepare, optimizer, killed)
+    finally:
+        await asyncio.to_thread(cluster.close)

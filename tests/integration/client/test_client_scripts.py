@@ -7,23 +7,16 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from psdist.launcher.embedded import EmbeddedCluster
+
+#: Of the cluster.
+SERVERS = 1
 
 HEAD = """
 import hashlib, numpy as np, os, psdist, sys, threading
 """
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[EmbeddedCluster]:
-    cluster = EmbeddedCluster(1)
-    yield cluster
-    cluster.close()
 
 
 def start(

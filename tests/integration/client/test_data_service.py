@@ -25,6 +25,9 @@ from psdist.data import DataPosition, RangeOrder
 from psdist.launcher.embedded import EmbeddedCluster
 from tests.support.launched import Run
 
+#: Of the cluster.
+SERVERS = 1
+
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 _SCRIPT = """
 import os, pathlib, signal, sys
@@ -191,13 +194,6 @@ def test_the_example_trains_though_a_worker_is_killed(tmp_path: Path, runs: list
 
 
 # --- one client's view ------------------------------------------------------------------------------------------------
-
-
-@pytest_asyncio.fixture(loop_scope="session", scope="module")
-async def cluster() -> AsyncIterator[EmbeddedCluster]:
-    cluster = await asyncio.to_thread(EmbeddedCluster, 1)
-    yield cluster
-    await asyncio.to_thread(cluster.close)
 
 
 @pytest_asyncio.fixture(loop_scope="session")

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -91,13 +90,6 @@ class Workers:
 
 async def step(handles: list[AsyncParameters], number: int) -> list[Arrays]:
     return await asyncio.gather(*(handle.push_pull(draw(number, rank)) for rank, handle in enumerate(handles)))
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[EmbeddedCluster]:
-    cluster = EmbeddedCluster(servers=2)
-    yield cluster
-    cluster.close()
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp", "grpc"])

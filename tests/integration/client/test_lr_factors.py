@@ -4,14 +4,12 @@ over each transport, clipped, compressed and in buckets, through the loss of a s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
-import pytest_asyncio
 
-from psdist import AsyncClient, optim
+from psdist import AsyncClient, AsyncParameters, optim
 from psdist.client.core.push_sequence import PushOptions
 from psdist.consistency import ASP, BSP, SSP
 from psdist.errors import InvalidArgumentError
@@ -21,7 +19,7 @@ from psdist_server.kernels.optimizers import clip_factor
 from tests.support import reference
 from tests.support.compressed_runs import ADAM, SLICING, WORKERS, Workers
 from tests.support.exact_runs import TOTAL, gradient, initial, joined, split
-from tests.support.weighted_pushes import PLAIN, in_buckets, in_one
+from tests.support.weighted_pushes import PLAIN, check_run, check_run_of_copies
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -66,62 +64,24 @@ def reference_run(optimizer: optim.Optimizer) -> list[bytes]:
     return history
 
 
-@pytest_asyncio.fixture(loop_scope="session", scope="module")
-async def cluster() -> AsyncIterator[EmbeddedCluster]:
-    cluster = await asyncio.to_thread(EmbeddedCluster, 2)
-    yield cluster
-    await asyncio.to_thread(cluster.close)
-
-
-async def make_step(workers: Workers, step: int) -> list[bytes]:
-    """Make a step of all workers, in buckets or in one call."""
-    push = in_buckets if step % 2 and not workers.handles[0].spec.optimizer.max_grad_norm else in_one
-    for handle in workers.handles:
-        handle.lr_factor = FACTORS[step]
-    return await asyncio.gather(
-        *(push(handle, split(gradient(step, rank)), 1.0) for rank, handle in enumerate(workers.handles))
-    )
+async def prepare(handle: AsyncParameters, step: int) -> None:
+    handle.lr_factor = FACTORS[step]
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 async def test_each_step_has_the_rate_that_its_pushes_carry(
     cluster: EmbeddedCluster, optimizer: optim.Optimizer
 ) -> None:
-    await check_run(cluster, "auto", optimizer)
+    await check_run(Workers(cluster), reference_run(optimizer), prepare, optimizer)
 
 
 @pytest.mark.parametrize("transport", ["tcp", "grpc"])
 async def test_so_it_has_over_other_transports(cluster: EmbeddedCluster, transport: TransportName) -> None:
-    await check_run(cluster, transport, ADAM)
-
-
-async def check_run(cluster: EmbeddedCluster, transport: TransportName, optimizer: optim.Optimizer) -> None:
-    """Check that a run has the bytes of one process."""
-    expected, workers = reference_run(optimizer), Workers(cluster, transport)
-    try:
-        await workers.open(PLAIN, optimizer=optimizer)
-        for step in range(len(FACTORS)):
-            assert await make_step(workers, step) == [expected[step]] * WORKERS, f"step {step}"
-        assert workers.handles[0].lr_factor == FACTORS[-1]
-    finally:
-        await workers.close()
+    await check_run(Workers(cluster, transport), reference_run(ADAM), prepare)
 
 
 async def test_a_killed_server_changes_not_a_bit() -> None:
-    expected = reference_run(ADAM)
-    cluster = await asyncio.to_thread(EmbeddedCluster, 3, replicas=2)
-    workers = Workers(cluster, "tcp")
-    try:
-        await workers.open(PLAIN)
-        for step in range(len(FACTORS)):
-            stepping = asyncio.ensure_future(make_step(workers, step))
-            if step == 3:
-                await asyncio.sleep(0)
-                cluster.processes[2].kill()
-            assert await stepping == [expected[step]] * WORKERS, f"step {step}"
-    finally:
-        await workers.close()
-        await asyncio.to_thread(cluster.close)
+    await check_run_of_copies(reference_run(ADAM), prepare)
 
 
 @pytest.mark.parametrize("consistency", [ASP(), SSP(2), ASP(staleness_lr="inverse")])

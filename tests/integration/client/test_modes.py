@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
@@ -14,13 +14,6 @@ from psdist.launcher.embedded import EmbeddedCluster
 
 #: One slot per push: a push adds 1 in its slot, so at the end 0 is lost and 2 is applied twice.
 WORKERS, PUSHES = 2, 30
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[EmbeddedCluster]:
-    cluster = EmbeddedCluster(servers=2)
-    yield cluster
-    cluster.close()
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,13 +21,6 @@ from psdist.launcher.embedded import EmbeddedCluster
 #: From the user's call to the coroutine that writes to the connection, including both.
 DEPTH_MAX = 8
 PRODUCT = str(Path(psdist.__file__).parent)
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[EmbeddedCluster]:
-    cluster = EmbeddedCluster(servers=2)
-    yield cluster
-    cluster.close()
 
 
 class Nesting:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import defaultdict
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -22,16 +21,12 @@ from psdist.consistency import Consistency
 from psdist.errors import ClosedError
 from psdist.launcher.embedded import EmbeddedCluster
 
+#: Of the cluster.
+SERVERS = 3
+
 STEPS, LIVES, SLICES = 60, 12, 11
 TABLE = (SLICES, STEPS, LIVES)
 Table = NDArray[np.float32]
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[EmbeddedCluster]:
-    cluster = EmbeddedCluster(servers=3)
-    yield cluster
-    cluster.close()
 
 
 class Training:

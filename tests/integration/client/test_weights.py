@@ -4,13 +4,12 @@ without compression and clipping, in buckets, through the loss of a server."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
 import pytest
-import pytest_asyncio
 
 from psdist import optim
 from psdist.client.core.encoder import GradientEncoder
@@ -61,13 +60,6 @@ def sent(codec: Codec, encoder: GradientEncoder, flat: np.ndarray) -> np.ndarray
         rounded: np.ndarray = flat.astype(ml_dtypes.bfloat16).astype(np.float32)
         return rounded
     return flat if isinstance(codec, Float32) else decoded(encoder, flat)
-
-
-@pytest_asyncio.fixture(loop_scope="session", scope="module")
-async def cluster() -> AsyncIterator[EmbeddedCluster]:
-    cluster = await asyncio.to_thread(EmbeddedCluster, 2)
-    yield cluster
-    await asyncio.to_thread(cluster.close)
 
 
 CASES = {

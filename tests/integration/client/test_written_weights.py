@@ -4,12 +4,10 @@ optimizers and over each transport, clipped, compressed and in buckets, through 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
-import pytest_asyncio
 
 from psdist import AsyncClient, AsyncParameters, optim
 from psdist.compression import Codec, Int8, TopK
@@ -21,7 +19,7 @@ from psdist_server.kernels.optimizers import clip_factor
 from tests.support import reference
 from tests.support.compressed_runs import ADAM, SLICING, WORKERS, Workers
 from tests.support.exact_runs import SHAPES, TOTAL, gradient, initial, joined, split
-from tests.support.weighted_pushes import PLAIN, in_buckets, in_one
+from tests.support.weighted_pushes import PLAIN, check_run, check_run_of_copies, in_buckets, in_one, make_step
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -63,61 +61,23 @@ def reference_run(optimizer: optim.Optimizer) -> list[bytes]:
     return history
 
 
-@pytest_asyncio.fixture(loop_scope="session", scope="module")
-async def cluster() -> AsyncIterator[EmbeddedCluster]:
-    cluster = await asyncio.to_thread(EmbeddedCluster, 2)
-    yield cluster
-    await asyncio.to_thread(cluster.close)
-
-
-async def make_step(workers: Workers, step: int) -> list[bytes]:
-    """Make a step of all workers, in buckets or in one call."""
-    push = in_buckets if step % 2 and not workers.handles[0].spec.optimizer.max_grad_norm else in_one
-    for handle in workers.handles:
-        await handle.assign(values(step))
-    return await asyncio.gather(
-        *(push(handle, split(gradient(step, rank)), 1.0) for rank, handle in enumerate(workers.handles))
-    )
+async def prepare(handle: AsyncParameters, step: int) -> None:
+    await handle.assign(values(step))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 async def test_a_step_begins_with_the_written_weights(cluster: EmbeddedCluster, optimizer: optim.Optimizer) -> None:
-    await check_run(cluster, "auto", optimizer)
+    await check_run(Workers(cluster), reference_run(optimizer), prepare, optimizer)
 
 
 @pytest.mark.parametrize("transport", ["tcp", "grpc"])
 async def test_so_it_does_over_other_transports(cluster: EmbeddedCluster, transport: TransportName) -> None:
-    await check_run(cluster, transport, ADAM)
-
-
-async def check_run(cluster: EmbeddedCluster, transport: TransportName, optimizer: optim.Optimizer) -> None:
-    """Check that a run has the bytes of one process."""
-    expected, workers = reference_run(optimizer), Workers(cluster, transport)
-    try:
-        await workers.open(PLAIN, optimizer=optimizer)
-        for step in range(len(WRITTEN)):
-            assert await make_step(workers, step) == [expected[step]] * WORKERS, f"step {step}"
-        assert joined(await workers.handles[0].pull()) == expected[-1]
-    finally:
-        await workers.close()
+    await check_run(Workers(cluster, transport), reference_run(ADAM), prepare)
 
 
 @pytest.mark.parametrize("killed", [1, pytest.param(3, marks=pytest.mark.long)])
 async def test_a_killed_server_changes_not_a_bit(killed: int) -> None:
-    expected = reference_run(ADAM)
-    cluster = await asyncio.to_thread(EmbeddedCluster, 3, replicas=2)
-    workers = Workers(cluster, "tcp" if killed == 1 else "auto")
-    try:
-        await workers.open(PLAIN)
-        for step in range(len(WRITTEN)):
-            stepping = asyncio.ensure_future(make_step(workers, step))
-            if step == killed:
-                await asyncio.sleep(0)
-                cluster.processes[2].kill()
-            assert await stepping == [expected[step]] * WORKERS, f"step {step}"
-    finally:
-        await workers.close()
-        await asyncio.to_thread(cluster.close)
+    await check_run_of_copies(reference_run(ADAM), prepare, killed=killed, transport="tcp" if killed == 1 else "auto")
 
 
 @pytest.mark.parametrize("pull", [None, Int8()], ids=["whole", "differences"])
@@ -128,7 +88,7 @@ async def test_written_weights_go_beside_compressed_gradients(cluster: EmbeddedC
         await workers.open((TopK(0.05), TopK(0.05)), optimizer=optim.SGD(lr=0.0), pull=pull)
         for step in range(len(WRITTEN)):
             write(weights, values(step))
-            (first, second) = await make_step(workers, step)
+            (first, second) = await make_step(workers, step, prepare)
             assert first == second
             assert first == weights.tobytes(), f"step {step}"
     finally:
@@ -155,7 +115,7 @@ async def test_workers_that_write_different_values_are_refused(
             assert joined(await (await reader.parameters(workers.handles[0].name)).pull()) == before
         await workers.handles[0].assign({})
         twos = split(np.full(TOTAL, 2.0, np.float32))
-        await asyncio.gather(in_buckets(workers.handles[0], twos, 1.0), in_one(workers.handles[1], twos, 1.0))
+        await asyncio.gather(in_buckets(workers.handles[0], twos), in_one(workers.handles[1], twos))
         expected = np.frombuffer(before, np.float32) - np.float32(2.0)
         assert joined(await workers.handles[0].pull()) == expected.tobytes()
     finally:
@@ -169,7 +129,7 @@ async def test_a_step_in_buckets_is_refused_as_a_whole(cluster: EmbeddedCluster)
         await workers.handles[1].assign({"b": np.zeros(7, np.float32)})
         for value, refused in ((1.0, True), (2.0, False)):
             gradients = split(np.full(TOTAL, value, np.float32))
-            steps = [in_buckets(one, gradients, 1.0) for one in workers.handles]
+            steps = [in_buckets(one, gradients) for one in workers.handles]
             results = await asyncio.gather(*steps, return_exceptions=True)
             assert [isinstance(one, WrittenWeightsError) for one in results] == [refused] * WORKERS, results
             await workers.handles[1].assign({})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import ml_dtypes
@@ -20,15 +20,11 @@ from psdist.link.arenas import GradientArena
 from psdist.v1 import worker_pb2 as pb
 from tests.support.collective_run import SIZE, Run, arrays
 
+#: Of the cluster.
+SERVERS = 1
+
 #: Several pieces, and not a multiple of one.
 COUNT = 1_000_003
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[EmbeddedCluster]:
-    cluster = EmbeddedCluster(servers=1)
-    yield cluster
-    cluster.close()
 
 
 @pytest.fixture

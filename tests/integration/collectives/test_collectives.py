@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import warnings
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import ml_dtypes
@@ -35,15 +35,11 @@ from psdist.errors import (
 from psdist.launcher.embedded import EmbeddedCluster
 from tests.support.collective_run import SIZE, Run, arrays
 
+#: Of the cluster.
+SERVERS = 1
+
 #: More than one part, and not a multiple of one.
 LARGE = 1_000_003
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[EmbeddedCluster]:
-    cluster = EmbeddedCluster(servers=1)
-    yield cluster
-    cluster.close()
 
 
 @pytest.fixture(params=["shm", "tcp"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -22,15 +22,11 @@ from psdist.errors import (
 from psdist.launcher.embedded import EmbeddedCluster
 from tests.support.collective_run import SIZE, Run, arrays
 
+#: Of the cluster.
+SERVERS = 1
+
 #: More than one slice, and not a multiple of one.
 LARGE = 300_007
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[EmbeddedCluster]:
-    cluster = EmbeddedCluster(servers=1)
-    yield cluster
-    cluster.close()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -15,17 +14,13 @@ from psdist.collectives.workers import AsyncCollectives
 from psdist.errors import ClosedError, CollectiveMismatchError, LateWorkerError
 from psdist.launcher.embedded import EmbeddedCluster
 
+#: Of the cluster.
+SERVERS = 1
+
 SIZE = 3
 COUNT = 300_000
 #: Steps of the workers that are left: more than are made while the other one leaves.
 LAST = 40
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[EmbeddedCluster]:
-    cluster = EmbeddedCluster(servers=1)
-    yield cluster
-    cluster.close()
 
 
 class Worker:

@@ -4,7 +4,7 @@ where they are."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import ml_dtypes
@@ -20,16 +20,12 @@ from psdist.launcher.embedded import EmbeddedCluster
 from psdist.types import WorkerEntry
 from tests.support.collective_run import Run
 
+#: Of the cluster.
+SERVERS = 1
+
 SIZE = 4
 #: Three blocks, and not a multiple of one.
 LARGE = 1_300_003
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[EmbeddedCluster]:
-    cluster = EmbeddedCluster(servers=1)
-    yield cluster
-    cluster.close()
 
 
 @pytest.fixture

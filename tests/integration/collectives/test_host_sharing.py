@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,11 @@ from psdist.link import fd_passing
 from psdist.link.arenas import GradientArena
 from tests.support.collective_run import SIZE, Run, arrays
 
+#: Of the cluster.
+SERVERS = 1
+
 #: Several pieces, and not a multiple of one.
 LARGE = 1_000_003
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[EmbeddedCluster]:
-    cluster = EmbeddedCluster(servers=1)
-    yield cluster
-    cluster.close()
 
 
 @pytest.fixture

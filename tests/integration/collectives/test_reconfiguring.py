@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
@@ -18,14 +18,10 @@ from psdist.errors import (
 )
 from psdist.launcher.embedded import EmbeddedCluster
 
+#: Of the cluster.
+SERVERS = 1
+
 SIZE = 3
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[EmbeddedCluster]:
-    cluster = EmbeddedCluster(servers=1)
-    yield cluster
-    cluster.close()
 
 
 class Workers:

@@ -39,20 +39,9 @@ from psdist.monitoring.run_json import status_json
 from psdist.settings.config import TransportName
 from psdist.v1 import scheduler_pb2
 from tests.support import reference
-from tests.support.compressed_runs import (
-    ADAM,
-    LAYOUT,
-    SLICING,
-    STEPS,
-    WORKERS,
-    Workers,
-    decoded,
-    in_buckets,
-    in_buffers,
-    psdist_close,
-)
-from tests.support.compressed_runs import cluster as cluster  # the fixture
+from tests.support.compressed_runs import ADAM, LAYOUT, SLICING, STEPS, WORKERS, Workers, decoded, psdist_close
 from tests.support.exact_runs import SLICE, TOTAL, gradient, initial, joined, split
+from tests.support.weighted_pushes import in_buckets, in_one
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -100,7 +89,7 @@ async def test_weights_are_the_references(cluster: EmbeddedCluster, name: str, t
         if transport == "grpc":
             await workers.load_kernels()
         await workers.open(CODECS[name])
-        for step, push in enumerate((in_buckets, in_buffers)):
+        for step, push in enumerate((in_buckets, in_one)):
             results = await asyncio.gather(
                 *(push(handle, split(gradient(step, rank))) for rank, handle in enumerate(workers.handles))
             )

@@ -4,13 +4,11 @@ computes, over each transport, in each kind of call, through the loss of a serve
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
-import pytest_asyncio
 
 from psdist import AsyncClient, AsyncParameters
 from psdist.compression import (
@@ -34,16 +32,9 @@ from psdist.errors import InvalidArgumentError, SettingsMismatchError, UnknownCo
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.settings.config import TransportName
 from tests.support import reference
-from tests.support.compressed_runs import (
-    ADAM,
-    SLICING,
-    WORKERS,
-    Workers,
-    in_buckets,
-    in_buffers,
-    psdist_close,
-)
+from tests.support.compressed_runs import ADAM, SLICING, WORKERS, Workers, psdist_close
 from tests.support.exact_runs import SLICE, TOTAL, gradient, initial, joined, split
+from tests.support.weighted_pushes import in_buckets, in_one
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -98,13 +89,6 @@ class Reference:
         self.published[part] += sent
 
 
-@pytest_asyncio.fixture(loop_scope="session", scope="module")
-async def cluster() -> AsyncIterator[EmbeddedCluster]:
-    cluster = await asyncio.to_thread(EmbeddedCluster, 2)
-    yield cluster
-    await asyncio.to_thread(cluster.close)
-
-
 async def in_place(handle: AsyncParameters, values: dict[str, np.ndarray]) -> bytes:
     """Make a step whose result is read in place."""
     return joined(await handle.push_pull(values, copy=False))
@@ -136,7 +120,7 @@ async def test_workers_have_the_published_weights(
         await workers.open(PLAIN, pull=CODECS[name])
         assert joined(await workers.handles[0].pull()) == initial().tobytes()
         before = [handle.statistics().pull_bytes for handle in workers.handles]
-        kinds = (in_buckets, in_buffers, in_place, into_arrays, as_new_arrays, as_new_arrays)
+        kinds = (in_buckets, in_one, in_place, into_arrays, as_new_arrays, as_new_arrays)
         for step, push in enumerate(kinds):
             results = await asyncio.gather(
                 *(push(handle, split(gradient(step, rank))) for rank, handle in enumerate(workers.handles))

@@ -3,7 +3,7 @@ real servers. The device is the processor."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from itertools import count
 from typing import Any
 
@@ -24,13 +24,6 @@ pytestmark = needs_compiler
 #: Gives every parameter set a name of its own.
 _numbers = count()
 INIT = {"w": np.ones((100, 300), np.float32), "b": np.zeros(77, np.float32)}
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[EmbeddedCluster]:
-    cluster = EmbeddedCluster(servers=2)
-    yield cluster
-    cluster.close()
 
 
 @pytest_asyncio.fixture(params=["shm", "tcp", "grpc"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -23,13 +23,6 @@ from psdist.link import dialing
 SIZE = 1_000_000
 SLICE = 1 << 15
 SGD = psdist.optim.SGD(lr=1.0)
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[EmbeddedCluster]:
-    cluster = EmbeddedCluster(servers=2)
-    yield cluster
-    cluster.close()
 
 
 @asynccontextmanager

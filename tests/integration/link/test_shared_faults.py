@@ -55,13 +55,6 @@ def nothing_left() -> Iterator[None]:
     assert not list(fd_passing.DIRECTORY.glob("psdist-*"))
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[EmbeddedCluster]:
-    cluster = EmbeddedCluster(servers=2)
-    yield cluster
-    cluster.close()
-
-
 @contextmanager
 def file_limit(size: int) -> Iterator[None]:
     """Limit the size of files that this process, and those started meanwhile, can make."""

@@ -6,7 +6,7 @@ Each update adds 1 to every weight for a mean gradient of -1, so the weights sho
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -24,13 +24,6 @@ from tests.support.contributions import until_pushed
 
 SIZE = 1 << 18
 SGD = psdist.optim.SGD(lr=1.0)
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[EmbeddedCluster]:
-    cluster = EmbeddedCluster(servers=2)
-    yield cluster
-    cluster.close()
 
 
 @asynccontextmanager
