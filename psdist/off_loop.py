@@ -1,8 +1,9 @@
-"""Work on large vectors and on devices outside the event loop, so that heartbeats continue."""
+"""Work outside the event loop, so that heartbeats continue, and work of other threads on it."""
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
@@ -52,3 +53,22 @@ async def until_done(future: asyncio.Future[Any]) -> None:
             cancelled = error
     if cancelled is not None:
         raise cancelled
+
+
+def on_loop(loop: asyncio.AbstractEventLoop, work: Callable[[], T]) -> concurrent.futures.Future[T]:
+    """Run ``work`` on the event loop of another thread, unless the returned future is cancelled before. Raises
+    TimeoutError if the loop is closed, because the process ends."""
+    answer: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def call() -> None:
+        if answer.set_running_or_notify_cancel():
+            try:
+                answer.set_result(work())
+            except Exception as error:  # The thread that waits for the answer raises it.
+                answer.set_exception(error)
+
+    try:
+        loop.call_soon_threadsafe(call)
+    except RuntimeError:
+        raise TimeoutError from None
+    return answer

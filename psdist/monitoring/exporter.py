@@ -7,7 +7,6 @@ lag of the loop and histograms.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import json
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
@@ -15,6 +14,7 @@ from typing import Any, Final, TypeVar
 from psdist.monitoring.catalog import SECONDS_BOUNDS, Role
 from psdist.monitoring.http_server import MetricsServer, Page
 from psdist.monitoring.readings import Histogram, Readings
+from psdist.off_loop import on_loop
 from psdist.security.tokens import Audience, Verifier
 from psdist.settings.config import MetricsEndpoint
 from psdist.version import __version__
@@ -86,19 +86,7 @@ class Exporter:
 
     def _on_loop(self, function: Callable[[], T]) -> T:
         """Return the result of a function that runs on the loop. Raises TimeoutError if the loop does not answer."""
-        answer: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-        def call() -> None:
-            if answer.set_running_or_notify_cancel():
-                try:
-                    answer.set_result(function())
-                except Exception as error:  # The thread that waits for the answer raises it.
-                    answer.set_exception(error)
-
-        try:
-            self._loop.call_soon_threadsafe(call)
-        except RuntimeError:  # The loop is closed: the process ends.
-            raise TimeoutError from None
+        answer = on_loop(self._loop, function)
         try:
             return answer.result(limits.SCRAPE_SECONDS)
         except TimeoutError:

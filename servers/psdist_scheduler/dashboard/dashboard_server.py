@@ -7,12 +7,12 @@ one reading. Connections are bounded in number, and those that make no progress 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import hmac
 import logging
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +29,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from psdist import addresses
 from psdist.errors import ConfigurationError, InsecureBindError, PermissionDeniedError, UnauthenticatedError
 from psdist.monitoring.dashboard_link import listen
+from psdist.off_loop import on_loop
 from psdist.security import roles
 from psdist.security.roles import Role
 from psdist.security.tokens import Audience, Verifier
@@ -110,19 +111,7 @@ class DashboardServer:
 
     async def _ask(self, after: int) -> Reading:
         """Return a reading from the scheduler's loop. Raises TimeoutError if that does not answer."""
-        answer: concurrent.futures.Future[Reading] = concurrent.futures.Future()
-
-        def call() -> None:
-            if answer.set_running_or_notify_cancel():
-                try:
-                    answer.set_result(self._read(after))
-                except Exception as error:  # The dashboard's thread raises it.
-                    answer.set_exception(error)
-
-        try:
-            self._scheduler_loop.call_soon_threadsafe(call)
-        except RuntimeError:  # The loop is closed: the process ends.
-            raise TimeoutError from None
+        answer = on_loop(self._scheduler_loop, partial(self._read, after))
         return await asyncio.wait_for(asyncio.wrap_future(answer), _ANSWER_SECONDS)
 
 

@@ -112,7 +112,7 @@ def decode(data: bytes) -> Persist:
         return Persist(
             **same
             | {
-                "parameters": tuple(map(_parameters, read.parameters)),
+                "parameters": tuple(parameters_of(p.entry, p.uploader, p.committed, p.layout) for p in read.parameters),
                 "datasets": tuple(dataset_of(spec, text) for _, spec, text in read.datasets),
             }
         )
@@ -129,24 +129,11 @@ def whole(state: StoredState, forgotten: Sequence[str] = ()) -> Persist:
 
 
 def _parameters_row(record: ParametersRecord) -> _Parameters:
-    return _Parameters(
-        convert.entry_to_proto(record.entry).SerializeToString(),
-        convert.layout_to_proto(record.layout).SerializeToString(),
-        record.uploader,
-        record.committed,
-    )
+    layout = convert.layout_to_proto(record.layout).SerializeToString()
+    return _Parameters(entry_bytes(record), layout, record.uploader, record.committed)
 
 
-def _parameters(row: _Parameters) -> ParametersRecord:
-    return ParametersRecord(
-        entry=convert.entry_from_proto(common_pb2.ParametersEntry.FromString(row.entry)),
-        layout=convert.layout_from_proto(common_pb2.Layout.FromString(row.layout)),
-        uploader=row.uploader,
-        committed=row.committed,
-    )
-
-
-# --- dataset rows -----------------------------------------------------------------------------------------------------
+# --- rows -------------------------------------------------------------------------------------------------------------
 
 
 def dataset_row(record: DatasetRecord) -> tuple[str, bytes, str]:
@@ -165,3 +152,18 @@ def dataset_of(spec: bytes, text: str) -> DatasetRecord:
     leases = tuple(DataLease(*lease) for lease in state["leases"])
     settings = convert.dataset_from_proto(scheduler_pb2.DatasetSpec.FromString(spec))
     return DatasetRecord(settings, **state | stretches | {"leases": leases})
+
+
+def entry_bytes(record: ParametersRecord) -> bytes:
+    """Return the map entry of a parameter set as a protobuf message."""
+    return convert.entry_to_proto(record.entry).SerializeToString()
+
+
+def parameters_of(entry: bytes, uploader: str, committed: int, layout: bytes) -> ParametersRecord:
+    """Return the parameter set of a row. Raises DecodeError if it is none."""
+    return ParametersRecord(
+        entry=convert.entry_from_proto(common_pb2.ParametersEntry.FromString(entry)),
+        layout=convert.layout_from_proto(common_pb2.Layout.FromString(layout)),
+        uploader=uploader,
+        committed=bool(committed),
+    )

@@ -20,7 +20,6 @@ from google.protobuf.message import DecodeError
 
 from psdist.errors import ConfigurationError, PsdistError
 from psdist.types import Restore, check_directory
-from psdist.v1 import common_pb2
 from psdist.wire import convert
 from psdist.wire.limits import BARRIER_NAMES_MAX, EVENTS_MAX
 from psdist_scheduler.decide.cluster_state import (
@@ -34,7 +33,7 @@ from psdist_scheduler.decide.cluster_state import (
     StoredState,
 )
 from psdist_scheduler.decide.effects import Persist
-from psdist_scheduler.run.run_store import Store, dataset_of, dataset_row
+from psdist_scheduler.run.run_store import Store, dataset_of, dataset_row, entry_bytes, parameters_of
 
 logger = logging.getLogger("psdist.scheduler")
 
@@ -117,7 +116,7 @@ class SqliteStore(Store):
                 run_id=self.run_id,
                 epoch=epoch,
                 members=tuple(_member(*row) for row in self._rows("members", Member)),
-                parameters=tuple(_parameters(*row) for row in self._db.execute(_READ_PARAMETERS)),
+                parameters=tuple(parameters_of(*row) for row in self._db.execute(_READ_PARAMETERS)),
                 nodes=tuple(Node(*row) for row in self._rows("nodes", Node)),
                 datasets=tuple(dataset_of(*row) for row in self._db.execute(_READ_DATASETS)),
                 servers_wanted=servers_wanted,
@@ -216,7 +215,7 @@ class SqliteStore(Store):
 
     def _write_parameters(self, record: ParametersRecord, forgotten: bool) -> None:
         name = record.entry.spec.name
-        row = (convert.entry_to_proto(record.entry).SerializeToString(), record.uploader, record.committed)
+        row = (entry_bytes(record), record.uploader, record.committed)
         if name in self._known_layouts and not forgotten:
             # A layout never changes, and may be large.
             self._db.execute(
@@ -294,12 +293,3 @@ def _base(directory: str, digest: bytes, *numbers: int) -> RestorePoint:
 def _member(*row: Any) -> Member:
     member = Member(*row)
     return replace(member, draining=bool(member.draining))
-
-
-def _parameters(entry: bytes, uploader: str, committed: int, layout: bytes) -> ParametersRecord:
-    return ParametersRecord(
-        entry=convert.entry_from_proto(common_pb2.ParametersEntry.FromString(entry)),
-        layout=convert.layout_from_proto(common_pb2.Layout.FromString(layout)),
-        uploader=uploader,
-        committed=bool(committed),
-    )
