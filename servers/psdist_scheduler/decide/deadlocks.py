@@ -144,8 +144,7 @@ class Deadlocks:
                     calls.append(wait.call)
                     effects.append(Refuse(wait.call, error))
                 else:
-                    session = self._members.sessions.call_of(wait.worker.member_id)
-                    effects.append(Answer(session, DeadlockFound(wait.sequence, error)))
+                    effects += self._members.tell([wait.worker.member_id], DeadlockFound(wait.sequence, error))
         return effects, calls
 
     def _unconfirmed(

@@ -38,7 +38,7 @@ from psdist.types import ParametersEntry, ParametersMember, Replica
 from psdist_scheduler.decide.alignment import Alignment
 from psdist_scheduler.decide.cluster_events import JoinAnswered, ResumePush
 from psdist_scheduler.decide.cluster_state import Identity, Member, name_some
-from psdist_scheduler.decide.effects import Answer, Effect, JoinProposal, LogEvent, Wait, WithdrawJoin
+from psdist_scheduler.decide.effects import Effect, JoinProposal, LogEvent, Wait, WithdrawJoin
 from psdist_scheduler.decide.members import Membership
 from psdist_scheduler.decide.parameter_sets import ParameterSet, Registry
 
@@ -94,16 +94,12 @@ class Join:
 
     def ask(self, server: str, members: Membership) -> list[Effect]:
         """Ask one server, unless it has accepted or has no session."""
-        session = members.sessions.call_of(server)
-        if not session or server in self.accepted:
-            return []
-        return [Answer(session, JoinProposal(self.proposal_id, self.parameters, self.member))]
+        proposal = JoinProposal(self.proposal_id, self.parameters, self.member)
+        return [] if server in self.accepted else members.tell([server], proposal)
 
     def withdraw(self, members: Membership) -> list[Effect]:
         """Withdraw the proposal from every server, whether or not it was asked."""
-        news = WithdrawJoin(self.proposal_id, self.parameters, self.worker.member_id)
-        sessions = [members.sessions.call_of(server) for server in self.servers]
-        return [Answer(session, news) for session in sessions if session]
+        return members.tell(self.servers, WithdrawJoin(self.proposal_id, self.parameters, self.worker.member_id))
 
 
 @dataclass(slots=True)

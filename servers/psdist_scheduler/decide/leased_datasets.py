@@ -559,9 +559,9 @@ class SameBatchWarnings:
             return []
         self._said.add(event.parameters)
         text = _warning(event.parameters, event.step, alike)
-        session = self._members.sessions.call_of(alike[0].member_id)
+        notice = self._members.tell([alike[0].member_id], Notice(text))
         # Once in the launcher's output: it shows the scheduler's warnings beside those of the worker.
-        return [LogEvent(text), Answer(session, Notice(text))] if session else [LogEvent(text, "warning")]
+        return [LogEvent(text), *notice] if notice else [LogEvent(text, "warning")]
 
 
 def _warning(parameters: str, step: int, alike: list[Member]) -> str:

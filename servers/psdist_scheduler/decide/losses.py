@@ -397,8 +397,7 @@ class UnreachableServers:
 
 def _ask_first(workers: Sequence[Member], server: Replica, members: Membership) -> list[Effect]:
     """Ask the first of these workers that have a session whether they reach a server."""
-    sessions = [session for worker in workers if (session := members.sessions.call_of(worker.member_id))]
-    return [Answer(session, CheckServer(server)) for session in sessions[:_ASKED_AT_A_TIME]]
+    return members.tell((worker.member_id for worker in workers), CheckServer(server))[:_ASKED_AT_A_TIME]
 
 
 def _silent_servers(members: Membership, now: float) -> frozenset[str]:

@@ -22,7 +22,7 @@ from psdist.errors import (
 from psdist.types import Replica
 from psdist_scheduler.decide.cluster_events import Caller, Heartbeat, SessionOpened
 from psdist_scheduler.decide.cluster_state import ClusterSettings, Identity, Member, Role
-from psdist_scheduler.decide.effects import Attach, Broadcast, Close, Effect, LogEvent, MemberLost
+from psdist_scheduler.decide.effects import Answer, Attach, Broadcast, Close, Command, Effect, LogEvent, MemberLost
 
 #: Reason for the end of workers' incarnations when the run rolled back.
 WENT_BACK = "the run went back to a snapshot"
@@ -88,6 +88,11 @@ class Membership:
 
     def by_session(self, call: int) -> Member | None:
         return self._members.get(self.sessions.member_of(call))
+
+    def tell(self, member_ids: Iterable[str], command: Command) -> list[Effect]:
+        """Send a command to those of the members that have a session, each once."""
+        sessions = [self.sessions.call_of(member_id) for member_id in dict.fromkeys(member_ids)]
+        return [Answer(session, command) for session in sessions if session]
 
     def is_live(self, member_id: str, incarnation: int) -> bool:
         member = self._members.get(member_id)

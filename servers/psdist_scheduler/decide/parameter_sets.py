@@ -226,11 +226,6 @@ class ParameterSet:
         if not self.creators:
             self.spec = self.layout = None
 
-    def take_record(self) -> ParametersRecord:
-        """Return the record, which the caller makes durable."""
-        self.is_changed = False
-        return self.placed
-
     def on_version(self, server: str, epoch: int, version: int) -> None:
         """Record the highest version of a server's slices, from a heartbeat that names the map of ``epoch``."""
         if self.record is not None and epoch >= self.counted_from and server in self.entry.primaries:
@@ -344,8 +339,10 @@ class Registry:
     def take_changes(self) -> tuple[tuple[str, ...], tuple[ParametersRecord, ...]]:
         """Return the names that went back to gathering and the changed records, since the previous call."""
         changed = [p for name in self._placed if (p := self._all[name]).is_changed]
+        for p in changed:
+            p.is_changed = False
         forgotten, self._forgotten = tuple(self._forgotten), {}
-        return forgotten, tuple(p.take_record() for p in changed)
+        return forgotten, tuple(p.placed for p in changed)
 
 
 def awaited_workers(p: ParameterSet, members: Membership) -> list[Member]:

@@ -50,7 +50,7 @@ class Rendezvous:
         if event.agent_id in self._nodes:
             return [self._formed(event.call, self._nodes[event.agent_id])]
         self._check(event)
-        if self._is_full(event):
+        if len(self._nodes) + len(self._others(event)) >= event.nodes_max:
             return self._take_over(event, now)
         older = self._waiting.get(event.agent_id)
         self._waiting[event.agent_id] = event
@@ -153,9 +153,6 @@ class Rendezvous:
     def _others(self, event: EnterRendezvous) -> list[EnterRendezvous]:
         """Return the other agents that wait."""
         return [other for other in self._waiting.values() if other.agent_id != event.agent_id]
-
-    def _is_full(self, event: EnterRendezvous) -> bool:
-        return len(self._nodes) + len(self._others(event)) >= event.nodes_max
 
     def _take_over(self, event: EnterRendezvous, now: float) -> list[Effect]:
         """Give an agent the place of a node whose workers are gone. Raises LimitExceededError if there is none."""

@@ -255,13 +255,13 @@ class Attempt:
     def prepare(self, servers: Iterable[str], members: Membership) -> list[Effect]:
         """Return the request for the cut, to those of the servers that have a session."""
         steps = tuple((name, self.steps.get(name, 0)) for name in self.parameters)
-        return _send(servers, sn.Prepare(self.number, self.directory, steps), members)
+        return members.tell(servers, sn.Prepare(self.number, self.directory, steps))
 
     def mark(self, workers: Iterable[Identity], members: Membership) -> list[Effect]:
         """Enter the marking phase. Returns the request for marks, to those of the workers that have a session."""
         self.enter(AttemptPhase.MARKING)
         steps = tuple(sorted(self.steps.items()))
-        return _send((worker for worker, _ in workers), sn.Mark(self.number, steps), members)
+        return members.tell((worker for worker, _ in workers), sn.Mark(self.number, steps))
 
     def take_cut(self, members: Membership, known: Mapping[str, int]) -> list[Effect]:
         """Enter the cutting phase. Returns the command to write.
@@ -272,12 +272,12 @@ class Attempt:
         producers = tuple((name, next_pushes(self, name, by_origin=True)) for name in self.marked)
         left = [name for name, p in self.parameters.items() if name in self.steps and not p.entry.members]
         final = tuple((name, self.steps[name]) for name in left if self.steps[name] == known.get(name))
-        return _send(self.servers, sn.TakeCut(self.number, producers, final), members)
+        return members.tell(self.servers, sn.TakeCut(self.number, producers, final))
 
     def end(self, committed: bool, reason: str, members: Membership) -> list[Effect]:
         """Return the news of the attempt's end, to everyone who was asked."""
         workers = [worker for worker, _ in self.workers]
-        return _send([*self.servers, *workers], sn.End(self.number, committed, reason), members)
+        return members.tell([*self.servers, *workers], sn.End(self.number, committed, reason))
 
     def enter(self, phase: AttemptPhase) -> None:
         """Move forward to ``phase``."""
@@ -307,11 +307,6 @@ def _members_to_mark(attempt: Attempt) -> dict[Identity, None]:
 
 def _route(p: ParameterSet) -> tuple[object, ...]:
     return tuple((shard.primary, shard.term, shard.lost) for shard in p.entry.shards)
-
-
-def _send(to: Iterable[str], command: sn.SnapshotCommand, members: Membership) -> list[Effect]:
-    sessions = [members.sessions.call_of(member) for member in dict.fromkeys(to)]
-    return [Answer(session, command) for session in sessions if session]
 
 
 # --- state uploads ----------------------------------------------------------------------------------------------------

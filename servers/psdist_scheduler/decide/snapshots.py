@@ -30,7 +30,7 @@ from psdist_scheduler.decide import snapshot_schedule
 from psdist_scheduler.decide.alignment import Alignment
 from psdist_scheduler.decide.cluster_events import Caller
 from psdist_scheduler.decide.cluster_state import ClusterSettings, Identity, Member
-from psdist_scheduler.decide.effects import Answer, Effect, LogEvent, Wait
+from psdist_scheduler.decide.effects import Effect, LogEvent, Wait
 from psdist_scheduler.decide.leased_datasets import Datasets
 from psdist_scheduler.decide.members import Membership
 from psdist_scheduler.decide.parameter_sets import ParameterSet, Registry
@@ -285,7 +285,7 @@ class Snapshots:
             # Attempts of an earlier scheduler are over.
             self._number = max(self._number, epoch * _ATTEMPTS_PER_EPOCH)
             over = sn.End(self._number, False, "no snapshot is under way")
-            return [Answer(self._members.sessions.call_of(member.member_id), over)]
+            return self._members.tell([member.member_id], over)
         if attempt.awaits(member.member_id):
             return attempt.prepare([member.member_id], self._members)
         if attempt.phase is AttemptPhase.MARKING and member.identity in attempt.unanswered:
