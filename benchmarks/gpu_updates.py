@@ -21,10 +21,9 @@ from psdist import BSP, optim
 from psdist.device.compile import common_source
 from psdist.device.device import CudaDevice, Device
 from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard
-from psdist_server.device.parameters import DeviceParameters
-from psdist_server.device.source import ARRAYS, SCALARS, THREADS, update_source
-from psdist_server.device.staging import Lanes
 from psdist_server.kernels.arrays import DenseParameters, Update
+from psdist_server.kernels.device_parameters import DeviceParameters, Lanes
+from psdist_server.kernels.device_source import ARRAYS, SCALARS, THREADS, update_source
 from psdist_server.kernels.interpreted import BLOCK
 from psdist_server.kernels.updates import UPDATES
 

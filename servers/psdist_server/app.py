@@ -44,8 +44,8 @@ from psdist.wire import channels, limits, malloc_options
 from psdist.wire.backoff import LogPacer
 from psdist.wire.standard_services import add_standard_services, set_ready
 from psdist.wire.strangers import ConnectionGuard
-from psdist_server.device.staging import Lanes
 from psdist_server.kernels import means
+from psdist_server.kernels.device_parameters import Lanes
 from psdist_server.server import ParameterServer
 from psdist_server.server_session import ServerSession
 from psdist_server.service import SERVICE, ServerService

@@ -1,6 +1,6 @@
 """This server's part in taking snapshots, from the scheduler's commands to durable files.
 
-There is one attempt at a time. ``Prepare`` arms the cut in the parameter stores (``cut_controller``). ``Cut`` starts a
+There is one attempt at a time. ``Prepare`` arms the cut in the parameter stores (``snapshot_cut``). ``Cut`` starts a
 writer for each store, which writes one file for each primary shard of this server. ``End`` discards whatever is left.
 An error is reported and ends the attempt here immediately; training continues. An attempt belongs to one session with
 the scheduler. If the session breaks, both sides abandon the attempt.
@@ -30,8 +30,8 @@ from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import convert, status
 from psdist_server.core.cut_state import CopyBudget, CutState
 from psdist_server.kernels.arrays import Array
-from psdist_server.store.copy_on_write import SliceCopies
 from psdist_server.store.parameter_store import ParameterStore
+from psdist_server.store.snapshot_cut import SliceCopies
 
 logger = structlog.get_logger("psdist.server")
 

@@ -27,7 +27,7 @@ from psdist.security.tls import Credentials
 from psdist.types import ClusterMap, ParametersEntry, ParametersSpec, Replica, ServerEntry, Shard, Slicing
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import limits
-from psdist_server import admission
+from psdist_server import server as parameter_server
 from psdist_server.replica_service import StreamFromPrimary
 from psdist_server.server import ParameterServer, ServerRegistration
 from psdist_server.store.replica_carriers import FrameCarrier
@@ -284,7 +284,7 @@ def copied() -> list[bytes]:
 @pytest.fixture(autouse=True)
 def no_newer_map(monkeypatch: pytest.MonkeyPatch) -> None:
     """Do nothing: no caller waits for a newer map."""
-    monkeypatch.setattr(admission, "MAP_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(parameter_server, "MAP_WAIT_SECONDS", 0.0)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)

@@ -29,7 +29,7 @@ from psdist_scheduler.decide.effects import Persist
 from psdist_scheduler.decide.losses import DeferredLosses, MemberLosses
 from psdist_scheduler.decide.members import Sessions
 from psdist_scheduler.run import scheduler
-from psdist_server import admission
+from psdist_server import server as parameter_server
 from psdist_server.core import async_shard, bsp_shard, lags, replication, shard
 from psdist_server.core.events import SliceRecord
 from psdist_server.store import (
@@ -275,7 +275,7 @@ def _no_fence(put: Put) -> None:
         refusal(self, event)
 
     put(shard.ShardMachine, "_refusal", lenient)
-    put(admission.Admission, "check_live", lambda *_: None)
+    put(parameter_server.Admission, "check_live", lambda *_: None)
     put(rpc_call.CallTable, "fence", lambda *_: None)
 
 

@@ -16,7 +16,7 @@ from psdist_scheduler.decide import leased_datasets, losses, members
 from psdist_scheduler.run import snapshot_io
 from psdist_server.core import cut_state as cuts
 from psdist_server.core.async_shard import AsyncShard
-from psdist_server.store import copy_on_write
+from psdist_server.store import snapshot_cut
 from tests.simulation import snapshots
 from tests.simulation.ablations import Ablation, Put, noted_in, search
 from tests.simulation.storage import LIES
@@ -63,8 +63,8 @@ def _held_by_nobody(put: Put) -> None:
 
 @_ablation("a slice is copied before it is overwritten", **_BUSY, storage_seconds=(0.01, 0.1))
 def _overwritten(put: Put) -> None:
-    put(copy_on_write.SliceCopies, "copy_for_update", lambda self, index: None)
-    put(copy_on_write.UpdateGate, "blocks", lambda self, index: False)
+    put(snapshot_cut.SliceCopies, "copy_for_update", lambda self, index: None)
+    put(snapshot_cut.UpdateGate, "blocks", lambda self, index: False)
 
 
 @_ablation("the state of a script is from the last push of the cut", **_BUSY, keeps=True, data=False)

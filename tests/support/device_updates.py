@@ -13,9 +13,8 @@ from psdist import BSP, optim
 from psdist.consistency import Reduction
 from psdist.device.device import Device
 from psdist.types import GroupRange, ParametersEntry, ParametersSpec, Replica, Shard
-from psdist_server.device.parameters import DeviceParameters
-from psdist_server.device.staging import Lanes
 from psdist_server.kernels.arrays import DenseParameters, Update
+from psdist_server.kernels.device_parameters import DeviceParameters, Lanes
 from psdist_server.kernels.interpreted import DTYPES
 from tests.support.dense_updates import SLICE, SPECS
 from tests.support.host_device import HostDevice

@@ -182,12 +182,15 @@ class BspShard(ShardMachine[_BspSlice]):
     def _try_apply(self, state: _BspSlice) -> list[Effect]:
         if state.busy or not self._is_complete(state):
             return []
-        ordered = sorted([(part.rank, producer) for producer, part in state.open.items()])
-        contributions = [state.open[producer] for _, producer in ordered]
+        contributions: list[_Contribution] = []
+        producers: list[Producer] = []
         parts: list[int] = []
         abstained: list[Effect] = []
         writer = 0
-        for part in contributions:
+        for _, producer in sorted([(part.rank, producer) for producer, part in state.open.items()]):
+            part = state.open[producer]
+            contributions.append(part)
+            producers.append(producer)
             if part.abstain:
                 abstained.append(Forget(part.token))
             else:
@@ -198,7 +201,7 @@ class BspShard(ShardMachine[_BspSlice]):
             compared = _compared(contributions)
             if len({part.written for part in compared}) > 1:
                 return self._refuse_writes(state, contributions, compared)
-        state.applying, state.open, state.busy = tuple([producer for _, producer in ordered]), {}, True
+        state.applying, state.open, state.busy = tuple(producers), {}, True
         state.attempts, state.refusals = {}, {}
         if self._clipping:
             return [Aggregate(state.index, state.version, tuple(parts), writer), *abstained]
@@ -260,7 +263,9 @@ class BspShard(ShardMachine[_BspSlice]):
             Reply(token, state.index, state.version, ignored, late) for token, (ignored, late) in state.waiters.items()
         ]
         state.waiters, state.next_waiters = state.next_waiters, {}
-        return [*effects, *self._serve(state), *self._try_apply(state)]
+        if state.pulls:
+            effects += self._serve(state)
+        return [*effects, *self._try_apply(state)]
 
     def _apply_gate(self, state: _BspSlice) -> str:
         if self._is_complete(state):

@@ -188,8 +188,6 @@ class ShardMachine(ABC, Generic[S]):
         return None
 
     def _serve(self, state: S) -> list[Effect]:
-        if not state.pulls:
-            return []
         ready = [pull for pull in state.pulls.values() if self._is_readable(state, pull)]
         for pull in ready:
             del state.pulls[pull.token]

@@ -5,7 +5,7 @@ order, g (gradient) and the scalars, as ``optimizers`` computes them; ``sign`` i
 adds nothing to the gradient, not even for infinite weights, as in torch. Choices are ``select``, which is vectorized.
 
 It is written once for all: ``updates`` compiles it for single elements, numpy runs it on whole arrays of any float
-dtype (``interpreted``, ``double``), and ``psdist_server.device.source`` translates it to CUDA C. After a change, run
+dtype (``interpreted``, ``double``), and ``device_source`` translates it to CUDA C. After a change, run
 ``python -m tests.kernel_wrappers``.
 """
 

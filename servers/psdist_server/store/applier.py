@@ -5,7 +5,7 @@ replicas, the kernel also writes out the applied gradient, into memory reserved 
 when the kernel has ended, and the update is complete when all required ones have acknowledged it. Replicas run the same
 kernel on it, so all copies have the same bytes.
 
-While a snapshot is being cut (``copy_on_write``), an update's kernel first copies the slice if the snapshot needs it,
+While a snapshot is being cut (``snapshot_cut``), an update's kernel first copies the slice if the snapshot needs it,
 and updates that must not proceed yet wait.
 
 Invariants: At most one kernel works on a slice at a time. A pending update has no effect once its slice is dropped.
@@ -26,10 +26,10 @@ from psdist_server.core.replication import Replicated, ReplicaUpdate, RoomFreed
 from psdist_server.kernels.arrays import Applied, Array, Bad, DenseParameters, Gradient, Update
 from psdist_server.kernels.optimizers import clip_factor
 from psdist_server.kernels.pool import KernelLauncher
-from psdist_server.store.copy_on_write import CopyTarget, UpdateGate
 from psdist_server.store.pending_gradients import PendingGradients
 from psdist_server.store.replicator import Replicator
 from psdist_server.store.shard_router import SliceContents
+from psdist_server.store.snapshot_cut import CopyTarget, UpdateGate
 from psdist_server.store.statistics import SliceSpans
 
 
@@ -146,7 +146,9 @@ class Applier:
                 norm = self._gradients.by_token[effect.parts[0]].call.gradient.norm
                 factor = clip_factor(norm, self._max_grad_norm)
                 update = replace(update, factor=factor)
-            self._deliver(_Job(effect, update.scaled(effect.lr_scale), submitted=submitted))
+            if effect.lr_scale != 1.0:
+                update = update.scaled(effect.lr_scale)
+            self._deliver(_Job(effect, update, submitted=submitted))
 
     def _assigned(self, effect: Apply | Aggregate) -> Array | None:
         """Return the weights that the slice is set to before its update, or None. No kernel is writing the slice."""
@@ -157,28 +159,21 @@ class Applier:
         """BSP: set the global norm of ``step``, by which the aggregated slices are clipped."""
         self._clip_factors = {step: clip_factor(norm, self._max_grad_norm)}
 
-    def _deliver(self, job: _Job) -> None:
-        index = job.effect.index
-        if self.gate.blocks(index):
+    def _deliver(self, job: _Job, *, is_next: bool = False) -> None:
+        """Start updating a slice, unless the update must wait. is_next: replicas may be sent one more update, and it is
+        this one."""
+        index, update, copies = job.effect.index, job.update, self.gate.copies
+        if copies is not None and self.gate.blocks(index):
             self.gate.defer(index, job)
-        elif not self._replicator.needs_gradient(index):
-            self._submit(job)
-        elif self._waiting or not self._replicator.has_room():
-            self._waiting.append(job)
-        else:
-            self._ship(job)
-
-    def _ship(self, job: _Job) -> None:
-        """Start an update that is sent to the replicas."""
-        given = job.update
-        mean = self._replicator.memory.reserve(given.index) if given.parts else None
-        self._submit(job._replace(update=replace(given, mean=mean), is_shipped=True))
-
-    def _submit(self, job: _Job) -> None:
-        """Start updating a slice, with a copy before if a snapshot needs one."""
-        index = job.effect.index
+            return
+        if self._replicator.needs_gradient(index):
+            if not is_next and (self._waiting or not self._replicator.has_room()):
+                self._waiting.append(job)
+                return
+            mean = self._replicator.memory.reserve(index) if update.parts else None
+            job = job._replace(update=replace(update, mean=mean), is_shipped=True)
         self._contents.write_started(index)
-        if (target := self.gate.copy_for_update(index)) is not None:
+        if copies is not None and (target := copies.copy_for_update(index)) is not None:
             job = job._replace(update=replace(job.update, copy=target.memory), target=target)
         self._kernels.submit(index, self._dense.carry_out, job, self._applied)
 
@@ -193,11 +188,7 @@ class Applier:
     def ship_waiting(self, _: RoomFreed) -> None:
         """Start waiting updates while there is room."""
         while self._waiting and self._replicator.has_room():
-            job = self._waiting.popleft()
-            if self.gate.blocks(job.effect.index):
-                self.gate.defer(job.effect.index, job)
-            else:
-                self._ship(job)
+            self._deliver(self._waiting.popleft(), is_next=True)
 
     def _combine(self, works: Sequence[tuple[int, _Job]]) -> list[Outcome]:
         """Compute means. Runs in a kernel thread, or on the loop."""

@@ -53,13 +53,13 @@ from psdist_server.kernels.double import all_finite
 from psdist_server.kernels.pool import KernelLauncher, KernelPool
 from psdist_server.store.applier import Aggregated, Applier, Updated
 from psdist_server.store.backup_shards import BackupShards
-from psdist_server.store.cut_controller import CutController
 from psdist_server.store.global_norm import Aggregation, NormBoard
 from psdist_server.store.pending_gradients import PendingGradients
 from psdist_server.store.replicator import Replicator
 from psdist_server.store.rpc_call import Call, CallTable, SliceAnswer
 from psdist_server.store.shard_router import ShardRouter, SliceContents
 from psdist_server.store.slice_reads import InPlaceReaders, SliceReads
+from psdist_server.store.snapshot_cut import CutController
 from psdist_server.store.statistics import Counters, SliceSpans, replica_statistics
 from psdist_server.store.stream_to_replica import ReplicaNetwork, now
 
@@ -99,6 +99,8 @@ class ParameterStore:
         self.kernels = kernels = KernelLauncher(entry, pool, self.fail)
         self.gradients = PendingGradients(entry.spec, entry.slicing, self.counters, prepare_sums)
         self.norms = NormBoard()
+        #: The slices served here once all of them were found installed.
+        self._installed_indices: tuple[int, ...] | None = None
         self._effects = Trampoline()
         run = self._effects.run
         self.router = ShardRouter(entry, CallTable(), self.gradients, self.counters, run, spans)
@@ -127,12 +129,16 @@ class ParameterStore:
         """Raise UnknownParametersError while initial values are missing, and the error that permanently stopped updates
         here."""
         self.router.calls.raise_if_failed()
-        installed, served = self.installed_slices, len(self.router.indices)
+        indices = self.router.indices
+        if self.entry.ready and self._installed_indices is indices:
+            return
+        installed, served = self.installed_slices, len(indices)
         if installed < served or not self.entry.ready:
             raise UnknownParametersError(
                 f"{self.entry.spec.name!r} is not ready: {installed} of {served} slices here have their "
                 "initial values; wait for CreateParameters to say STATE_READY"
             )
+        self._installed_indices = indices
 
     @property
     def installed_slices(self) -> int:
@@ -336,7 +342,7 @@ class ParameterStore:
         """Answer a slice of a call, once the replicas have the state that this exposes."""
         if self.replicator.hold(effect) or (call := self.router.calls.pop(effect.token)) is None:
             return
-        if call.is_push:
+        if call.is_push and (effect.ignored or effect.staleness):
             self.counters.of(call.identity.worker_id).answered(effect.ignored, effect.late, effect.staleness)
         call.answer(effect.token, SliceAnswer(effect.index, effect.version, effect.ignored, effect.staleness))
 

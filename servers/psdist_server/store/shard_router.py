@@ -26,6 +26,7 @@ from psdist_server.core.events import (
 )
 from psdist_server.core.replication import ShardFenced, not_primary
 from psdist_server.kernels.arrays import DenseParameters, Gradient
+from psdist_server.kernels.written_slice import WrittenSlice
 from psdist_server.store.pending_gradients import PendingGradient, PendingGradients
 from psdist_server.store.rpc_call import Call, CallTable
 from psdist_server.store.statistics import Counters, SliceSpans
@@ -164,22 +165,31 @@ class ShardRouter:
         writes = None if written is None else self._gradients.receive_writes(call, index, written)
         values, counts = self._gradients.receive(call, index, payload)
         self._counters.of(call.identity.worker_id).push_bytes += len(payload)
-        gradient = PendingGradient(index, call, values, is_shared=False, writes=writes)
-        self._push(call, index, base_version, gradient, not counts)
+        self.push_unchecked(call, index, base_version, values, is_shared=False, writes=writes, counts=counts)
 
-    def push_unchecked(self, call: Call, index: int, base_version: int, values: Gradient, *, is_shared: bool) -> None:
+    def push_unchecked(
+        self,
+        call: Call,
+        index: int,
+        base_version: int,
+        values: Gradient,
+        *,
+        is_shared: bool,
+        writes: WrittenSlice | None = None,
+        counts: bool = True,
+    ) -> None:
         """Route one contribution whose ``values`` the kernel checks. Their number is the slice's; their content is
         arbitrary.
 
         is_shared: they are in memory of the worker.
+        writes: values that the script wrote to weights of the slice.
+        counts: False if the contribution is made, but not added, although the push does not abstain.
 
         Raises InvalidArgumentError, and StaleEpochError if the slice is not served here; nothing has changed then.
         """
         self.check_slice(index, call.identity.epoch)
-        self._push(call, index, base_version, PendingGradient(index, call, values, is_shared), call.abstain)
-
-    def _push(self, call: Call, index: int, base_version: int, gradient: PendingGradient, abstain: bool) -> None:
         worker_id, incarnation = call.identity.worker_id, call.identity.incarnation
+        gradient = PendingGradient(index, call, values, is_shared, writes=writes)
         if self._spans.recorder is not None:
             gradient.arrived = self._spans.clock()
         self._counters.of(worker_id).pushes += 1
@@ -189,7 +199,7 @@ class ShardRouter:
             gradient.member = member
         token = self.calls.ask(call, index)
         error_of_repeat = self._gradients.add(token, gradient)
-        pushed = call.gradient
+        pushed, abstain = call.gradient, call.abstain or not counts
         event = SlicePushed(
             token, index, worker_id, incarnation, call.step, base_version, abstain, call.wants_weights, call.mark,
             pushed.written, pushed.follows_writes, pushed.attempt, pushed.withdraws,

@@ -50,7 +50,10 @@ class Counters:
 
     def of(self, worker_id: str) -> WorkerCounters:
         """Return the counters of a worker, new ones if it is new."""
-        return self.workers.setdefault(worker_id, WorkerCounters())
+        counters = self.workers.get(worker_id)
+        if counters is None:
+            counters = self.workers[worker_id] = WorkerCounters()
+        return counters
 
     def by_worker(self) -> list[server_pb2.WorkerStatistics]:
         """Return the workers' counters as messages."""

@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 
-from psdist_server.idle_cores import IdleCores
+from psdist_server.server import IdleCores
 
 
 def test_a_period_is_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from psdist.types import (
     Slicing,
     WorkerEntry,
 )
-from psdist_server.device.staging import Lanes
+from psdist_server.kernels.device_parameters import Lanes
 from psdist_server.peers import NormGatherer, PeerServers
 from psdist_server.server import ParameterServer, ServerRegistration
 from psdist_server.store.global_norm import NormBoard

@@ -21,7 +21,7 @@ from psdist.types import ParametersEntry, Restore
 from psdist_server import snapshot_writer
 from psdist_server.kernels.optimizers import Rule
 from psdist_server.snapshot_loader import ShardLoaded, ShardLoadFailed
-from psdist_server.store import cut_controller, pending_gradients
+from psdist_server.store import pending_gradients, snapshot_cut
 from tests.support import reference
 from tests.support.server_driver import Driver, Floats, answered, entry_of, memory
 
@@ -71,7 +71,7 @@ async def test_what_was_trained_meanwhile_is_not_in_the_snapshot(
     driver: Driver, slice_elements: int, clip: float, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not ahead:
-        monkeypatch.setattr(cut_controller, "ACTIVE_SECONDS", 0.0)
+        monkeypatch.setattr(snapshot_cut, "ACTIVE_SECONDS", 0.0)
     entry = entry_of(slice_elements=slice_elements, optimizer=optim.Adam(lr=0.1, max_grad_norm=clip), workers=2)
     entry = await driver.create(entry, noise())
     await driver.train(entry, 0, noise())
@@ -95,7 +95,7 @@ async def test_lags_are_those_at_the_cut_and_come_back(
     driver: Driver, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not ahead:
-        monkeypatch.setattr(cut_controller, "ACTIVE_SECONDS", 0.0)
+        monkeypatch.setattr(snapshot_cut, "ACTIVE_SECONDS", 0.0)
     entry = await driver.create(entry_of(optimizer=optim.Adam(lr=0.1), workers=2), noise())
     dense = driver.host.admission.store("p").dense
     absent = ((100, 5000), (20_000, 20_001))

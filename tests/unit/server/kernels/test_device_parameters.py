@@ -10,9 +10,8 @@ import pytest
 from psdist import BSP, optim
 from psdist.errors import DeviceLostError, LimitExceededError
 from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard
-from psdist_server.device.parameters import REGISTERED_BYTES, DeviceParameters
-from psdist_server.device.staging import LANES, Lanes
 from psdist_server.kernels.arrays import DenseParameters, Update
+from psdist_server.kernels.device_parameters import LANES, REGISTERED_BYTES, DeviceParameters, Lanes
 from tests.support.host_device import HostDevice, needs_compiler
 
 pytestmark = needs_compiler

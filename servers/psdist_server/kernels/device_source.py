@@ -154,7 +154,7 @@ class _Translator:
         raise self._unknown(node)
 
     def _unknown(self, node: ast.AST) -> InternalError:
-        return InternalError(f"no CUDA C for {ast.unparse(node)!r}: teach it to psdist_server.device.source")
+        return InternalError(f"no CUDA C for {ast.unparse(node)!r}: teach it to psdist_server.kernels.device_source")
 
 
 def _literal(value: np.float32) -> str:
