@@ -30,11 +30,10 @@ if TYPE_CHECKING:
     from psdist.client.async_client import AsyncClient
     from psdist.client.context import Context, init
     from psdist.client.datasets import AsyncDataset
-    from psdist.client.parameters import AsyncParameters
+    from psdist.client.parameters import AsyncParameters, Statistics
+    from psdist.client.push import AsyncBucket
     from psdist.client.reporting.run_info import RunInfo
     from psdist.client.snapshots import SnapshotInfo
-    from psdist.client.step import AsyncBucket
-    from psdist.client.steps import Statistics
     from psdist.client.sync_client import Bucket, Client, Dataset, Parameters
     from psdist.consistency import ASP, BSP, SSP
     from psdist.errors import PsdistError
@@ -48,14 +47,14 @@ _MODULES: Final = {
     **dict.fromkeys(("Bucket", "Client", "Dataset", "Parameters"), "psdist.client.sync_client"),
     **dict.fromkeys(("Context", "init"), "psdist.client.context"),
     **dict.fromkeys(("LaunchResult", "launch"), "psdist.launcher.launch"),
-    "AsyncBucket": "psdist.client.step",
+    "AsyncBucket": "psdist.client.push",
     "AsyncClient": "psdist.client.async_client",
     "AsyncDataset": "psdist.client.datasets",
     "AsyncParameters": "psdist.client.parameters",
     "PsdistError": "psdist.errors",
     "RunInfo": "psdist.client.reporting.run_info",
     "SnapshotInfo": "psdist.client.snapshots",
-    "Statistics": "psdist.client.steps",
+    "Statistics": "psdist.client.parameters",
     "load_snapshot": "psdist.snapshots.load",
 }
 

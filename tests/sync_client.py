@@ -41,6 +41,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from psdist.client.datasets import Range
+from psdist.client.parameters import Statistics
 from psdist.client.process import loop
 from psdist.client.process.blocking import Blocking, on_loop
 from psdist.client.process.sigterm import sigterm

@@ -24,9 +24,9 @@ from psdist.client.datasets import AsyncDataset
 from psdist.client.encoding import check_codec
 from psdist.client.handles import Handles, OwnChoice
 from psdist.client.parameters import AsyncParameters
+from psdist.client.participation import Options
 from psdist.client.process import default_log, loop
 from psdist.client.process.process_bound import ProcessBound
-from psdist.client.server_access import Options
 from psdist.client.session.barriers import Barrier
 from psdist.client.session.membership import OnDrop, Registration, check_on_drop
 from psdist.client.session.scheduler_calls import find_target

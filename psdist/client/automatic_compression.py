@@ -14,15 +14,14 @@ from typing import Final
 
 import numpy as np
 
+from psdist.client.participation import Participation
 from psdist.client.process import codec_kernels
-from psdist.client.server_access import ServerAccess
 from psdist.client.session.membership import drop_when_fenced, run_in_incarnation
 from psdist.client.transport.buffers import PullTarget
 from psdist.compression import Codec, Float32
 from psdist.compression.automatic import CANDIDATES, Choice, choose
 from psdist.compression.regions import Region
 from psdist.off_loop import LARGE_ELEMENTS, off_loop
-from psdist.types import Layout
 
 logger = logging.getLogger("psdist")
 
@@ -35,26 +34,26 @@ _PROBES: Final = 3
 _ENCODED_ELEMENTS: Final = 1 << 18
 
 
-async def choose_codec(servers: ServerAccess, layout: Layout) -> Choice:
-    """Choose a codec for one handle, and log why. Raises as ``ServerAccess.open``."""
+async def choose_codec(part: Participation) -> Choice:
+    """Choose a codec for one handle, and log why. Raises as ``Participation.open``."""
     # The worker rejoins later, and the others do not wait for another measurement.
-    choice = await run_in_incarnation(lambda: _measure_and_choose(servers, layout), drop_when_fenced)
+    choice = await run_in_incarnation(lambda: _measure_and_choose(part), drop_when_fenced)
     if choice is None:
         choice = Choice(Float32(), "none: this worker was expelled while it measured the links")
-    logger.info("compression of %r: %s", servers.participation.name, choice.reason)
+    logger.info("compression of %r: %s", part.name, choice.reason)
     return choice
 
 
-async def _measure_and_choose(servers: ServerAccess, layout: Layout) -> Choice:
-    remote, link = await _measure_links(servers)
-    speeds = await _measure_encoding(layout.total) if remote else {}
-    return choose(layout, remote, link, speeds)
+async def _measure_and_choose(part: Participation) -> Choice:
+    remote, link = await _measure_links(part)
+    speeds = await _measure_encoding(part.layout.total) if remote else {}
+    return choose(part.layout, remote, link, speeds)
 
 
-async def _measure_links(servers: ServerAccess) -> tuple[float, float]:
+async def _measure_links(part: Participation) -> tuple[float, float]:
     """Return the fraction of elements on servers of other hosts, and bytes per second from all of them."""
-    await servers.open()
-    slicing, remote = servers.slicing, servers.remote_slices()
+    await part.open()
+    slicing, remote = part.slicing, part.remote_slices()
     elements = sum(slicing.size(index) for slices in remote for index in slices)
     if not elements:
         return 0.0, 1.0
@@ -64,7 +63,7 @@ async def _measure_links(servers: ServerAccess) -> tuple[float, float]:
     seconds: list[float] = []
     while not seconds or (len(seconds) < _PROBES and seconds[-1] < _QUICK_SECONDS):
         begin = time.perf_counter()
-        await servers.probe(probes, target)
+        await part.probe(probes, target)
         seconds.append(time.perf_counter() - begin)
     return elements / slicing.total, 4 * sum(slicing.size(index) for index in probes) / min(seconds)
 

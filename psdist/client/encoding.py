@@ -32,7 +32,7 @@ from psdist.client.process import codec_kernels
 from psdist.client.session.worker_state import OWN, SavedState, State
 from psdist.compression import Cast, Codec, Compressor, PerTensor
 from psdist.compression.regions import regions, send_differences
-from psdist.errors import FencedError, InternalError, InvalidArgumentError, NonFiniteGradientError
+from psdist.errors import FencedError, InternalError, InvalidArgumentError
 from psdist.off_loop import LARGE_ELEMENTS, in_thread, off_loop, until_done
 from psdist.tracing.spans import SpanKind
 from psdist.types import ITEM_BYTES, GradientDifference, Layout, Slicing
@@ -183,15 +183,6 @@ class EncodedPush:
             self._encoding.exception()
         self._encoding = None  # Its error refers to this object.
 
-    @property
-    def abstained(self) -> frozenset[int]:
-        """Slices that are sent without values."""
-        return frozenset(self._slices.abstained)
-
-    def abstain(self, slices: Sequence[int]) -> None:
-        """Send ``slices`` without values. They were not encoded."""
-        self._slices.abstain(slices)
-
     async def norm(self) -> float:
         """Return the L2 norm of the decoded gradient."""
         return await off_loop(self._encoder.slicing.total, self._slices.norm)
@@ -240,12 +231,12 @@ def _run_in_threads(work: Callable[[int], Any], items: Iterable[int]) -> list[An
 
 
 class Encoding:
-    """Compression of one handle's gradients by ``codec``. participation: numbers the pushes."""
+    """Compression of one handle's gradients by ``codec``. part: numbers the pushes."""
 
-    def __init__(self, codec: Codec, layout: Layout, participation: Participation) -> None:
+    def __init__(self, codec: Codec, part: Participation) -> None:
         self._codec = codec
-        self._layout = layout
-        self._participation = participation
+        self._layout = part.layout
+        self._part = part
         self._encoder: AnyEncoder | None = None
         #: Held while the encoder works, and while its push begins or ends.
         self._lock = Lock()
@@ -253,34 +244,34 @@ class Encoding:
         self._restored: State = {}
         self._is_kept = False
         #: The encoder's current push: the registration that numbered it, and its number.
-        self._begun = (participation.current.origin, -1)
+        self._begun = (part.current.origin, -1)
         #: Loss that came with the last dropped push, until it is reported.
         self._lost = ""
-        self._compiler = codec_kernels.prepare(sum(tensor.size for tensor in layout.tensors))
+        self._compiler = codec_kernels.prepare(sum(tensor.size for tensor in part.layout.tensors))
 
     @classmethod
-    def for_codec(cls, codec: Codec, layout: Layout, participation: Participation) -> Encoding | None:
+    def for_codec(cls, codec: Codec, part: Participation) -> Encoding | None:
         """Return the encoding of a handle; None if its gradients are not compressed, or never pushed."""
-        if isinstance(codec, Cast) or not participation.is_member:
+        if isinstance(codec, Cast) or not part.is_member:
             return None
-        if isinstance(codec, PerTensor) and (unmatched := codec.unmatched(layout.tensors)):
+        if isinstance(codec, PerTensor) and (unmatched := codec.unmatched(part.layout.tensors)):
             patterns = join_names([repr(pattern) for pattern in unmatched])
-            logger.warning("compression of %r: no tensor's name matches %s", participation.name, patterns)
-        if (size := ITEM_BYTES["float32"] * layout.total) > STATE_BYTES_MAX:
+            logger.warning("compression of %r: no tensor's name matches %s", part.name, patterns)
+        if (size := ITEM_BYTES["float32"] * part.layout.total) > STATE_BYTES_MAX:
             logger.warning(
                 "compression of %r: what is left out, or the estimate of gradients, takes %d bytes, more than the %d "
                 "that a snapshot takes of a worker: snapshots will fail. Divide the tensors between several parameter "
                 "sets, or pass error_feedback=False",
-                participation.name, size, STATE_BYTES_MAX,
+                part.name, size, STATE_BYTES_MAX,
             )  # fmt: skip
-        return cls(codec, layout, participation)
+        return cls(codec, part)
 
     # --- the state ----------------------------------------------------------------------------------------------------
 
     async def keep_state(self) -> None:
         """Save the encoder's state in snapshots, and restore it if the run resumed from one."""
         if not self._is_kept:
-            await self._participation.keep_state(self.save, self.restore, prefix=OWN)
+            await self._part.keep_state(self.save, self.restore, prefix=OWN)
             self._is_kept = True
 
     def save(self) -> SavedState:
@@ -308,23 +299,23 @@ class Encoding:
     async def begin(self, flat: Flat | DeviceVector | None) -> EncodedPush:
         """Start a push, or the first bucket of a step. A repeated push keeps its encoded slices."""
         self._end_if_over()
-        part = self._participation
+        part = self._part
         if self._encoder is None:
             self._encoder = await self._load(flat)
-        elif flat is not None and not part.sequence.unfinished:
+        elif flat is not None and not part.current.sequence.unfinished:
             await self._move(flat)
         with self._lock:
-            if not part.sequence.unfinished:  # No server has anything of it.
+            if not part.current.sequence.unfinished:  # No server has anything of it.
                 self._encoder.discard_push()
                 self._encoder.rank = part.current.origin.rank  # A worker that registers again may be given another one.
-            self._begun = part.current.origin, part.sequence.step
-            work = partial(part.phases.work, SpanKind.ENCODE, part.name, part.sequence.step)
+            self._begun = part.current.origin, part.current.sequence.step
+            work = partial(part.phases.work, SpanKind.ENCODE, part.name, part.current.sequence.step)
             return EncodedPush(self._encoder, flat, self._encoder.begin_push(), self._lock, work)
 
     async def _load(self, flat: Flat | DeviceVector | None) -> AnyEncoder:
         """Return the encoder for the memory of ``flat``, with the restored state."""
-        part = self._participation
-        settings = self._codec, self._layout, part.entry.slicing, part.current.origin.rank
+        part = self._part
+        settings = self._codec, self._layout, part.slicing, part.current.origin.rank
         if flat is not None and not isinstance(flat, np.ndarray):
             return await self._load_on_device(settings, flat.device)
         await self._compiler.loaded()
@@ -361,33 +352,6 @@ class Encoding:
         self._encoder = await self._load(flat)
         self._encoder.totals = old.totals
 
-    async def encode_push(
-        self, flat: Flat | DeviceVector | None, *, with_norm: bool, absent: tuple[tuple[int, int], ...] = ()
-    ) -> tuple[EncodedPush | None, float]:
-        """Encode a whole gradient, or start to; None abstains. Returns the payloads to send, or None to abstain, and
-        the norm if wanted. The result ``is_encoding`` if it is sent while it is encoded.
-
-        absent: elements without a gradient, which are zeros.
-
-        A repeated push has the same payloads. Raises NonFiniteGradientError for values that the codec cannot hold; they
-        abstain if ``non_finite`` is "skip".
-        """
-        push = await self.begin(flat)
-        push.leave_out(absent)
-        every = tuple(range(self._participation.entry.slicing.count))
-        ready = push.decide(ReadySlices((), every) if flat is None else ReadySlices(every, ()))
-        if not ready.valued:
-            return None, 0.0
-        if not with_norm and push.start(ready.valued):
-            return push, 0.0
-        try:
-            await push.encode(ready.valued)
-        except NonFiniteGradientError:
-            if self._participation.entry.spec.non_finite == "reject":
-                raise
-            return await self.encode_push(None, with_norm=with_norm)  # Nothing of it was sent.
-        return push, await push.norm() if with_norm else 0.0
-
     def end_push(self) -> bool:
         """Retire the current push: its encoded part counts as sent. Returns True if there was any."""
         if self._encoder is None:
@@ -403,7 +367,7 @@ class Encoding:
 
     def discard_unsent(self) -> None:
         """Undo the encoding of a failed whole push, if no server has any part of it."""
-        if self._encoder is not None and not self._participation.sequence.unfinished:
+        if self._encoder is not None and not self._part.current.sequence.unfinished:
             with self._lock:
                 self._encoder.discard_push()
 
@@ -416,15 +380,15 @@ class Encoding:
     def warn_of_lost(self) -> None:
         """Warn of the loss that came with a dropped push, unless it was reported."""
         if lost := self.take_lost():
-            name = self._participation.name
+            name = self._part.name
             logger.warning("a push of %r that had failed is dropped: %s", name, lost.removesuffix("; "))
 
     def _end_if_over(self) -> None:
         """Retire a push that the other workers continued without."""
         origin, number = self._begun
-        if origin is not self._participation.current.origin:
+        if origin is not self._part.current.origin:
             self.drop_push()
-        elif number < self._participation.sequence.step:
+        elif number < self._part.current.sequence.step:
             self.end_push()
 
     # --- properties ---------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 Arrays on a CUDA device are gathered in a vector there if the codec works on devices. Otherwise they are copied to the
 vector of the host. Modules for devices are imported with the first such array.
 
-Not here: encoding and sending (``encoding``, ``step``).
+Not here: encoding and sending (``encoding``, ``push``).
 """
 
 from __future__ import annotations

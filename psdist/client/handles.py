@@ -13,9 +13,8 @@ from numpy.typing import ArrayLike
 from psdist.client.automatic_compression import choose_codec
 from psdist.client.core import flat_vector
 from psdist.client.parameters import AsyncParameters
-from psdist.client.participation import Participation
+from psdist.client.participation import Options, Participation
 from psdist.client.reporting.worker_totals import ReportedNumbers, worker_totals
-from psdist.client.server_access import Options, ServerAccess
 from psdist.client.session.membership import OnDrop, Registration
 from psdist.client.session.worker_session import WorkerSession
 from psdist.client.transport.creation import CreatedParameters, ParametersCreator
@@ -92,7 +91,8 @@ class Handles:
                         f"pull_dtype={options.pull_dtype!r}: the weights of {name!r} are sent by {codec}. Leave it out"
                     )
                 _check_dtypes(described.layout, options)
-                self._open(self._access(creator, described, options, is_member=False), described, choice)
+                part = Participation(self._session, self._grpc, creator, described, options, is_member=False)
+                self._open(part, choice)
             existing = self._by_name[name]
             self._check_choice(existing, choice)
             return existing
@@ -118,15 +118,15 @@ class Handles:
                 return await creator.create(spec, layout, values)
 
             created = await self._session.membership.retry_across_incarnations(create)
-            servers = self._access(creator, created, options, is_member=True)
+            part = Participation(self._session, self._grpc, creator, created, options, is_member=True)
             if isinstance(options.codec, Auto):
                 try:
-                    codec, reason = await choose_codec(servers, layout)
+                    codec, reason = await choose_codec(part)
                 except BaseException:  # This includes cancellation.
-                    await servers.close()
+                    await part.close()
                     raise
-                servers.options = replace(options, codec=codec, reason=reason)
-            handle = self._open(servers, created, choice)
+                part.options = replace(options, codec=codec, reason=reason)
+            handle = self._open(part, choice)
             await handle.open()
             created.announce()
             return handle
@@ -134,7 +134,7 @@ class Handles:
     async def _follow_rejoin(self) -> None:
         """Wait for all handles to join the newest incarnation before another set is created. Otherwise this worker
         would be a member of the new set alone, and its peers would train the other sets without it."""
-        following = [asyncio.ensure_future(handle.servers.follow_rejoin()) for handle in self.members()]
+        following = [asyncio.ensure_future(handle.participation.follow_rejoin()) for handle in self.members()]
         if not following:
             return
         # A slow rejoin continues in the background: to cancel it would leave it half done.
@@ -151,22 +151,16 @@ class Handles:
     def _creator(self) -> ParametersCreator:
         return ParametersCreator(self._session, Delivery(self._session, Transports(self._grpc)))
 
-    def _access(
-        self, creator: ParametersCreator, created: CreatedParameters, options: Options, *, is_member: bool
-    ) -> ServerAccess:
-        participation = Participation(self._session, creator, created, is_member=is_member)
-        return ServerAccess(self._session, self._grpc, participation, options)
-
-    def _open(self, servers: ServerAccess, created: CreatedParameters, choice: OwnChoice) -> AsyncParameters:
-        handle = AsyncParameters(servers, created.layout, choice.on_drop)
-        servers.siblings = lambda: [one.servers for one in self.members()]
+    def _open(self, part: Participation, choice: OwnChoice) -> AsyncParameters:
+        handle = AsyncParameters(part, choice.on_drop)
+        part.siblings = lambda: [one.participation for one in self.members()]
         self._by_name[handle.name], self._choices[handle.name] = handle, choice
         self._opened.append(handle)
         return handle
 
     def _check_choice(self, existing: AsyncParameters, asked: OwnChoice) -> None:
         """Raise SettingsMismatchError if ``asked`` names a choice that ``existing`` was not opened with."""
-        first, used, found = self._choices[existing.name], existing.servers.options, []
+        first, used, found = self._choices[existing.name], existing.participation.options, []
         codec, opened = asked.options.codec, first.options.codec
         # A reader sends no gradients. The codec that "auto" chose may be named as well.
         if existing.is_member and asked.names_codec and codec not in (opened, used.codec):
@@ -218,14 +212,14 @@ class Handles:
     def connections(self) -> Iterator[scheduler_pb2.Connection]:
         """Return how the handles reach servers, for heartbeats."""
         for handle in self._opened:
-            for server_id, transport in handle.servers.transports().items():
+            for server_id, transport in handle.participation.transports().items():
                 kind, _, reason = transport.partition(": ")
                 yield scheduler_pb2.Connection(
                     server_id=server_id,
                     parameters=handle.name,
                     transport=kind,
                     reason=reason,
-                    compression=handle.servers.options.reason,
+                    compression=handle.participation.options.reason,
                 )
 
     def _totals(self) -> scheduler_pb2.WorkerTotals:

@@ -12,24 +12,27 @@ step. The push is dropped, counted and reported, and the worker continues at a s
 When the run rolls back to a snapshot, every worker's push is dropped. The next step then follows the snapshot's cut,
 and its number is lower.
 
-Not here: how a call is carried out (``steps``), requests (``server_access``).
+Not here: the order of pushes (``push_order``), one push (``push``), requests (``participation``).
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from numpy.typing import ArrayLike, NDArray
 
 from psdist.client.core.flat_vector import Arrays
+from psdist.client.core.written_weights import WrittenWeights
 from psdist.client.encoding import Encoding
+from psdist.client.participation import Options, Participation
 from psdist.client.process.process_bound import ProcessBound
+from psdist.client.push import AsyncBucket
+from psdist.client.push_order import PushOrder
 from psdist.client.reporting.worker_totals import transport_of
-from psdist.client.results import Wanted
-from psdist.client.server_access import ServerAccess
+from psdist.client.results import PullDestination
 from psdist.client.session.membership import DropCounter, OnDrop
 from psdist.client.session.worker_state import (
     RANDOM,
@@ -38,13 +41,68 @@ from psdist.client.session.worker_state import (
     restore_random_generators,
     save_random_generators,
 )
-from psdist.client.step import AsyncBucket
-from psdist.client.steps import CompressionStatistics, Statistics, Steps, check_member
+from psdist.client.transport.buffers import PullTarget
+from psdist.device.device import device_number
 from psdist.errors import InvalidArgumentError
 from psdist.hyperparameters import by_group
 from psdist.metrics.interval import Measurements
 from psdist.metrics.phases import Phase
+from psdist.off_loop import in_thread, off_loop
 from psdist.types import ITEM_BYTES, Layout, ParametersSpec
+
+
+@dataclass(frozen=True, slots=True)
+class CompressionStatistics:
+    """Effect of a codec on the gradients of one handle.
+
+    ratio: bytes of the gradients as float32, divided by their encoded bytes.
+    residual_norm: L2 norm of the residual, which is added to the next gradient.
+    choice: with ``compression="auto"``, the codec that was chosen, and why.
+    encodes_on_device: True if gradients in the memory of a CUDA device are encoded there, and only payloads are copied
+        to the host.
+    """
+
+    ratio: float = 1.0
+    residual_norm: float = 0.0
+    choice: str = ""
+    encodes_on_device: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Counters of one handle since it was made.
+
+    pushes, pulls: completed calls, and steps in buckets.
+    abstained: pushes without the gradient, or without a part of it, because the weight was 0, or because it held NaN or
+        Inf and ``non_finite`` is "skip".
+    ignored: slices whose contribution was not used, because it was a duplicate or arrived after its step was closed.
+    resent: slices that were sent again after a break.
+    dropped: pushes that were dropped because this worker had been expelled, or the run rolled back to a snapshot.
+    resumed: pushes and steps in buckets that were under way when this worker was expelled, and continued in its next
+        incarnation.
+    rolled_back: rollbacks of the parameters to a snapshot.
+    staleness_mean, staleness_max: over the slices of the last push, in versions.
+    push_bytes, pull_bytes: payloads only, including those in shared memory.
+    compression: effect of the codec on the gradients.
+    transport: "shm", "tcp" or "grpc", or "mixed" if it depends on the server.
+    transports: by server: "shm", or "tcp: " or "grpc: " and why no transport preferred to it.
+    """
+
+    pushes: int = 0
+    pulls: int = 0
+    abstained: int = 0
+    ignored: int = 0
+    resent: int = 0
+    dropped: int = 0
+    resumed: int = 0
+    rolled_back: int = 0
+    push_bytes: int = 0
+    pull_bytes: int = 0
+    compression: CompressionStatistics = field(default_factory=CompressionStatistics)
+    staleness_mean: float = 0.0
+    staleness_max: int = 0
+    transport: str = "grpc"
+    transports: dict[str, str] = field(default_factory=dict)
 
 
 class AsyncParameters(ProcessBound):
@@ -54,16 +112,16 @@ class AsyncParameters(ProcessBound):
     same gradients. A worker that was expelled while it lived rejoins within a call.
     """
 
-    def __init__(self, servers: ServerAccess, layout: Layout, on_drop: OnDrop = "warn") -> None:
-        self.spec: ParametersSpec = servers.participation.entry.spec
+    def __init__(self, participation: Participation, on_drop: OnDrop = "warn") -> None:
+        self.spec: ParametersSpec = participation.current.entry.spec
         #: Names, shapes and dtypes, in order.
-        self.layout: Layout = layout
+        self.layout: Layout = participation.layout
         #: True if this client takes part in the training; else it only reads.
-        self.is_member = servers.participation.is_member
-        #: Requests to the servers, for tests and tools.
-        self.servers = servers
-        self._steps = Steps(servers, layout, DropCounter(on_drop))
-        self._generation = servers.participation.generation
+        self.is_member = participation.is_member
+        #: This worker's part in the set, with its requests, for tests and tools.
+        self.participation = participation
+        self._order = PushOrder(participation, DropCounter(on_drop))
+        self._generation = participation.generation
 
     # --- properties ---
 
@@ -80,31 +138,31 @@ class AsyncParameters(ProcessBound):
     @property
     def step(self) -> int:
         """Number of the next push: its step in BSP, its sequence number in SSP and ASP."""
-        return self.servers.participation.sequence.step
+        return self.participation.current.sequence.step
 
     @property
     def first_step(self) -> int:
         """BSP: the first step to which this worker contributes."""
-        return self.servers.participation.sequence.first_step
+        return self.participation.current.sequence.first_step
 
     @property
     def restored(self) -> str | None:
         """Directory of the snapshot that the values were loaded from, at the start or at the last rollback. None if
         they come from ``init``."""
-        restore = self.servers.participation.entry.restore
+        restore = self.participation.current.entry.restore
         return restore.directory if restore is not None else None
 
     @property
     def version(self) -> int:
         """Version of the weights last pulled, the lowest of any slice: in BSP counted in steps, in SSP and ASP in
         updates."""
-        return self.servers.participation.sequence.version
+        return self.participation.current.sequence.version
 
     @property
     def staleness(self) -> int:
         """SSP and ASP: versions between the weights that the last gradient was computed on and its use; the most of any
         slice."""
-        return self._steps.counters.staleness_max
+        return self._order.counters.staleness_max
 
     @property
     def lr_factor(self) -> float | None:
@@ -119,15 +177,15 @@ class AsyncParameters(ProcessBound):
         SSP and ASP: each push has its own. Snapshots do not store the factor: a script that resumes from one, or is
         restarted, sets it again. Setting it raises InvalidArgumentError if it is out of range.
         """
-        return self.servers.participation.options.lr_factor
+        return self.participation.push_options.lr_factor
 
     @lr_factor.setter
     def lr_factor(self, factor: float | None) -> None:
-        options = self.servers.participation.options
+        options = self.participation.push_options
         checked = None if factor is None else self.spec.optimizer.check_lr_factor(factor)
         if checked is not None:
             self.spec.optimizer.check_rates(checked, options.settings or ())
-        self.servers.participation.options = replace(options, lr_factor=checked)
+        self.participation.push_options = replace(options, lr_factor=checked)
 
     @property
     def settings(self) -> dict[int, dict[str, float]] | None:
@@ -145,36 +203,36 @@ class AsyncParameters(ProcessBound):
         hyperparameter that cannot change while training: True or False, one that decides which state exists (momentum
         from or to 0), one that only begins the state, and ``beta1`` and ``momentum_decay`` of NAdam.
         """
-        settings = self.servers.participation.options.settings
+        settings = self.participation.push_options.settings
         return None if settings is None else by_group(settings)
 
     @settings.setter
     def settings(self, settings: Mapping[int, Mapping[str, float]] | None) -> None:
-        options = self.servers.participation.options
+        options = self.participation.push_options
         checked = None if settings is None else self.spec.optimizer.check_settings(settings)
         self.spec.optimizer.check_rates(options.lr_factor or 0.0, checked or ())
-        self.servers.participation.options = replace(options, settings=checked)
+        self.participation.push_options = replace(options, settings=checked)
 
     def measure(self) -> Measurements:
         """Return the counters of ``Context.report``. Reads only a few numbers."""
-        sequence, traffic = self.servers.participation.sequence, self.servers.traffic
-        counters, dropped = self._steps.counters, self._steps.drops.count
+        sequence, traffic = self.participation.current.sequence, self.participation.traffic
+        counters, dropped = self._order.counters, self._order.drops.count
         step = sequence.step if sequence.synchronous else sequence.version
         staleness = counters.staleness_mean, counters.staleness_max
         return Measurements(step, *staleness, traffic.sent, traffic.received, dropped)
 
     def statistics(self) -> Statistics:
         """Return the counters of this handle."""
-        servers, transports = self.servers, self.servers.transports()
+        part, transports = self.participation, self.participation.transports()
         return Statistics(
-            **asdict(self._steps.counters),
-            resent=servers.delivery.resent,
-            dropped=self._steps.drops.count,
-            resumed=servers.participation.resumed,
-            rolled_back=servers.participation.generation - self._generation,
-            push_bytes=servers.traffic.sent,
-            pull_bytes=servers.traffic.received,
-            compression=_compression(servers, self._steps.encoding),
+            **asdict(self._order.counters),
+            resent=part.delivery.resent,
+            dropped=self._order.drops.count,
+            resumed=part.resumed,
+            rolled_back=part.generation - self._generation,
+            push_bytes=part.traffic.sent,
+            pull_bytes=part.traffic.received,
+            compression=_compression(part.options, self._order.encoding),
             transport=transport_of(transports),
             transports=transports,
         )
@@ -211,9 +269,8 @@ class AsyncParameters(ProcessBound):
         UnknownTensorError, MissingTensorError, ShapeMismatchError, DTypeMismatchError, and InvalidArgumentError for
         anything but writable numpy arrays.
         """
-        async with self._steps.call(Phase.WAIT):
-            wanted = Wanted(out, copy, await self._steps.gradients.on_named(device))
-            return await self._steps.pull(wanted)
+        async with self._order.call(Phase.WAIT):
+            return await self._pull(await self._destination(out, copy, device))
 
     async def push(self, gradients: Mapping[str, ArrayLike], weight: float = 1.0, absent: Iterable[str] = ()) -> None:
         """Send the gradient of the next step. Returns when it is applied, or dropped (``statistics().dropped``) because
@@ -237,8 +294,8 @@ class AsyncParameters(ProcessBound):
         DeviceUnavailableError and DeviceLostError for arrays of a device. Calling it again with the same gradients
         retries the same step.
         """
-        async with self._steps.call(Phase.PUSH):
-            await self._steps.push(gradients, weight, absent=absent)
+        async with self._order.call(Phase.PUSH):
+            await self._order.push(gradients, weight, absent)
 
     async def push_pull(
         self,
@@ -261,11 +318,34 @@ class AsyncParameters(ProcessBound):
         bound. ASP: waits for no other worker. Raises as ``push`` and ``pull``. Calling it again with the same gradients
         retries the same step.
         """
-        async with self._steps.call(Phase.PUSH):
-            wanted = Wanted(out, copy, await self._steps.gradients.on_named(device))
-            if (target := await self._steps.push(gradients, weight, wanted, absent)) is None:
-                return await self._steps.pull(wanted)
-            return await self._steps.result(target, wanted)
+        async with self._order.call(Phase.PUSH):
+            destination = await self._destination(out, copy, device)
+            if (target := await self._order.push(gradients, weight, absent, destination)) is None:
+                return await self._pull(destination)
+            return await self._arrays(target, destination)
+
+    async def _destination(
+        self, out: Mapping[str, NDArray[Any]] | None, copy: bool, device: str | None
+    ) -> PullDestination:
+        there = None if device is None else await self._order.gradients.on_named(device)
+        return PullDestination(out, copy, there)
+
+    async def _pull(self, destination: PullDestination) -> Arrays:
+        order = self._order
+
+        async def pull_once() -> PullTarget:
+            await order.begin()
+            target = order.results.target(destination)
+            await order.pull_into(target)
+            self.participation.set_outdated(False)
+            return target
+
+        return await self._arrays(await order.retry(pull_once), destination)
+
+    async def _arrays(self, target: PullTarget, destination: PullDestination) -> Arrays:
+        """Return the arrays for the user once all weights have arrived in ``target``."""
+        waits, results = destination.there is not None, self._order.results
+        return await off_loop(self.layout.total, lambda: results.arrays(target, destination), waits=waits)
 
     async def push_pull_async(
         self, gradients: Mapping[str, ArrayLike] | Iterable[str], weight: float = 1.0, absent: Iterable[str] = ()
@@ -291,8 +371,8 @@ class AsyncParameters(ProcessBound):
         for a tensor that was given before, and in SSP and ASP with ``max_grad_norm``, which needs the norm of the whole
         gradient before anything can be sent.
         """
-        async with self._steps.call(Phase.PUSH):
-            return await self._steps.give_bucket(gradients, weight, absent)
+        async with self._order.call(Phase.PUSH):
+            return await self._order.give_bucket(gradients, weight, absent, reads=True)
 
     async def push_async(
         self, gradients: Mapping[str, ArrayLike] | Iterable[str], weight: float = 1.0, absent: Iterable[str] = ()
@@ -302,8 +382,8 @@ class AsyncParameters(ProcessBound):
 
         All buckets of a step are given by the same one of the two methods, else InvalidArgumentError.
         """
-        async with self._steps.call():
-            return await self._steps.give_bucket(gradients, weight, absent, reads=False)
+        async with self._order.call():
+            return await self._order.give_bucket(gradients, weight, absent, reads=False)
 
     async def assign(self, values: Mapping[str, ArrayLike] | None) -> None:
         """Write weights: the servers set these tensors to ``values`` with this worker's next push, before its update.
@@ -328,8 +408,37 @@ class AsyncParameters(ProcessBound):
         DTypeMismatchError; InvalidArgumentError for NaN or Inf, for a step whose buckets were begun, and with FTRL,
         which computes weights from its state; NotMemberError; PushDroppedError according to ``on_drop``.
         """
-        async with self._steps.call():
-            await self._steps.assign(values)
+        async with self._order.call():
+            await self._assign(values)
+
+    async def _assign(self, values: Mapping[str, ArrayLike] | None) -> None:
+        part, before = self.participation, self.participation.current
+        part.check_member()
+        if values is not None:
+            self.spec.check_assignable()
+        push = self._order.open_push
+        if push is None:
+            await self._order.retry(self._order.begin)
+        elif not push.is_blank:
+            raise InvalidArgumentError(
+                f"weights of {self.name!r} are written in the middle of step {push.number}: gradients of it were "
+                "pushed already. Write before its first gradient"
+            )
+        now = part.current
+        if now.sequence.partly_applied:
+            raise InvalidArgumentError(
+                f"some slices of {self.name!r} have applied step {now.sequence.step} with the weights that were "
+                "assigned before: push its gradient again first"
+            )
+        written = None
+        if values is not None:
+            earlier = part.writes.unrefused(now)
+            written = await off_loop(self.layout.total, lambda: WrittenWeights.copied(self.layout, values, earlier))
+        # If this worker rejoined above without the push that the values are for, the call drops them at its end.
+        is_late = before.origin is not part.current.origin
+        part.writes.put(written, before if is_late else part.current)
+        if push is not None:
+            push.update_options()
 
     async def release_memory(self, *, shared: bool = True) -> None:
         """Return the memory of gradients and pulled weights to the system, once the current push is answered. Later
@@ -342,8 +451,16 @@ class AsyncParameters(ProcessBound):
         shared: True also returns gradient memory in which other parameter sets have theirs (``share_gradient_memory``).
             Their unpushed gradients in it are lost.
         """
-        async with self._steps.call():
-            await self._steps.release_memory(shared=shared)
+        async with self._order.call():
+            await self._release_memory(shared=shared)
+
+    async def _release_memory(self, *, shared: bool) -> None:
+        order = self._order
+        await order.end_push()
+        release = order.gradients.release_memory
+        await in_thread(release) if order.gradients.has_device else release()
+        order.results.release_memory()
+        await self.participation.shared_memory.release_memory(shared=shared)
 
     async def share_gradient_memory(self, other: AsyncParameters | None) -> None:
         """Share ``other``'s gradient arena. None: use memory of its own again.
@@ -357,11 +474,12 @@ class AsyncParameters(ProcessBound):
         Raises InvalidArgumentError if sizes or dtypes on the wire differ; and as ``push``, for a step in buckets that
         failed or misses tensors.
         """
-        async with self._steps.call():
-            mine, theirs = self.servers.shared_memory, None if other is None else other.servers.shared_memory
-            if theirs is not None:
+        async with self._order.call():
+            mine, theirs = self.participation.shared_memory, None
+            if other is not None:
+                theirs = other.participation.shared_memory
                 mine.check_turns(theirs)
-            await self._steps.release_memory(shared=False)
+            await self._release_memory(shared=False)
             await mine.take_turns(theirs)
 
     async def gradient_buffers(self, device: str | None = None, *, is_checked: bool = True) -> dict[str, Any]:
@@ -379,8 +497,14 @@ class AsyncParameters(ProcessBound):
 
         Raises InvalidArgumentError, DeviceUnavailableError and DeviceLostError for ``device``.
         """
-        async with self._steps.call():
-            return await self._steps.gradient_buffers(device, is_checked)
+        async with self._order.call():
+            number, gradients = None if device is None else device_number(device), self._order.gradients
+            if self._order.open_push is None:
+                await self.participation.shared_memory.share_gradients()
+            await self._order.retry(self.participation.open)
+            if number is None:
+                return gradients.buffers(is_checked=is_checked)
+            return await in_thread(lambda: gradients.device_buffers(number))
 
     async def keep_state(
         self,
@@ -415,12 +539,12 @@ class AsyncParameters(ProcessBound):
         Raises NotMemberError, InvalidArgumentError for an invalid result of ``save``, and the errors of reading the
         state.
         """
-        async with self._steps.call():
-            check_member(self.servers.participation)
+        async with self._order.call():
+            self.participation.check_member()
             if (save is None) != (restore is None) or (save is None and not random_generators):
                 raise InvalidArgumentError("keep_state() needs save and restore, or random_generators=True alone")
-            await self._steps.retry(self.servers.open)
-            part = self.servers.participation
+            part = self.participation
+            await self._order.retry(part.open)
             if random_generators:
                 await part.keep_state(save_random_generators, restore_random_generators, prefix=RANDOM)
             if save is not None and restore is not None:
@@ -432,22 +556,27 @@ class AsyncParameters(ProcessBound):
 
         Raises InvalidArgumentError if that needs another call of the user.
         """
-        async with self._steps.call():
-            await self._steps.finish()
+        async with self._order.call():
+            await self._order.retry(self._order.begin)
+            sequence = self.participation.current.sequence
+            if sequence.unfinished:
+                raise InvalidArgumentError(
+                    f"push {sequence.step} of {self.name!r} failed, and servers may have a part of it: push its "
+                    "gradient again before a snapshot"
+                )
             yield
 
     async def open(self) -> None:
         """Register the codec's residual for snapshots. Called by ``AsyncClient.parameters``."""
-        async with self._steps.call():
+        async with self._order.call():
             pass
 
     async def close(self) -> None:
         """Cancel calls under way, and return shared memory. Called when the client closes."""
-        await self._steps.close()
+        await self._order.close()
 
 
-def _compression(servers: ServerAccess, encoding: Encoding | None) -> CompressionStatistics:
-    options = servers.options
+def _compression(options: Options, encoding: Encoding | None) -> CompressionStatistics:
     if encoding is not None:
         return CompressionStatistics(encoding.ratio, encoding.residual_norm, options.reason, encoding.works_on_device)
     ratio = ITEM_BYTES["float32"] / ITEM_BYTES[options.cast.dtype]

@@ -10,18 +10,17 @@ from numpy.typing import NDArray
 
 from psdist.client.core import flat_vector
 from psdist.client.core.flat_vector import Arrays, Flat
-from psdist.client.server_access import ServerAccess
+from psdist.client.participation import Participation
 from psdist.client.transport.buffers import BufferPool, HeldWeights, PullTarget
 from psdist.errors import InvalidArgumentError
-from psdist.types import Layout
 
 if TYPE_CHECKING:
     from psdist.client.device.vectors import DeviceVectors
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """Destination of a pull, as the user asked for it: see ``AsyncParameters.pull``.
+class PullDestination:
+    """Destination of a pull, as the user named it: see ``AsyncParameters.pull``.
 
     there: vectors on the device that the call names; None for the host.
 
@@ -42,43 +41,43 @@ class Wanted:
 class Results:
     """Results of one handle's calls."""
 
-    def __init__(self, layout: Layout, servers: ServerAccess) -> None:
-        self._layout = layout
-        self._servers = servers
-        self._pool = BufferPool(layout)
+    def __init__(self, part: Participation) -> None:
+        self._layout = part.layout
+        self._part = part
+        self._pool = BufferPool(part.layout)
         #: Weights that differences are added to; None if servers send whole weights.
         self._held: HeldWeights | None = None
-        if servers.participation.entry.spec.pull_compression:
-            self._held = HeldWeights(servers.slicing, self._pool.kept)
+        if part.current.entry.spec.pull_compression:
+            self._held = HeldWeights(part.slicing, self._pool.kept)
         #: Vector and arrays of the last result without a copy. The next result is mostly the same.
         self._viewed: tuple[Flat, Arrays] | None = None
 
-    def target(self, wanted: Wanted) -> PullTarget:
+    def target(self, destination: PullDestination) -> PullTarget:
         """Return the destination of a call's weights. Raises as ``flat_vector.check_out``."""
-        slicing, dtype, out = self._servers.slicing, self._servers.options.pull_dtype, wanted.out
+        slicing, dtype, out = self._part.slicing, self._part.options.pull_dtype, destination.out
         mine = flat_vector.check_out(self._layout, out) if out is not None else None
         if self._held is not None:
-            return PullTarget(slicing, self._pool.kept, self._servers.shared_memory.weights, held=self._held)
+            return PullTarget(slicing, self._pool.kept, self._part.shared_memory.weights, held=self._held)
         if out is not None:
             if mine is not None:
                 return PullTarget(slicing, mine, dtype=dtype)
-        elif wanted.copy and wanted.there is None:
+        elif destination.copy and destination.there is None:
             return PullTarget(slicing, self._pool.fresh(), dtype=dtype)
         # Weights in fewer bits are rounded, so they cannot be read in the servers' memory.
-        shared = self._servers.shared_memory.weights if dtype == "float32" else None
+        shared = self._part.shared_memory.weights if dtype == "float32" else None
         return PullTarget(slicing, self._pool.kept, shared, dtype)
 
-    def arrays(self, target: PullTarget, wanted: Wanted) -> dict[str, Any]:
+    def arrays(self, target: PullTarget, destination: PullDestination) -> dict[str, Any]:
         """Return the arrays for the user, once all weights have arrived."""
-        if wanted.there is not None:
-            vector = target.vector(range(self._servers.slicing.count))
-            return wanted.there.arrays(vector, copy=wanted.copy)
-        return self._host_arrays(target, wanted.out, wanted.copy)
+        if destination.there is not None:
+            vector = target.vector(range(self._part.slicing.count))
+            return destination.there.arrays(vector, copy=destination.copy)
+        return self._host_arrays(target, destination.out, destination.copy)
 
     def _host_arrays(self, target: PullTarget, out: Mapping[str, NDArray[Any]] | None, copy: bool) -> Arrays:
         if out is None and copy and target.held is None:
             return flat_vector.unflatten(self._layout, target.target)
-        vector = target.vector(range(self._servers.slicing.count))
+        vector = target.vector(range(self._part.slicing.count))
         if out is None and copy:
             fresh = self._pool.fresh()
             fresh[...] = vector

@@ -18,18 +18,17 @@ from numpy.typing import ArrayLike, NDArray
 from psdist.client.async_client import AsyncClient
 from psdist.client.core.flat_vector import Arrays
 from psdist.client.datasets import AsyncDataset, Range
-from psdist.client.parameters import AsyncParameters
+from psdist.client.parameters import AsyncParameters, Statistics
 from psdist.client.process import loop
 from psdist.client.process.blocking import Blocking, on_loop
 from psdist.client.process.sigterm import sigterm
+from psdist.client.push import AsyncBucket
 from psdist.client.reporting.phase_timer import PhaseTimer
 from psdist.client.reporting.run_info import RunInfo
 from psdist.client.session.membership import OnDrop
 from psdist.client.session.worker_session import WorkerSession
 from psdist.client.session.worker_state import Restore, Save
 from psdist.client.snapshots import SnapshotInfo
-from psdist.client.step import AsyncBucket
-from psdist.client.steps import Statistics
 from psdist.compression import Codec
 from psdist.consistency import Consistency
 from psdist.errors import PsdistError

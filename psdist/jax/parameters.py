@@ -10,8 +10,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from psdist.client.context import Context, init
+from psdist.client.parameters import Statistics
 from psdist.client.session.membership import OnDrop
-from psdist.client.steps import Statistics
 from psdist.client.sync_client import Client, Parameters
 from psdist.compression import Codec
 from psdist.consistency import BSP, Consistency, Reduction, with_reduction

@@ -462,7 +462,7 @@ class World:
         # A paused script may look at its weights long after they arrived, when others have rejoined.
         now = self.members_beside(life, self.scheduler.cluster.map) if self.scheduler is not None else []
         still = [other for other, incarnation in others if (other, incarnation) in now]
-        self.oracle.saw(life, handle.servers.participation.sequence.versions, weights, still, acked)
+        self.oracle.saw(life, handle.participation.current.sequence.versions, weights, still, acked)
 
     def members_beside(self, life: Life, cluster: ClusterMap) -> list[tuple[Life, int]]:
         """Return the other lives that participate according to a map, with their incarnations.
@@ -565,7 +565,7 @@ class World:
         client = await self._connect("reader")
         handle = await client.parameters(NAME)
         weights = self.vector_of(await handle.pull())
-        self.oracle.check_end(handle.servers.participation.sequence.versions, weights)
+        self.oracle.check_end(handle.participation.current.sequence.versions, weights)
         await client.close()
 
     def _may_cut(self, client: str, server: str, method: str) -> bool:
@@ -578,4 +578,4 @@ class World:
 
 def _incarnation(handle: AsyncParameters) -> int:
     """Return the incarnation in which the handle pushes; the client's may already be newer."""
-    return handle.servers.participation.incarnation
+    return handle.participation.incarnation

@@ -283,7 +283,7 @@ class SetsWorld(OrdinaryWorld):
         acked = oracle.acked
         weights = oracle.joined(await handle.pull())
         self._note_incarnation(life, name, script.client, handle)
-        oracle.saw(part, handle.servers.participation.sequence.versions, weights, (), acked)
+        oracle.saw(part, handle.participation.current.sequence.versions, weights, (), acked)
 
     async def _push_set(self, script: Script, life: Life, name: str, handle: AsyncParameters, step: int) -> None:
         """Make one push to a set, with the bookkeeping around it. step: the required step."""
@@ -307,7 +307,7 @@ class SetsWorld(OrdinaryWorld):
         if not push.dropped:
             oracle.answered(push, 0)
         if weights is not None:
-            oracle.saw(part, handle.servers.participation.sequence.versions, weights, (), acked)
+            oracle.saw(part, handle.participation.current.sequence.versions, weights, (), acked)
 
     def _note_incarnation(self, life: Life, name: str, client: AsyncClient, handle: AsyncParameters) -> bool:
         """Count a worker that rejoined. Returns True if it did."""
@@ -336,7 +336,7 @@ class SetsWorld(OrdinaryWorld):
         for name in self.order.names:
             handle = await client.parameters(name)
             weights[name] = self.oracle.by_name[name].joined(await handle.pull())
-            versions[name] = handle.servers.participation.sequence.versions
+            versions[name] = handle.participation.current.sequence.versions
         await self.oracle.check_commits(self.loop)
         for name, one in self.oracle.by_name.items():
             one.check_last(versions[name], weights[name])
@@ -376,7 +376,7 @@ class SetsWorld(OrdinaryWorld):
 
 def _incarnation_of(handle: AsyncParameters) -> int:
     """Return the incarnation in which the handle pushes."""
-    return handle.servers.participation.incarnation
+    return handle.participation.incarnation
 
 
 def run(seed: int, options: SetsOptions | None = None, *, trace: bool = False) -> scenario.Result:

@@ -374,7 +374,7 @@ class SnapshotWorld(World):
         weights = self.vector_of(await handle.pull())
         await self.oracle.check_commits(self.loop)
         self._check_promises()
-        self.oracle.check_last(handle.servers.participation.sequence.versions, weights)
+        self.oracle.check_last(handle.participation.current.sequence.versions, weights)
         if self.bucket.overwritten:
             self.oracle.violation(f"written again: {self.bucket.overwritten}")
         await client.close()

@@ -9,8 +9,7 @@ from typing import Any
 
 from psdist import ASP, BSP
 from psdist.client.core.written_weights import WrittenWeights
-from psdist.client.participation import PendingWrite
-from psdist.client.server_access import ServerAccess
+from psdist.client.participation import Participation, PendingWrite
 from psdist.optim import SGD
 from psdist_server.core import async_shard, bsp_shard
 from psdist_server.store.applier import Applier
@@ -90,7 +89,7 @@ def _left_open(put: Put) -> None:
     async def withdraw(self: Any, error: Any) -> bool:
         return True
 
-    put(ServerAccess, "withdraw_push", withdraw)
+    put(Participation, "withdraw_push", withdraw)
 
 
 @_ablation(

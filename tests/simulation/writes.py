@@ -128,24 +128,24 @@ class WriteWorld(SnapshotWorld):
     async def _before_push(self, life: Life, handle: AsyncParameters) -> None:
         """Write, perhaps wait, and write again if the write was dropped meanwhile."""
         while True:
-            step, dropped = handle.step, handle._steps.drops.writes
+            step, dropped = handle.step, handle._order.drops.writes
             written = self._choose(life, handle)
             if written:
                 self.counts["wrote"] += 1
                 await self._assign(handle, written)
             if self._writing.random() < self.options.waits:
                 await self._wait(life, handle)
-            if handle._steps.drops.writes == dropped and handle.step == step:
+            if handle._order.drops.writes == dropped and handle.step == step:
                 break
-            self.counts["a write was dropped"] += handle._steps.drops.writes > dropped
+            self.counts["a write was dropped"] += handle._order.drops.writes > dropped
         self._written[life.number] = written
 
     async def _wait(self, life: Life, handle: AsyncParameters) -> None:
         await self.loop.after(self._writing.expovariate(1.0) * self.options.think_seconds)
         if self._writing.random() < 0.5:
-            before = handle.servers.participation.incarnation
+            before = handle.participation.incarnation
             await self._read(self.clients[life.number], life, handle)
-            self.counts["joined again with a write"] += before != handle.servers.participation.incarnation
+            self.counts["joined again with a write"] += before != handle.participation.incarnation
 
     async def _assign(self, handle: AsyncParameters, written: Journals) -> None:
         await handle.assign({f"j{index}": values for index, values in written.items()})

@@ -1,4 +1,4 @@
-"""Buckets: the gradient of one step, given piece by piece. Pure.
+"""Buckets: the gradient of one push, given piece by piece. Pure.
 
 This module decides which slices a piece completes, and which are still missing. A slice is ready when every tensor that
 touches it was given, so slices are sent while the rest of the gradient is still computed.
@@ -6,7 +6,7 @@ touches it was given, so slices are sent while the rest of the gradient is still
 Invariants: A slice becomes ready once, after the last of its tensors was given. If its bucket fails before the slice is
 answered, the slice becomes ready again when all of its tensors are given again.
 
-Not here: values (``flat_vector``), sending (``step``).
+Not here: values (``flat_vector``), sending (``push``).
 """
 
 from __future__ import annotations
@@ -42,11 +42,14 @@ class SliceIndex:
 
     def named(self, names: Iterable[str]) -> frozenset[int]:
         """Return the numbers of tensors. Raises UnknownTensorError."""
-        if unknown := next((name for name in names if name not in self.numbers), None):
-            raise UnknownTensorError(
-                f"tensor {unknown!r:.100} is unknown: these parameters have {tensor_names(self.layout)}"
-            )
-        return frozenset(self.numbers[name] for name in names)
+        numbers = set()
+        for name in names:
+            if name not in self.numbers:
+                raise UnknownTensorError(
+                    f"tensor {name!r:.100} is unknown: these parameters have {tensor_names(self.layout)}"
+                )
+            numbers.add(self.numbers[name])
+        return frozenset(numbers)
 
     def ranges_of(self, numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
         """Return the elements of tensors as ranges: (start, stop), ascending; neighbours as one range."""
@@ -92,22 +95,30 @@ class ReadySlices:
     abstaining: tuple[int, ...]
 
 
-class StepPlan:
-    """Progress of one step: the tensors given, the slices under way, and those answered.
+class PushProgress:
+    """Progress of one push: the tensors given, the slices under way, and those answered.
 
-    whole: True if the servers answer no slice before they have the whole step (clipping by the global norm), so every
-        slice needs all tensors.
+    needs_all: True if the servers answer no slice before they have the whole push (clipping by the global norm), so
+        every slice needs all tensors.
     """
 
-    def __init__(self, index: SliceIndex, *, whole: bool) -> None:
+    def __init__(self, index: SliceIndex, *, needs_all: bool) -> None:
         self.index = index
-        self._whole = whole
+        self._needs_all = needs_all
         #: Given tensors; True if the tensor abstains.
         self._given: dict[int, bool] = {}
         #: Number of tensors that each slice still needs.
         self._needs = list(index.touching)
         self._under_way: set[int] = set()
         self._unanswered = set(range(index.slicing.count))
+
+    def give_all(self, *, abstain: bool) -> ReadySlices:
+        """Add all tensors, of which none was given. Returns all slices."""
+        self._given = dict.fromkeys(range(len(self.index.layout.tensors)), abstain)
+        self._needs = [0] * len(self._needs)
+        self._under_way = set(self._unanswered)
+        every = tuple(range(len(self._needs)))
+        return ReadySlices((), every) if abstain else ReadySlices(every, ())
 
     def choose(self, names: Sequence[str]) -> tuple[int, ...]:
         """Return the numbers of tensors that may be given, ascending.
@@ -145,9 +156,10 @@ class StepPlan:
 
     def answer(self, slices: Iterable[int]) -> None:
         """Mark slices as answered."""
-        for index in slices:
-            self._unanswered.remove(index)
-            self._under_way.remove(index)
+        answered = set(slices)
+        assert answered <= self._under_way
+        self._unanswered -= answered
+        self._under_way -= answered
 
     def take_back(self, numbers: Iterable[int], slices: Iterable[int]) -> None:
         """Mark tensors, and slices of them that were under way, as missing again."""
@@ -185,7 +197,7 @@ class StepPlan:
     def missing_for(self, slices: Iterable[int]) -> str:
         """Return the missing tensors that block ``slices``, for a message; empty if all slices are on their way."""
         waited = self._unanswered.intersection(slices)
-        if waited and self._whole:
+        if waited and self._needs_all:
             return self.missing_names()
         needed = {number for index in waited - self._under_way for number in self.index.tensors_of(index)}
         tensors = self.index.layout.tensors

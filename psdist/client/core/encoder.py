@@ -66,10 +66,6 @@ class EncodedSlices:
         valued = {*ready.valued, *ready.abstaining} - abstaining
         return ReadySlices(tuple(sorted(valued)), tuple(sorted(abstaining)))
 
-    def abstain(self, slices: Iterable[int]) -> None:
-        """Send these slices, which were not encoded, without values."""
-        self.abstained.update(slices)
-
     def forget(self, numbers: Iterable[int], slices: Iterable[int]) -> None:
         """Discard regions and slices that were not sent."""
         for number in numbers:

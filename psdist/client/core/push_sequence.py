@@ -112,7 +112,8 @@ class PushSequence:
     def __init__(
         self, slices: int, consistency: Consistency | None, first_step: int = 0, before: PushSequence | None = None
     ) -> None:
-        self.consistency = consistency
+        #: True if pushes are steps that all members make together.
+        self.synchronous = isinstance(consistency, BSP)
         self.first_step = first_step if self.synchronous else 0
         #: Number of the next push.
         self.step: int = self.first_step if before is None else before.step
@@ -131,11 +132,6 @@ class PushSequence:
         self.partly_applied: bool = before is not None and before.partly_applied
         #: True if nothing of the first step was sent, so the others may not have reached it.
         self._joins = not self.unfinished
-
-    @property
-    def synchronous(self) -> bool:
-        """True if pushes are steps that all members make together."""
-        return isinstance(self.consistency, BSP)
 
     @property
     def version(self) -> int:

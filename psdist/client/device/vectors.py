@@ -1,6 +1,6 @@
 """Gradient vector and weights of one handle in the memory of a device.
 
-Not here: sending of the gradient (``client.gradients``, ``client.steps``).
+Not here: sending of the gradient (``client.gradients``, ``client.push``).
 """
 
 from __future__ import annotations

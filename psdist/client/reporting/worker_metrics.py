@@ -34,7 +34,7 @@ class MeasuredHandle(Protocol):
         """Its settings."""
 
     @property
-    def servers(self) -> Any:
+    def participation(self) -> Any:
         """Its ``ServerAccess``. Only the options are read."""
 
     def statistics(self) -> Any:
@@ -121,7 +121,7 @@ class WorkerMetrics:
         directions = ("push", "pull")
         for direction, codec, size in zip(
             directions,
-            codecs_of(handle.spec, handle.servers.options),
+            codecs_of(handle.spec, handle.participation.options),
             (counted.push_bytes, counted.pull_bytes),
             strict=True,
         ):

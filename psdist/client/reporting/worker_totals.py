@@ -22,7 +22,7 @@ class CountedHandle(Protocol):
         """Settings of the parameter set."""
 
     @property
-    def servers(self) -> Any:
+    def participation(self) -> Any:
         """Its ``ServerAccess``. Only transports and options are read."""
 
     def measure(self) -> Measurements:
@@ -54,7 +54,7 @@ def worker_totals(
     compute, push, wait, pull = phases.seconds()
     pushed, pulled, dropped = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]](), 0
     for handle in handles:
-        key = (transport_of(handle.servers.transports()), *codecs_of(handle.spec, handle.servers.options))
+        key = (transport_of(handle.participation.transports()), *codecs_of(handle.spec, handle.participation.options))
         counted = handle.measure()
         pushed[key] += counted.push_bytes
         pulled[key] += counted.pull_bytes
@@ -80,7 +80,7 @@ def worker_totals(
 
 
 def transport_of(transports: Mapping[str, str]) -> str:
-    """Return the one transport to all servers, of ``ServerAccess.transports``, or "mixed"."""
+    """Return the one transport to all servers, of ``Participation.transports``, or "mixed"."""
     kinds = {how.partition(":")[0] for how in transports.values()} or {"grpc"}
     return kinds.pop() if len(kinds) == 1 else "mixed"
 

@@ -6,7 +6,7 @@ on it, because they go to the servers.
 
 A client that was expelled (it was silent for longer than its lease, or cut off), or whose run rolled back, registers
 again under its id as a new incarnation. Calls of the earlier incarnation end with FencedError, mostly inside the
-client: ``steps`` rejoins and continues.
+client: ``push_order`` rejoins and continues.
 
 Not here: requests to servers (``delivery``), other calls to the scheduler (``scheduler_calls``).
 """

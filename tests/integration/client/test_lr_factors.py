@@ -168,7 +168,7 @@ async def test_what_cannot_be_a_factor_is_refused(cluster: EmbeddedCluster, fact
         with pytest.raises(InvalidArgumentError, match="lr_factor="):
             handle.lr_factor = factor
         if isinstance(factor, float):
-            handle.servers.participation.options = PushOptions(factor)
+            handle.participation.push_options = PushOptions(factor)
             with pytest.raises(InvalidArgumentError, match="lr_factor="):
                 await handle.push(split(gradient(0, 0)))
             handle.lr_factor = 1.0

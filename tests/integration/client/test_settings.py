@@ -162,7 +162,7 @@ async def test_what_cannot_be_set_is_refused(
         values = {"w": np.zeros(4, np.float32)}
         handle = await client.parameters("refused", values, optim.SGD(lr=0.5))
         step = handle.step
-        handle.servers.participation.options = PushOptions(settings=sent)
+        handle.participation.push_options = PushOptions(settings=sent)
         with pytest.raises((InvalidArgumentError, LimitExceededError), match=said):
             await handle.push({"w": np.ones(4, np.float32)})
         handle.settings = None

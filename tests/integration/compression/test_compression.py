@@ -16,7 +16,7 @@ from psdist.cli import status_table
 from psdist.client import automatic_compression, encoding
 from psdist.client.core.difference_encoder import EncodedDifferences, encoder_of
 from psdist.client.encoding import EncodedPush
-from psdist.client.server_access import ServerAccess
+from psdist.client.participation import Participation
 from psdist.compression import (
     Auto,
     Chain,
@@ -295,8 +295,8 @@ async def test_a_codec_is_chosen_by_the_speed_of_the_links(
 ) -> None:
     measured: list[float] = []
 
-    async def measure(servers: ServerAccess) -> tuple[float, float]:
-        remote, speed = await measure_links(servers)
+    async def measure(part: Participation) -> tuple[float, float]:
+        remote, speed = await measure_links(part)
         measured.append(speed)
         return remote, link
 

@@ -141,7 +141,7 @@ for step in itertools.count():
     after += rank == 1 and client.incarnation > 1
     if after == 10:
         flag = float(weights.pull()["flag"][0])
-        print("rank 1 dropped", weights._async._steps.drops.writes, "writes, the flag is", flag, flush=True)
+        print("rank 1 dropped", weights._async._order.drops.writes, "writes, the flag is", flag, flush=True)
         enough.touch()
     if enough.exists():
         break

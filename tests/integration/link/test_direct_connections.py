@@ -51,7 +51,7 @@ def gradient(value: float = -1.0) -> dict[str, np.ndarray]:
 
 
 def streams(handle: AsyncParameters) -> list[TcpConnection]:
-    return list(handle.servers.tcp.connections.values())
+    return list(handle.participation.tcp.connections.values())
 
 
 async def steps(handles: list[AsyncParameters], goal: float) -> None:

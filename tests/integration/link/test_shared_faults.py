@@ -216,7 +216,7 @@ async def test_why_a_server_ended_the_stream_is_told_to_calls_under_way(cluster:
         await asyncio.gather(*(handle.push_pull(gradient()) for handle in handles))
         waiting = asyncio.create_task(handles[0].push_pull(gradient()))
         await until(lambda: under_way(handles[0]))
-        for stream in handles[0].servers.shared_memory.connections.values():
+        for stream in handles[0].participation.shared_memory.connections.values():
             stream.connection.send(b"no message")
         with pytest.raises(InvalidArgumentError, match="not a valid"):
             await waiting
@@ -231,7 +231,7 @@ async def test_a_connection_that_breaks_is_made_again_and_the_step_counts_once(c
         await asyncio.gather(*(handle.push_pull(gradient()) for handle in handles))
         waiting = asyncio.create_task(handles[0].push_pull(gradient()))
         await until(lambda: under_way(handles[0]))
-        for stream in handles[0].servers.shared_memory.connections.values():
+        for stream in handles[0].participation.shared_memory.connections.values():
             assert stream.connection._transport is not None
             stream.connection._transport.abort()
         results = await asyncio.gather(waiting, handles[1].push_pull(gradient()))
@@ -300,7 +300,7 @@ async def test_weights_after_a_given_up_push_stand_still_for_their_reader(cluste
         await handles[0].push(buffer)  # already taken
         # After a push that ended well, weights are read in place again.
         seen = (await handles[0].pull(copy=False))["w"]
-        shared = handles[0].servers.shared_memory.weights
+        shared = handles[0].participation.shared_memory.weights
         assert set(seen.tolist()) == {3.0} and shared is not None and np.shares_memory(seen, shared)
 
 
@@ -412,7 +412,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def under_way(handle: AsyncParameters) -> bool:
     """True if a call was sent over shared memory and is unanswered."""
-    return any(stream.calls for stream in handle.servers.shared_memory.connections.values())
+    return any(stream.calls for stream in handle.participation.shared_memory.connections.values())
 
 
 async def test_a_killed_server_ends_calls_at_once() -> None:

@@ -120,10 +120,10 @@ async def test_a_set_that_is_closed_leaves_the_memory_to_the_others(cluster: Emb
         await second.share_gradient_memory(first)
         await turn(first, -1.0)
         await turn(second, -1.0)
-        streams = dict(second.servers.shared_memory.connections)
+        streams = dict(second.participation.shared_memory.connections)
         await first.close()
         assert set((await turn(second, -1.0)).tolist()) == {2.0}
-        assert second.servers.shared_memory.connections == streams and all(
+        assert second.participation.shared_memory.connections == streams and all(
             one.broken is None for one in streams.values()
         )
 
@@ -158,10 +158,10 @@ async def test_sets_that_differ_cannot_take_turns(cluster: EmbeddedCluster) -> N
         (narrow,) = await opened(client, "differ-2", compression="bfloat16")
         for other, what in ((longer, "262,145"), (narrow, "bfloat16")):
             await turn(other, -1.0)
-            before = other.servers.shared_memory.connections.copy()
+            before = other.participation.shared_memory.connections.copy()
             with pytest.raises(InvalidArgumentError, match=what):
                 await other.share_gradient_memory(first)
-            assert other.servers.shared_memory.connections == before
+            assert other.participation.shared_memory.connections == before
             assert set((await turn(other, -1.0)).tolist()) == {2.0}
 
 
@@ -195,9 +195,7 @@ async def test_who_only_reads_loses_nothing(cluster: EmbeddedCluster) -> None:
         async with AsyncClient(cluster.address, cluster.token, rank=1, transport="shm") as reader:
             read = await reader.parameters("only-read")
             await read.pull()
-            read.servers.shared_memory.rejoin(
-                read.servers.participation.current.sender, read.servers.participation.entry
-            )
+            read.participation.shared_memory.rejoin(read.participation.current.sender, read.participation.current.entry)
             assert set((await read.pull())["w"].tolist()) == {1.0} and read.statistics().transport == "shm"
 
 
@@ -211,7 +209,7 @@ async def test_memory_that_is_given_back_while_it_is_offered_is_offered_again(
         attach = shm.attach
 
         async def slow(*arguments: Any) -> Any:
-            await first.servers.shared_memory.release_memory(shared=True)
+            await first.participation.shared_memory.release_memory(shared=True)
             return await attach(*arguments)
 
         with monkeypatch.context() as patch:

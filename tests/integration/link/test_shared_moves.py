@@ -84,14 +84,14 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def epoch_of(handle: AsyncParameters) -> int:
-    return handle.servers.delivery.view.cluster.epoch
+    return handle.participation.delivery.view.cluster.epoch
 
 
 def check_shared(handle: AsyncParameters, without: str) -> None:
     """Check that memory is shared with all servers but one, and that the weights are read in place."""
     transports = handle.statistics().transports
     assert without not in transports and set(transports.values()) == {"shm"}, transports
-    shared = handle.servers.shared_memory.weights
+    shared = handle.participation.shared_memory.weights
     assert shared is not None
 
 
@@ -102,7 +102,7 @@ async def test_when_a_server_dies_training_goes_on_in_shared_memory(cluster: Emb
         await step(handles)
         lent = (await step(handles, copy=copy))[0]
         first = asyncio.create_task(handles[0].push_pull(GRADIENT, copy=copy))
-        await until(lambda: any(stream.calls for stream in handles[0].servers.shared_memory.connections.values()))
+        await until(lambda: any(stream.calls for stream in handles[0].participation.shared_memory.connections.values()))
         cluster.processes[2].kill()
         assert values(lent) == {2.0}
         second = await handles[1].push_pull(GRADIENT, copy=copy)
@@ -111,7 +111,7 @@ async def test_when_a_server_dies_training_goes_on_in_shared_memory(cluster: Emb
             results = await step(handles, copy=copy)
             assert all(values(result) == {done} for result in results)
         check_shared(handles[0], "server-1")
-        shared = handles[0].servers.shared_memory.weights
+        shared = handles[0].participation.shared_memory.weights
         assert shared is not None and np.shares_memory(results[0]["a"], shared) == (not copy)
 
 
@@ -178,7 +178,7 @@ async def test_weights_that_replicas_do_not_have_yet_are_waited_for(
 
         monkeypatch.setattr(ShmConnection, "copy_moving", copy_newer)
         pulling = asyncio.create_task(reader.pull())
-        slices = reader.servers.slicing.count
+        slices = reader.participation.slicing.count
         await until(lambda: len(ahead) == slices)
         await asyncio.wait({pulling}, timeout=0.2)
         assert not pulling.done()
@@ -195,7 +195,7 @@ async def test_an_arena_that_is_replaced_while_it_is_offered_is_offered_anew(
     whole: EmbeddedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with joined(whole, "auto", "grpc", name="replaced") as (_, handles):
-        shared_memory, attach, replaced = handles[0].servers.shared_memory, shm.attach, []
+        shared_memory, attach, replaced = handles[0].participation.shared_memory, shm.attach, []
 
         async def slow(*arguments: Any) -> Any:
             attached = await attach(*arguments)
@@ -232,7 +232,7 @@ async def test_what_was_shared_ends_with_its_last_user_without_the_garbage_colle
         gc.collect()
         gc.disable()
         try:
-            shared_memory = handles[0].servers.shared_memory
+            shared_memory = handles[0].participation.shared_memory
             streams = [weakref.ref(stream) for stream in shared_memory.connections.values()]
             before = count()
             await shared_memory.withdraw()  # closes the streams; the next call opens others

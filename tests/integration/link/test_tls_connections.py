@@ -69,7 +69,7 @@ async def members(cluster: EmbeddedCluster, tls: TlsFiles | None, count: int) ->
 
 
 def streams(handle: AsyncParameters) -> list[TcpConnection]:
-    return list(handle.servers.tcp.connections.values())
+    return list(handle.participation.tcp.connections.values())
 
 
 async def train(cluster: EmbeddedCluster, tls: TlsFiles | None, *, kill: bool = False) -> bytes:

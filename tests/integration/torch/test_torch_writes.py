@@ -128,7 +128,7 @@ def test_values_that_were_put_back_are_no_writes(alone: Context, name: str) -> N
     model.load_state_dict(kept)
     assert optimizer._writes.watch.written()
     optimizer._writes.send()
-    assert optimizer.handle._async.servers.participation.begin_push().options.written is None
+    assert optimizer.handle._async.participation.begin_push().options.written is None
 
 
 def test_two_workers_write_through_the_loss_of_a_server(tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ async def test_members_with_nothing_but_their_roles_tokens_train(run: Run) -> No
             gradient = {key: np.full(value.shape, step + 1.0, np.float32) for key, value in INIT.items()}
             results = await asyncio.gather(*(handle.push_pull(gradient) for handle in handles))
         weights[name] = results[0]
-        assert {route.partition(" ")[0] for route in handles[0].servers.transports()} == {"server-0", "by-role"}
+        assert {route.partition(" ")[0] for route in handles[0].participation.transports()} == {"server-0", "by-role"}
         await asyncio.gather(*(client.barrier("b") for client in clients))
         assert (await clients[0].status()).run_id == run.cluster.run_id
         for client in clients:

@@ -16,6 +16,7 @@ import pytest_asyncio
 import psdist
 from psdist import errors, off_loop
 from psdist.client import encoding
+from psdist.client.core.buckets import ReadySlices
 from psdist.client.encoding import EncodedPush, Encoding, _run_in_threads
 from psdist.client.participation import Participation
 from psdist.client.process import codec_kernels
@@ -71,7 +72,7 @@ async def start(request: pytest.FixtureRequest) -> AsyncIterator[Start]:
 
 
 def residual(setup: Setup) -> np.ndarray:
-    return setup.weights._steps.encoding._encoder.residual
+    return setup.weights._order.encoding._encoder.residual
 
 
 def same_bytes(setup: Setup) -> bool:
@@ -145,7 +146,7 @@ class Gate:
 
     def __init__(self, setup: Setup, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
         self.go, self._error, self._groups = threading.Event(), error, 0
-        self._encoder = setup.weights._steps.encoding._encoder
+        self._encoder = setup.weights._order.encoding._encoder
         self._encode = self._encoder.encode
         monkeypatch.setattr(self._encoder, "_encode_slice", self._encoder._encode_slice)
         monkeypatch.setattr(self._encoder, "encode", self._wait_and_encode)
@@ -252,7 +253,7 @@ class TestSentMeanwhile:
             again["w"][0, 0] = np.nan
         await setup.weights.push(again, weight=float(how != "weight"))
         assert setup.weights.step == 2 and same_bytes(setup) and setup.weights.statistics().abstained == 1
-        weights, slicing = joined(await setup.weights.pull()), setup.weights._steps._servers.slicing
+        weights, slicing = joined(await setup.weights.pull()), setup.weights.participation.slicing
         given = joined(gradient(0)).astype(np.float64)
         part = slice(*slicing.bounds(0))
         given[part] += joined(gradient(1))[part]
@@ -275,7 +276,7 @@ class TestSentMeanwhile:
     async def test_not_with_a_codec_that_reads_the_gradient_as_it_is_sent(self, start: Start, codec: Codec) -> None:
         setup = await start(compression=PerTensor({"v": codec}, min_elements=64))
         await setup.weights.push_pull(gradient(0))
-        assert not setup.weights._steps.encoding._encoder.sends_meanwhile
+        assert not setup.weights._order.encoding._encoder.sends_meanwhile
 
     async def test_the_time_of_encoding_is_no_wait_for_others(
         self, start: Start, monkeypatch: pytest.MonkeyPatch, first_sent: threading.Event
@@ -283,7 +284,7 @@ class TestSentMeanwhile:
         setup = await start()
         await setup.weights.push_pull(gradient(0))
         first_sent.clear()
-        throughput, gate = setup.weights._steps._servers._session.activities.throughput, Gate(setup, monkeypatch)
+        throughput, gate = setup.weights.participation._session.activities.throughput, Gate(setup, monkeypatch)
         call = asyncio.create_task(setup.weights.push_pull(gradient(1)))
         assert await asyncio.to_thread(first_sent.wait, 60)
         assert not throughput._open
@@ -351,7 +352,7 @@ async def test_what_a_dropped_push_carried_is_lost_with_it_and_said(
     setup = await start()
     await setup.weights.push_pull(gradient(0))
     setup.servers[1].breaks = [Break(0, hang=asyncio.Event())]
-    encoder = setup.weights._steps.encoding._encoder
+    encoder = setup.weights._order.encoding._encoder
     if bucketed:
         bucket = await setup.weights.push_pull_async(gradient(1))
         call = asyncio.create_task(bucket.wait())
@@ -368,7 +369,7 @@ async def test_what_a_dropped_push_carried_is_lost_with_it_and_said(
     [told] = [record.getMessage() for record in caplog.records if "was dropped" in record.getMessage()]
     assert "what compression had left out of earlier gradients was in it, and is lost, too" in told
     # As if it had arrived: its residual belongs to the next push.
-    assert encoder is setup.weights._steps.encoding._encoder and encoder.state()["ordinal"].tolist() == [2]
+    assert encoder is setup.weights._order.encoding._encoder and encoder.state()["ordinal"].tolist() == [2]
     kept = residual(setup).astype(np.float64)
     before = joined(await setup.weights.pull())
     await setup.weights.push(gradient(2))
@@ -389,7 +390,7 @@ async def test_a_push_of_which_nothing_was_sent_takes_nothing_with_it(start: Sta
     await setup.expelled()
     await setup.weights.pull()
     assert residual(setup).tobytes() == before and any(residual(setup))
-    assert setup.weights._steps.encoding._encoder.state()["ordinal"].tolist() == [1]
+    assert setup.weights._order.encoding._encoder.state()["ordinal"].tolist() == [1]
 
 
 async def test_what_a_codec_cannot_hold_is_skipped_where_the_policy_says_so(start: Start) -> None:
@@ -433,24 +434,21 @@ async def test_chance_is_that_of_the_rank_that_a_worker_has_now() -> None:
     flat, slicing = np.ones(4096, np.float32), Slicing(4096, 4096)
 
     def encoding_of(rank: int) -> tuple[Encoding, SimpleNamespace]:
-        entry = SimpleNamespace(slicing=slicing, spec=SimpleNamespace(non_finite="reject"))
-        sequence = SimpleNamespace(step=0, unfinished=False)
-        current = SimpleNamespace(origin=SimpleNamespace(rank=rank))
-        part = SimpleNamespace(
-            current=current, entry=entry, sequence=sequence, name="model", phases=PhaseTimer(lambda: 0.0)
-        )
-        return Encoding(RandomK(0.1), layout, cast(Participation, part)), part
+        current = SimpleNamespace(origin=SimpleNamespace(rank=rank), sequence=SimpleNamespace(step=0, unfinished=False))
+        phases = PhaseTimer(lambda: 0.0)
+        part = SimpleNamespace(current=current, layout=layout, slicing=slicing, name="model", phases=phases)
+        return Encoding(RandomK(0.1), cast(Participation, part)), part
 
     async def payload(encoding: Encoding) -> bytes:
-        push, _ = await encoding.encode_push(flat, with_norm=False)
-        assert push is not None
+        push = await encoding.begin(flat)
+        await push.encode(push.decide(ReadySlices((0,), ())).valued)
         encoded = bytes(push.payload(0))
         encoding.end_push()
         return encoded
 
     (mine, part), (other, _) = encoding_of(1), encoding_of(2)
     assert await payload(mine) != await payload(other)
-    part.current = SimpleNamespace(origin=SimpleNamespace(rank=2))
+    part.current.origin = SimpleNamespace(rank=2)
     mine.restore({})
     other.restore({})
     assert await payload(mine) == await payload(other)
@@ -470,7 +468,7 @@ async def test_what_a_failed_push_carried_is_told_where_another_call_drops_it(
     [told] = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
     assert told.startswith("a push of 'p' that had failed is dropped: what compression had left out")
     await setup.weights.push(gradient(2))
-    assert not setup.weights._steps.encoding.take_lost()
+    assert not setup.weights._order.encoding.take_lost()
 
 
 async def test_no_thread_works_on_after_another_has_failed() -> None:
@@ -522,7 +520,7 @@ async def test_the_residual_goes_back_with_the_run(start: Start) -> None:
 
 async def test_the_norm_for_clipping_is_that_of_what_is_sent(start: Start) -> None:
     setup = await start(consistency=psdist.ASP())
-    steps = setup.weights._steps
+    steps = setup.weights._order
     steps._needs_norm = True  # The fake servers do not clip.
     await setup.weights.push(gradient(0))
     norms = {header.grad_norm for server in setup.servers for header in server.headers}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psdist.client.core import flat_vector
-from psdist.client.core.buckets import SliceIndex, StepPlan
+from psdist.client.core.buckets import PushProgress, SliceIndex
 from psdist.errors import InvalidArgumentError, UnknownTensorError
 from psdist.types import Slicing
 
@@ -57,7 +57,7 @@ def test_every_slice_goes_once_after_its_last_tensor(
     """Check a worker that gives buckets, servers that answer or break them in any order, and buckets that are given
     again."""
     cut = make_cut(sizes, slice_elements)
-    plan = StepPlan(cut, whole=False)
+    plan = PushProgress(cut, needs_all=False)
     given_now: dict[int, bool] = {}
     under_way: list[tuple[tuple[int, ...], list[int]]] = []
     answered: set[int] = set()
@@ -97,7 +97,7 @@ def test_every_slice_goes_once_after_its_last_tensor(
 
 def test_a_bucket_is_complete_with_its_slices() -> None:
     cut = make_cut([6, 6, 4], 4)  # slices: t0 | t0 t1 | t1 | t2
-    plan = StepPlan(cut, whole=False)
+    plan = PushProgress(cut, needs_all=False)
     assert plan.give(plan.choose(["t2"]), abstain=False).valued == (3,)
     assert plan.give(plan.choose(["t0"]), abstain=False).valued == (0,)
     slices = cut.slices_of_all([0])
@@ -112,7 +112,7 @@ def test_a_bucket_is_complete_with_its_slices() -> None:
 
 def test_where_servers_want_the_whole_step_every_slice_needs_all_tensors() -> None:
     cut = make_cut([4, 4, 4], 4)
-    plan = StepPlan(cut, whole=True)
+    plan = PushProgress(cut, needs_all=True)
     assert plan.give(plan.choose(["t1"]), abstain=False).valued == (1,)
     assert plan.missing_for([1]) == "t0, t2"
     plan.give(plan.choose(["t2", "t0"]), abstain=False)
@@ -121,7 +121,7 @@ def test_where_servers_want_the_whole_step_every_slice_needs_all_tensors() -> No
 
 def test_empty_tensors_need_nothing() -> None:
     cut = make_cut([0, 0], 4)
-    plan = StepPlan(cut, whole=False)
+    plan = PushProgress(cut, needs_all=False)
     assert plan.give(plan.choose(["t1"]), abstain=False).valued == ()
     assert plan.is_complete(cut.slices_of_all([1])) and not plan.finished
     plan.give(plan.choose(["t0"]), abstain=False)
@@ -130,7 +130,7 @@ def test_empty_tensors_need_nothing() -> None:
 
 @pytest.mark.parametrize("unknown", ["t9", 1, None, np.zeros(2)])
 def test_names_that_cannot_be_given(unknown: object) -> None:
-    plan = StepPlan(make_cut([4, 4], 4), whole=False)
+    plan = PushProgress(make_cut([4, 4], 4), needs_all=False)
     with pytest.raises(UnknownTensorError, match="these parameters have t0, t1"):
         plan.choose(["t0", unknown])
     with pytest.raises(InvalidArgumentError, match="names no tensor"):

@@ -20,7 +20,6 @@ from psdist.client.device.vectors import DeviceVectors
 from psdist.client.gradients import GradientVector
 from psdist.client.session.worker_state import DeferredArray
 from psdist.client.stale_buffers import StaleBufferCheck
-from psdist.client.step import StepState
 from psdist.client.transport.shared_buffers import OfferedArena
 from psdist.compression import BFloat16, Cast, ChunkedTopK, Float16, Int8, PerTensor, RandomK, TopK
 from tests.support.client_fakes import Break, Setup, leave
@@ -79,7 +78,7 @@ def sent(setup: Setup) -> dict[tuple[int, int], bytes]:
 
 
 def residual(setup: Setup) -> np.ndarray:
-    return setup.weights._steps.encoding._encoder.residual
+    return setup.weights._order.encoding._encoder.residual
 
 
 @pytest.mark.parametrize("codec", [CODEC, PerTensor({"v": ChunkedTopK(4, 32, bits=2), "w": TopK(0.1)}, 64)], ids=repr)
@@ -278,11 +277,11 @@ async def test_a_step_that_is_lost_while_a_bucket_waits_for_the_device_is_droppe
 ) -> None:
     setup = await start()
     await setup.weights.push_pull_async(there({"v": gradient(0)["v"]}))
-    step = setup.weights._steps._bucket_step
-    made.synchronize = lambda: setattr(step, "state", StepState.LOST)
+    push = setup.weights._order._push
+    made.synchronize = lambda: setattr(push, "_origin", None)
     with pytest.raises(errors.FencedError, match="step 0 was dropped, with all of its buckets"):
         await setup.weights.push_pull_async(there({"w": gradient(0)["w"]}))
-    assert setup.weights._steps._bucket_step is None
+    assert setup.weights._order._push is None
 
 
 async def test_what_is_sent_again_is_the_same_bytes(start: Start, made: HostArrays) -> None:
@@ -308,24 +307,24 @@ async def test_what_is_left_out_is_read_where_a_snapshot_wants_it(start: Start, 
     setup = await start()
     await setup.weights.push(there(gradient(0)))
     kept, before = residual(setup), len(made.device.copied)
-    state = setup.weights._steps.encoding.save()
+    state = setup.weights._order.encoding.save()
     assert isinstance(state["residual"], DeferredArray) and state["residual"].nbytes == BYTES
     assert len(made.device.copied) == before
     np.testing.assert_array_equal(state["residual"].copy(), kept)
     assert "velocity" not in state
-    setup.weights._steps.encoding.restore({name: array.copy() for name, array in state.items()})
+    setup.weights._order.encoding.restore({name: array.copy() for name, array in state.items()})
     np.testing.assert_array_equal(residual(setup), kept)
 
 
 async def test_a_velocity_is_restored(start: Start, made: HostArrays) -> None:
     host, device = await start(compression=MOMENTUM), await start(compression=MOMENTUM)
     await host.weights.push(gradient(0)), await device.weights.push(there(gradient(0)))
-    state = device.weights._steps.encoding.save()
+    state = device.weights._order.encoding.save()
     assert isinstance(state["velocity"], DeferredArray) and state["velocity"].nbytes == BYTES
     kept = {name: array.copy() for name, array in state.items()}
     await device.weights.push(there(gradient(1)))
-    device.weights._steps.encoding.restore(kept)
-    host.weights._steps.encoding.restore(kept)
+    device.weights._order.encoding.restore(kept)
+    host.weights._order.encoding.restore(kept)
     await host.weights.push(gradient(2)), await device.weights.push(there(gradient(2)))
     assert kept["velocity"].any()
     assert [sent(device)[2, index] for index in range(3)] == [sent(host)[1, index] for index in range(3)]

@@ -8,7 +8,7 @@ import sys
 
 def test_nothing_of_a_device_is_imported_without_one() -> None:
     code = (
-        "import sys, psdist, psdist.client.steps, psdist.client.encoding, psdist.client.core.encoder\n"
+        "import sys, psdist, psdist.client.parameters, psdist.client.encoding, psdist.client.core.encoder\n"
         "print([name for name in sys.modules if name.startswith(('cupy', 'psdist.client.device', "
         "'psdist.compression.device'))])"
     )

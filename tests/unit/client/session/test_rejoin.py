@@ -304,10 +304,10 @@ async def test_handles_rejoin_before_another_set_is_created(setup: Setup) -> Non
     the old one without it."""
     setup.expel(first_step=7)
     await setup.expelled()
-    assert setup.weights.servers.participation.incarnation == 1, "it has made no call since"
+    assert setup.weights.participation.incarnation == 1, "it has made no call since"
     setup.scheduler.forgets = "q"
     await setup.client.parameters("q", {"w": np.ones(5, np.float32)}, psdist.optim.SGD())
-    assert (setup.weights.servers.participation.incarnation, setup.weights.first_step) == (2, 7)
+    assert (setup.weights.participation.incarnation, setup.weights.first_step) == (2, 7)
 
 
 @pytest.mark.parametrize(

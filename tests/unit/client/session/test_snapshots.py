@@ -455,7 +455,7 @@ async def test_a_rollback_is_not_forgotten_where_the_worker_is_expelled_while_it
     restored: list[object] = []
     await setup.weights.keep_state(dict, restored.append)
     await setup.weights.push_pull(gradient())
-    part, scheduler = setup.weights.servers.participation, setup.scheduler
+    part, scheduler = setup.weights.participation, setup.scheduler
     scheduler.restored, scheduler.generation = "000000000002-1-1-abcdef", scheduler.generation + 1
 
     async def expelled() -> dict[str, np.ndarray]:
@@ -476,7 +476,7 @@ async def test_what_psdist_keeps_lies_beside_the_users_state() -> None:
     weights, scheduler = setup.weights, setup.scheduler
     own, users = list[dict[str, np.ndarray]](), list[dict[str, np.ndarray]]()
     try:
-        part = weights.servers.participation
+        part = weights.participation
         await part.keep_state(lambda: {"rest": np.ones(3)}, own.append, prefix=OWN)
         await weights.keep_state(lambda: {"rest": np.zeros(2)}, users.append)
         scheduler.command(7, mark=pb.SnapshotCommand.Mark(steps={"p": 0}))

@@ -36,7 +36,7 @@ class Setup:
         self.client = psdist.AsyncClient(self.scheduler.address, connect_timeout=60, **settings)
         await self.client.connect()
         self.handle = await self.client.parameters("p", INIT, psdist.optim.SGD())
-        self.handle.servers.shared_memory.withdraw = self._withdraw
+        self.handle.participation.shared_memory.withdraw = self._withdraw
         return self
 
     async def _withdraw(self) -> None:
@@ -48,7 +48,7 @@ class Setup:
 
     async def settle(self) -> None:
         """Wait until no bucket is on its way."""
-        if tasks := self.given[-1].step.tasks:
+        if tasks := self.given[-1].push.tasks:
             await asyncio.wait(tasks)
 
     def sent(self, server: int) -> list[tuple[int, int]]:
@@ -161,7 +161,7 @@ async def test_a_failure_ends_the_buckets_under_way_before_their_memory_may_be_w
     failed = await setup.give("a")
     with pytest.raises(errors.InvalidArgumentError, match="on purpose"):
         await failed
-    assert under_way.done() and not under_way.step.tasks and setup.withdrawals == 1
+    assert under_way.done() and not under_way.push.tasks and setup.withdrawals == 1
     with pytest.raises(errors.InvalidArgumentError, match="on purpose"):
         await under_way
     again = [await setup.give("b"), await setup.give("a")]
