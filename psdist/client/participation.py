@@ -290,7 +290,7 @@ class Participation:
                 if self.incarnation == incarnation:  # Otherwise another call has rejoined.
                     await self._membership.wait_until_rejoined(fenced, incarnation)
                     others = [one for one in self.siblings() if one is not self]
-                    mine = self._membership.retry_across_incarnations(self._start_incarnation)
+                    mine = self._membership.retry_across_incarnations(self.start_incarnation)
                     await asyncio.gather(mine, *(one.follow_rejoin() for one in others))
         except TimeoutError:
             raise WaitTimeoutError(
@@ -303,10 +303,10 @@ class Participation:
         if self._rejoining.locked() or self.incarnation == self._membership.registration.incarnation:
             return
         async with self._rejoining:
-            await self._membership.retry_across_incarnations(self._start_incarnation)
+            await self._membership.retry_across_incarnations(self.start_incarnation)
             self.set_outdated(not self.current.continues and not self.has_begun)
 
-    async def _start_incarnation(self, mine: Registration) -> None:
+    async def start_incarnation(self, mine: Registration) -> None:
         """Take part as the incarnation ``mine``."""
         now, order = self.current, self._alignment.order
         if self.is_member:

@@ -261,7 +261,7 @@ class Push:
 
     def _parts(self, ready: ReadySlices) -> list[Part]:
         """Return the requests of ``ready`` slices. ``_absorb`` adds up their answers."""
-        if len(ready.valued) == len(self.request.pending):
+        if len(ready.valued) == self._part.slicing.count:
             return [(self.request, self._values)]
         pairs = [(ready.valued, self._values), (ready.abstaining, None)]
         return [(self.request.part(slices), values) for slices, values in pairs if slices]
