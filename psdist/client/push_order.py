@@ -134,7 +134,7 @@ class PushOrder:
 
     @property
     def open_push(self) -> Push | None:
-        """The push in buckets of which tensors are still missing."""
+        """The push in buckets that misses tensors; None if no push does."""
         return self._push if self._push is not None and self._push.is_open else None
 
     async def begin(self) -> None:

@@ -58,7 +58,7 @@ class SetsOptions(OrdinaryOptions):
         return self.workers * self.steps * (len(self.stops) + 2) * self.order.longest * _SPARE
 
 
-#: Changes to a seed whose workers are silent for longer than their lease, often all at once, and return.
+#: Changes to a seed whose workers are silent for longer than their lease, often all together, and return.
 SILENCES: Final[dict[str, Any]] = {"busy": 0.5, "busy_leases": 1.6, "worker_lease_seconds": 3.0, "lives": 40}
 
 
