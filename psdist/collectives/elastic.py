@@ -23,7 +23,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from psdist.collectives.core.plan import Array
+from psdist.collectives.core.plans import Array
 from psdist.collectives.group import AsyncWorkerGroup
 from psdist.errors import (
     ClosedError,

@@ -16,9 +16,9 @@ from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeVar
 
 from psdist.client.session.waits import Wait
 from psdist.client.session.worker_session import WorkerSession
-from psdist.collectives import calls
+from psdist.collectives.core import plans
 from psdist.collectives.core.machine import COLLECTIVES
-from psdist.collectives.exchange import Exchange
+from psdist.collectives.group_runner import GroupRunner
 from psdist.collectives.incoming import Sender
 from psdist.collectives.mesh import Mesh
 from psdist.errors import (
@@ -89,7 +89,7 @@ class GroupSettings:
 
     name: see ``join_group``.
     size, size_min: workers that the first group needs, and that every group needs.
-    silence: see ``Exchange``.
+    silence: see ``GroupRunner``.
     """
 
     name: str
@@ -108,7 +108,7 @@ class FormedGroup:
 
     epoch: int
     rank: int
-    exchange: Exchange
+    runner: GroupRunner
     ticket: int
 
 
@@ -136,13 +136,13 @@ class GroupFormer:
             while True:
                 former, before = before, await self._form_once(settings, before, admits, until, timeout)
                 if former is not None:
-                    self.mesh.remove(former.exchange)
+                    self.mesh.remove(former.runner)
                 if await self._is_confirmed(settings, before):
                     await self._session.outlast_stop()
                     return before
         except PsdistError:
             if before is not None and before is not given:
-                self.mesh.remove(before.exchange)
+                self.mesh.remove(before.runner)
             raise
 
     async def _form_once(
@@ -175,11 +175,11 @@ class GroupFormer:
         workers = [await self._find(member, settings.name, until, timeout) for member in members]
         formed = self._enter(settings, epoch, workers)
         try:
-            call_id = formed.exchange.start(COLLECTIVES, calls.barrier(formed.rank, len(workers)))
+            call_id = formed.runner.start(COLLECTIVES, plans.barrier(formed.rank, len(workers)))
             left = None if timeout is None else max(_PAUSE, round(until - asyncio.get_running_loop().time(), 3))
-            await formed.exchange.result(call_id, f"the first call of group {settings.name!r}", left)
+            await formed.runner.result(call_id, f"the first call of group {settings.name!r}", left)
         except BaseException:  # Also if the caller gives up: frames of the group are dropped from now on.
-            self.mesh.remove(formed.exchange)
+            self.mesh.remove(formed.runner)
             raise
         await self._session.outlast_stop()
         return formed
@@ -206,9 +206,9 @@ class GroupFormer:
                     )
                 await view.changed(None if left == math.inf else left)
 
-    def start(self, exchange: Exchange, rank: int) -> FormedGroup:
+    def start(self, runner: GroupRunner, rank: int) -> FormedGroup:
         """Return a group that was made without the scheduler, as the first of its name."""
-        return FormedGroup(1, rank, exchange, self._draw())
+        return FormedGroup(1, rank, runner, self._draw())
 
     def _draw(self) -> int:
         return 1 + self._session.calls.rng.getrandbits(62)
@@ -220,7 +220,7 @@ class GroupFormer:
         )  # fmt: skip
         if before is not None:
             request.epoch = before.epoch
-            request.members.extend(map(convert.worker_to_proto, before.exchange.members))
+            request.members.extend(map(convert.worker_to_proto, before.runner.members))
         return request
 
     async def _ask_until_formed(
@@ -232,8 +232,8 @@ class GroupFormer:
         while True:
             if before is not None:
                 del request.unreachable[:], request.closed[:]
-                request.unreachable.extend(before.exchange.watch.unreachable())
-                request.closed.extend(before.exchange.watch.closed)
+                request.unreachable.extend(before.runner.watch.unreachable())
+                request.closed.extend(before.runner.watch.closed)
             reply: pb.FormGroupResponse = await session.calls.call_until_answered(
                 session.calls.stub.FormGroup, lambda: request, wait.reason, self._mine.incarnation
             )
@@ -272,20 +272,20 @@ class GroupFormer:
         if rank is None:
             raise FencedError(f"the scheduler formed group {settings.name!r} without {mine.worker_id}, which asked")
         ranks = [member.rank for member in members]
-        exchange = Exchange(self.mesh, self._session.waits, ranks, rank, settings.silence)
-        self.mesh.enter(exchange, settings.name, epoch, members)
-        return FormedGroup(epoch, rank, exchange, self._draw())
+        runner = GroupRunner(self.mesh, self._session.waits, ranks, rank, settings.silence)
+        self.mesh.enter(runner, settings.name, epoch, members)
+        return FormedGroup(epoch, rank, runner, self._draw())
 
     async def _is_confirmed(self, settings: GroupSettings, formed: FormedGroup) -> bool:
         """Return True once all members have entered a group. Raises what ends this worker's membership."""
-        exchange = formed.exchange
+        runner = formed.runner
         telling = asyncio.ensure_future(self._tell_scheduler(settings, formed))
         try:
             # Not a timeout of the call: a script that was confirmed in the last moment would get an error that names a
             # timeout it has not set.
             async with asyncio.timeout(_CONFIRM_SECONDS):
-                call_id = exchange.start(COLLECTIVES, calls.barrier(formed.rank, len(exchange.members)))
-                await exchange.result(call_id, "the first call of a group", None)
+                call_id = runner.start(COLLECTIVES, plans.barrier(formed.rank, len(runner.members)))
+                await runner.result(call_id, "the first call of a group", None)
         except (PsdistError, TimeoutError):
             self._session.membership.raise_if_expelled(self._mine.incarnation)
             return False
@@ -308,7 +308,7 @@ class GroupFormer:
 
         A scheduler that has restarted learns of the group. It can then tell workers that were left out.
         """
-        if len(self._session.membership.view.cluster.workers) <= sum(map(self.mesh.knows, formed.exchange.members)):
+        if len(self._session.membership.view.cluster.workers) <= sum(map(self.mesh.knows, formed.runner.members)):
             return 0
         request = self._request(settings, formed, admits=False)
         request.ticket = 0

@@ -15,15 +15,13 @@ from numpy.lib.array_utils import byte_bounds
 from numpy.typing import ArrayLike, DTypeLike
 
 from psdist.client.process import codec_kernels
-from psdist.collectives import calls
-from psdist.collectives.compression import AllReduceCompression, as_compression
-from psdist.collectives.core.compressed_plan import CompressedPlan
-from psdist.collectives.core.header import Header
+from psdist.collectives.compression import AllReduceCompression, CompressedPlan, as_compression
+from psdist.collectives.core import plans
 from psdist.collectives.core.machine import COLLECTIVES, CallLane
-from psdist.collectives.core.plan import Array, Plan
+from psdist.collectives.core.plans import Array, Header, Plan
 from psdist.collectives.core.reductions import check_dtype, check_op
 from psdist.collectives.forming import FormedGroup, GroupFormer, GroupSettings, outlasts_stop
-from psdist.collectives.memory.buffers import BufferType
+from psdist.collectives.host_sharing import BufferType
 from psdist.collectives.memory_order import MemoryOrder, Span
 from psdist.compression import Codec
 from psdist.errors import (
@@ -81,8 +79,8 @@ class AsyncWorkerGroup:
     """
 
     def __init__(self, former: GroupFormer, formed: FormedGroup, settings: GroupSettings | None = None) -> None:
-        self._exchange = formed.exchange
-        self.ranks = self._exchange.ranks
+        self._runner = formed.runner
+        self.ranks = self._runner.ranks
         self.rank = formed.rank
         self.size = len(self.ranks)
         #: Number of the group among those that were made of it by ``reconfigure``.
@@ -117,7 +115,7 @@ class AsyncWorkerGroup:
         if compression is not None:
             await self._compressed(given.reshape(-1), op, as_compression(compression), result.memory, timeout)
             return result.finish()
-        await self._call(calls.all_reduce(self.rank, self.size, result.apart(given), result.memory, op), timeout)
+        await self._call(plans.all_reduce(self.rank, self.size, result.apart(given), result.memory, op), timeout)
         return result.finish()
 
     @outlasts_stop
@@ -138,8 +136,8 @@ class AsyncWorkerGroup:
                     out.reshape(-1), divisor=self.size if op == "avg" else 1,
                     encode_result=compression.result_encoder(out.reshape(-1)),
                 )  # fmt: skip
-                call_id = self._exchange.start(COLLECTIVES, plan)
-            await self._exchange.result(call_id, str(plan.call), timeout)
+                call_id = self._runner.start(COLLECTIVES, plan)
+            await self._runner.result(call_id, str(plan.call), timeout)
             compression.end()
 
     @_in_order
@@ -147,7 +145,7 @@ class AsyncWorkerGroup:
         """Return all ranks' arrays, which have one shape, one after another along a new first axis."""
         given = _checked(array)
         result = _Result(given, (self.size, *given.shape), out)
-        await self._call(calls.all_gather(self.rank, self.size, result.apart(given), result.memory), timeout)
+        await self._call(plans.all_gather(self.rank, self.size, result.apart(given), result.memory), timeout)
         return result.finish()
 
     @_in_order
@@ -160,7 +158,7 @@ class AsyncWorkerGroup:
         result = _Result(given, given.shape, out)
         if self.rank == src:
             result.memory[...] = given
-        await self._call(calls.broadcast(self.rank, self.size, result.memory, src), timeout)
+        await self._call(plans.broadcast(self.rank, self.size, result.memory, src), timeout)
         return result.finish()
 
     @_in_order
@@ -172,10 +170,10 @@ class AsyncWorkerGroup:
         check_op(op, given.dtype)
         dst = self._checked_rank(dst, "dst")
         if self.rank != dst:
-            await self._call(calls.reduce(self.rank, self.size, given, given, op, dst), timeout)
+            await self._call(plans.reduce(self.rank, self.size, given, given, op, dst), timeout)
             return None
         result = _Result(given, given.shape, out)
-        plan = calls.reduce(self.rank, self.size, result.apart(given), result.memory, op, dst)
+        plan = plans.reduce(self.rank, self.size, result.apart(given), result.memory, op, dst)
         await self._call(plan, timeout)
         return result.finish()
 
@@ -187,7 +185,7 @@ class AsyncWorkerGroup:
         given = _rows(array, self.size)
         check_op(op, given.dtype)
         result = _Result(given, given.shape[1:], out)
-        plan = calls.reduce_scatter(self.rank, self.size, result.apart(given), result.memory, op)
+        plan = plans.reduce_scatter(self.rank, self.size, result.apart(given), result.memory, op)
         await self._call(plan, timeout)
         return result.finish()
 
@@ -199,10 +197,10 @@ class AsyncWorkerGroup:
         given = _checked(array)
         dst = self._checked_rank(dst, "dst")
         if self.rank != dst:
-            await self._call(calls.gather(self.rank, self.size, given, None, dst), timeout)
+            await self._call(plans.gather(self.rank, self.size, given, None, dst), timeout)
             return None
         result = _Result(given, (self.size, *given.shape), out)
-        await self._call(calls.gather(self.rank, self.size, result.apart(given), result.memory, dst), timeout)
+        await self._call(plans.gather(self.rank, self.size, result.apart(given), result.memory, dst), timeout)
         return result.finish()
 
     @_in_order
@@ -214,11 +212,11 @@ class AsyncWorkerGroup:
         if self.rank == src and array is not None:
             given = _rows(array, self.size)
             result = _Result(given, given.shape[1:], out)
-            plan = calls.scatter(self.rank, self.size, result.apart(given), result.memory, src)
+            plan = plans.scatter(self.rank, self.size, result.apart(given), result.memory, src)
         elif self.rank != src and out is not None:
             _check_memory(out)
             result = _Result(out, out.shape, out)
-            plan = calls.scatter(self.rank, self.size, None, result.memory, src)
+            plan = plans.scatter(self.rank, self.size, None, result.memory, src)
         else:
             raise InvalidArgumentError("scatter: rank src gives the array, and the other ranks give out")
         await self._call(plan, timeout)
@@ -230,7 +228,7 @@ class AsyncWorkerGroup:
         given = _rows(array, self.size)
         result = _Result(given, given.shape, out)
         sent = given.copy() if np.may_share_memory(given, result.memory) else given
-        await self._call(calls.all_to_all(self.rank, calls.rows_of(sent), calls.rows_of(result.memory)), timeout)
+        await self._call(plans.all_to_all(self.rank, plans.rows_of(sent), plans.rows_of(result.memory)), timeout)
         return result.finish()
 
     @_in_order
@@ -251,7 +249,7 @@ class AsyncWorkerGroup:
         own = given[self.rank], results[self.rank].memory
         if own[0].size != own[1].size:
             raise ShapeMismatchError(f"this rank has {own[0].size} elements for itself, and out has {own[1].size}")
-        plan = calls.all_to_all(
+        plan = plans.all_to_all(
             self.rank, [array.reshape(-1) for array in given], [r.memory.reshape(-1) for r in results]
         )
         await self._call(plan, timeout)
@@ -270,7 +268,7 @@ class AsyncWorkerGroup:
             return given.copy() if given is array and given.nbytes <= EAGER_BYTES else given
 
         async def sent() -> None:
-            await self._call(calls.send(_checked(array), lane.target), timeout, lane)
+            await self._call(plans.send(_checked(array), lane.target), timeout, lane)
 
         # Two ranks may exchange small arrays in place, and would wait for each other.
         if np.asarray(array).nbytes > EAGER_BYTES:
@@ -287,7 +285,7 @@ class AsyncWorkerGroup:
 
     async def _received(self, lane: CallLane, out: Array, timeout: float | None) -> Array:
         result = _Result(out, out.shape, out)
-        await self._call(calls.receive(result.memory, lane.source), timeout, lane)
+        await self._call(plans.receive(result.memory, lane.source), timeout, lane)
         return result.finish()
 
     @outlasts_stop
@@ -301,7 +299,7 @@ class AsyncWorkerGroup:
         _check_timeout(timeout)
 
         async def received() -> int:
-            source = await self._exchange.any_source(tag, timeout)
+            source = await self._runner.any_source(tag, timeout)
             await self._received(CallLane(source, self.rank, tag), out, timeout)
             return source
 
@@ -322,15 +320,15 @@ class AsyncWorkerGroup:
         _check_timeout(timeout)
 
         async def call(plan: Plan) -> None:
-            await self._exchange.result(self._exchange.start(COLLECTIVES, plan), str(plan.call), timeout)
+            await self._runner.result(self._runner.start(COLLECTIVES, plan), str(plan.call), timeout)
 
         async with self._order:
-            return await self._exchange.route.allocate(wanted, call)
+            return await self._runner.route.allocate(wanted, call)
 
     @_in_order
     async def barrier(self, *, timeout: float | None = None) -> None:
         """Return when all ranks have called it."""
-        await self._call(calls.barrier(self.rank, self.size), timeout)
+        await self._call(plans.barrier(self.rank, self.size), timeout)
 
     def preparing(self) -> AbstractContextManager[None]:
         """See ``GroupCalls``."""
@@ -339,12 +337,12 @@ class AsyncWorkerGroup:
     @property
     def has_ended(self) -> bool:
         """True if an error has ended the group, or ``close``."""
-        return self._exchange.error is not None
+        return self._runner.error is not None
 
     @property
     def error(self) -> PsdistError | None:
         """The error that ended the group, or None."""
-        return self._exchange.error
+        return self._runner.error
 
     async def reconfigure(self, *, admit: bool = False, timeout: float | None = None) -> AsyncWorkerGroup:
         """Return the next group, of the members that are left, once each of them has called this.
@@ -361,11 +359,11 @@ class AsyncWorkerGroup:
         expelled, ClosedError.
         """
         _check_timeout(timeout)
-        exchange = self._exchange
-        if not exchange.members:
+        runner = self._runner
+        if not runner.members:
             raise InvalidArgumentError("members of this group have never been in the run: make another group")
-        settings = self._settings or GroupSettings(f"group-{exchange.key.hex()}")
-        exchange.end(ClosedError(f"rank {self.rank} reconfigures the group"))
+        settings = self._settings or GroupSettings(f"group-{runner.key.hex()}")
+        runner.end(ClosedError(f"rank {self.rank} reconfigures the group"))
         formed = await self._former.form(settings, self._formed, admits=admit, timeout=timeout)
         return AsyncWorkerGroup(self._former, formed, settings)
 
@@ -381,8 +379,8 @@ class AsyncWorkerGroup:
 
     async def close(self) -> None:
         """End the group. Calls of other ranks that need this one fail. Closing again does nothing."""
-        self._exchange.end(ClosedError(f"rank {self.rank} closed the group", rank=self.rank))
-        self._former.mesh.remove(self._exchange)
+        self._runner.end(ClosedError(f"rank {self.rank} closed the group", rank=self.rank))
+        self._former.mesh.remove(self._runner)
 
     def _checked_rank(self, rank: int, name: str) -> int:
         """Return a rank of this group as an int. Raises InvalidArgumentError."""
@@ -423,11 +421,11 @@ class AsyncWorkerGroup:
                     await wait
         except TimeoutError:
             error = WaitTimeoutError(f"rank {self.rank} reached the timeout of {timeout:g} s, waiting {reason}")
-            self._exchange.end(error)
+            self._runner.end(error)
             raise self.error or error from None
         except asyncio.CancelledError:
             gave_up = f"rank {self.rank} gave up a call, so that the group has ended"
-            self._exchange.end(ClosedError(gave_up, rank=self.rank))
+            self._runner.end(ClosedError(gave_up, rank=self.rank))
             raise
 
     @outlasts_stop
@@ -435,10 +433,10 @@ class AsyncWorkerGroup:
         _check_timeout(timeout)
         if lane == COLLECTIVES and self._order.locked():
             async with self._order:
-                call_id = self._exchange.start(lane, plan)
+                call_id = self._runner.start(lane, plan)
         else:
-            call_id = self._exchange.start(lane, plan)
-        await self._exchange.result(call_id, str(plan.call), timeout)
+            call_id = self._runner.start(lane, plan)
+        await self._runner.result(call_id, str(plan.call), timeout)
 
 
 def _arrays(given: object) -> Sequence[Any]:

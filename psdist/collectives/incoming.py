@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from psdist.collectives.core.machine import COLLECTIVES
-from psdist.collectives.core.plan import Bytes
+from psdist.collectives.core.plans import Bytes
 from psdist.errors import InvalidArgumentError, LimitExceededError, PsdistError, SharingUnavailableError
 from psdist.link.arenas import take_arena
 from psdist.link.frame_connection import FrameConnection, MessageReceiver

@@ -19,11 +19,11 @@ from typing import Final
 
 from psdist.client.session.membership import ClusterView, WorkerMembership
 from psdist.collectives import messages
-from psdist.collectives.core.group_key import epoch_of, make_key, name_members, series_of
 from psdist.collectives.core.machine import SendFailure
-from psdist.collectives.core.plan import Bytes
+from psdist.collectives.core.plans import Bytes
 from psdist.collectives.incoming import GroupFrames, IncomingLink, Sender, key_of
 from psdist.collectives.liveness import PeerLiveness
+from psdist.collectives.messages import epoch_of, make_key, name_members, series_of
 from psdist.errors import (
     ClosedError,
     LimitExceededError,
@@ -77,7 +77,7 @@ class Mesh:
         #: Answers to calls of groups that have ended here, by their keys, the newest last.
         self._farewells: dict[bytes, bytes] = {}
         #: Groups that share memory of the host.
-        self._sharing: set[GroupFrames] = set()
+        self._sharing: set[object] = set()
         self._ends: set[asyncio.TimerHandle] = set()
         self._watcher = asyncio.create_task(self._watch(), name="psdist collectives")
         listener.serve(self)
@@ -134,15 +134,15 @@ class Mesh:
         mine = worker.worker_id, worker.incarnation
         return any((one.worker_id, one.incarnation) == mine for one in self._view.cluster.workers)
 
-    def claim_memory(self, group: GroupFrames) -> bool:
-        """Return True if a group may share memory of the host, until ``return_memory``."""
+    def claim_memory(self, owner: object) -> bool:
+        """Return True if a group may share memory of the host, until ``return_memory`` with the same ``owner``."""
         if self.shares and len(self._sharing) < limits.HOST_GROUPS_MAX:
-            self._sharing.add(group)
-        return group in self._sharing
+            self._sharing.add(owner)
+        return owner in self._sharing
 
-    def return_memory(self, group: GroupFrames) -> None:
+    def return_memory(self, owner: object) -> None:
         """Let another group share memory of the host."""
-        self._sharing.discard(group)
+        self._sharing.discard(owner)
 
     def absent(self, group: GroupFrames) -> list[int]:
         """Return the ranks of a group that the map lacks."""

@@ -1,13 +1,49 @@
-"""Conversion of calls to and from the frames of a link."""
+"""Conversion of calls to and from the frames of a link, and the key of a group, which all of its frames carry.
+
+A key is the digest of the group's name, its epoch, and the digest of its members.
+"""
 
 from __future__ import annotations
 
-from psdist.collectives.core.header import BufferPosition, Header
+import hashlib
+import json
+from collections.abc import Iterable
+from typing import Final
+
 from psdist.collectives.core.machine import COLLECTIVES, CallLane, SendCall, SendFailure, SendPart
+from psdist.collectives.core.plans import BufferPosition, Header
 from psdist.errors import InvalidArgumentError
+from psdist.types import WorkerEntry
 from psdist.v1 import worker_pb2 as pb
 from psdist.wire import status
 from psdist.wire.limits import DIMENSIONS_MAX
+
+_DIGEST_BYTES: Final = 8
+_EPOCH_BYTES: Final = 8
+
+
+def make_key(name: str, epoch: int, members: Iterable[WorkerEntry]) -> bytes:
+    """Return the key of a group. epoch: counts the groups of a name."""
+    return _digest(name) + epoch.to_bytes(_EPOCH_BYTES, "big") + _digest(name_members(members))
+
+
+def name_members(members: Iterable[WorkerEntry]) -> str:
+    """Return the members, in order, as text."""
+    return json.dumps([[worker.worker_id, worker.incarnation] for worker in members])
+
+
+def series_of(key: bytes) -> bytes:
+    """Return the part of a key that all groups of a name share."""
+    return key[:_DIGEST_BYTES]
+
+
+def epoch_of(key: bytes) -> int:
+    """Return the epoch in a key."""
+    return int.from_bytes(key[_DIGEST_BYTES : _DIGEST_BYTES + _EPOCH_BYTES], "big")
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()
 
 
 def encode(group: bytes, effect: SendCall | SendPart | SendFailure) -> bytes:

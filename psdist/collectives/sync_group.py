@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, DTypeLike
 from psdist.client.process import loop
 from psdist.client.process.process_bound import ProcessBound
 from psdist.collectives.compression import AllReduceCompression
-from psdist.collectives.core.plan import Array
+from psdist.collectives.core.plans import Array
 from psdist.collectives.group import AsyncWorkerGroup
 from psdist.compression import Codec
 

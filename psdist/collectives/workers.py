@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from psdist.client.session.membership import Registration
 from psdist.client.session.worker_session import WorkerSession
 from psdist.collectives import SILENCE_SECONDS
-from psdist.collectives.exchange import Exchange
 from psdist.collectives.forming import GroupFormer, GroupSettings
 from psdist.collectives.group import AsyncWorkerGroup
+from psdist.collectives.group_runner import GroupRunner
 from psdist.collectives.incoming import Sender
 from psdist.collectives.mesh import Mesh
 from psdist.errors import ExcludedError, InvalidArgumentError, check_integer
@@ -65,9 +65,9 @@ class AsyncCollectives:
             raise InvalidArgumentError(f"rank {mine.rank} is not among {members}: only members make a group")
         former = self._current_former()
         former.mesh.remove_ended()
-        exchange = Exchange(former.mesh, self._session.waits, members, members.index(mine.rank))
-        former.mesh.add(exchange)
-        return AsyncWorkerGroup(former, former.start(exchange, members.index(mine.rank)))
+        runner = GroupRunner(former.mesh, self._session.waits, members, members.index(mine.rank))
+        former.mesh.add(runner)
+        return AsyncWorkerGroup(former, former.start(runner, members.index(mine.rank)))
 
     async def join_group(
         self,

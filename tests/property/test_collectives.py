@@ -15,11 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from psdist.collectives import calls
-from psdist.collectives.core import host_memory
-from psdist.collectives.core import plan as plans
+from psdist.collectives.core import host_memory, plans
 from psdist.collectives.core.machine import CallLane
-from psdist.collectives.core.plan import Plan
+from psdist.collectives.core.plans import Plan
 from psdist.errors import ClosedError, CollectiveMismatchError, WorkerLostError
 from tests.support.collective_network import Call, CollectiveNetwork
 
@@ -38,9 +36,8 @@ def small_parts() -> Iterator[None]:
     """Arrays of a hundred elements travel as those of a hundred megabytes do."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plans, "PART_BYTES", 64)
-        for module in (plans, calls):
-            patch.setattr(module, "EAGER_BYTES", 32)
-            patch.setattr(module, "EAGER_REDUCED_BYTES", 48)
+        patch.setattr(plans, "EAGER_BYTES", 32)
+        patch.setattr(plans, "EAGER_REDUCED_BYTES", 48)
         patch.setattr(host_memory, "PIECE_BYTES", 512)
         patch.setattr(host_memory, "LARGE_GROUP_PIECE_BYTES", 768)
         patch.setattr(host_memory, "IN_PLACE_PIECE_BYTES", 64)
@@ -88,31 +85,31 @@ class Scenario:
         first, out = given[:1].reshape(row.shape), np.empty_like(row)
         match self.kind:
             case "all_reduce":
-                plan = calls.all_reduce(rank, size, first, out, op)
+                plan = plans.all_reduce(rank, size, first, out, op)
             case "all_reduce_in_place":
                 out = first
-                plan = calls.all_reduce(rank, size, out, out, op)
+                plan = plans.all_reduce(rank, size, out, out, op)
             case "all_reduce_of_a_buffer":
                 out = self._buffers.get(rank, first)
                 out[...] = row
-                plan = calls.all_reduce(rank, size, out, out, op)
+                plan = plans.all_reduce(rank, size, out, out, op)
             case "broadcast":
                 out = first
-                plan = calls.broadcast(rank, size, out, root)
+                plan = plans.broadcast(rank, size, out, root)
             case "all_gather":
-                plan, out = calls.all_gather(rank, size, first, rows), rows
+                plan, out = plans.all_gather(rank, size, first, rows), rows
             case "reduce":
-                plan = calls.reduce(rank, size, first, out, op, root)
+                plan = plans.reduce(rank, size, first, out, op, root)
             case "reduce_scatter":
-                plan = calls.reduce_scatter(rank, size, given, out, op)
+                plan = plans.reduce_scatter(rank, size, given, out, op)
             case "gather":
-                plan, out = calls.gather(rank, size, first, rows if rank == root else None, root), rows
+                plan, out = plans.gather(rank, size, first, rows if rank == root else None, root), rows
             case "scatter":
-                plan = calls.scatter(rank, size, given if rank == root else None, out, root)
+                plan = plans.scatter(rank, size, given if rank == root else None, out, root)
             case "all_to_all":
-                plan, out = calls.all_to_all(rank, calls.rows_of(given), calls.rows_of(rows)), rows
+                plan, out = plans.all_to_all(rank, plans.rows_of(given), plans.rows_of(rows)), rows
             case _:
-                plan = calls.barrier(rank, size)
+                plan = plans.barrier(rank, size)
         self.outs[rank] = out
         return plan
 
@@ -241,7 +238,7 @@ def end_by_calls_that_differ(size: int, seed: int) -> None:
         for rank in range(size):
             if rank not in last and all(call.has_ended for (_, other), call in started.items() if other == rank):
                 array = np.zeros(2 + (rank == odd))
-                last[rank] = network.start(rank, calls.all_reduce(rank, size, array, array, "sum"))
+                last[rank] = network.start(rank, plans.all_reduce(rank, size, array, array, "sum"))
 
     network.run(start_last)
     for (one, rank), call in started.items():
@@ -286,8 +283,8 @@ def test_messages_of_a_tag_arrive_in_order(size: int, sent: list[tuple[int, int,
         if source == target:
             continue
         data, out = np.full(count, number, np.int32), np.zeros(count, np.int32)
-        ended.append(network.start(source, calls.send(data, target), CallLane(source, target, tag)))
-        ended.append(network.start(target, calls.receive(out, source), CallLane(source, target, tag)))
+        ended.append(network.start(source, plans.send(data, target), CallLane(source, target, tag)))
+        ended.append(network.start(target, plans.receive(out, source), CallLane(source, target, tag)))
         pairs.append((data, out))
     network.run()
     assert all(call.has_ended and call.error is None for call in ended)

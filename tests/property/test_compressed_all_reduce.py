@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from psdist.collectives import compression as compressed_plan
 from psdist.collectives import compression as compressions
-from psdist.collectives.compression import AllReduceCompression
-from psdist.collectives.core import compressed_plan
-from psdist.collectives.core.compressed_plan import CompressedPlan
-from psdist.collectives.core.header import Header
+from psdist.collectives.compression import AllReduceCompression, CompressedPlan
+from psdist.collectives.core.plans import Header
 from psdist.compression import Codec, Int4, Int8, OneBit, PerTensor, RandomK, TopK, segments
 from psdist.errors import CollectiveMismatchError
 from tests.support.collective_network import CollectiveNetwork

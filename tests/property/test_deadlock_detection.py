@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,11 @@ import pytest
 
 from psdist.client.core.snapshot_marks import SnapshotMarks
 from psdist.client.reporting.throughput import Throughput
-from psdist.client.session.waits import Activities, GroupCalls, ReportedWait
-from psdist.collectives import calls
-from psdist.collectives.call_waits import AwaitedCall, AwaitedMessage, CallCounts
+from psdist.client.session.waits import Activities, AwaitedCall, GroupCalls, ReportedWait
+from psdist.collectives.core import plans
 from psdist.collectives.core.machine import COLLECTIVES, CallDone, CallLane, Effect, GroupMachine, SendCall, SendPart
-from psdist.collectives.core.plan import Plan
+from psdist.collectives.core.plans import Plan
+from psdist.collectives.group_runner import CallCounts
 from psdist.errors import MutualWaitError, PsdistError
 from psdist.types import WorkerEntry
 from psdist.v1 import scheduler_pb2 as pb
@@ -59,7 +60,9 @@ class Group:
 
     def __init__(self, worker: Worker, number: int) -> None:
         self.worker, self.key = worker, b"%d" % number
-        self.machine, self.counts = GroupMachine(worker.rank, SIZE), CallCounts()
+        self.machine = GroupMachine(worker.rank, SIZE)
+        self.counts = CallCounts(self.machine)
+        self.counts.open(self.key, worker.world.members)
         #: Calls that have ended, and waits for messages of any rank.
         self.ended: set[int] = set()
         self.takers: dict[Any, Any] = {}
@@ -87,10 +90,13 @@ class Group:
     def need(self, call_id: int) -> pb.Activity.GroupCall | None:
         if call_id in self.ended:
             return None
-        return self.counts.need(self.machine, call_id, self.key, self.worker.world.members)
+        return self.counts.need(call_id)
 
-    def need_message(self, tag: int) -> pb.Activity.GroupCall | None:
-        return self.counts.need_message(self.machine, tag, self.key, self.worker.world.members)
+    def awaited(self, call_id: int) -> AwaitedCall:
+        return AwaitedCall(partial(self.need, call_id), self.end)
+
+    def awaited_message(self, tag: int) -> AwaitedCall:
+        return AwaitedCall(partial(self.counts.need_message, tag), self.end)
 
     def end(self, error: PsdistError) -> None:
         raise AssertionError(f"the test ends with the first deadlock: {error}")
@@ -147,7 +153,7 @@ class Worker:
             if (call_id := self.take(*taken)) is not None:
                 self.taking.remove(taken)
                 waiting = taken[0], call_id
-                self.calls._tasks[waiting] = waiting, AwaitedCall(*waiting)  # type: ignore[index, assignment]  # no task
+                self.calls._tasks[waiting] = waiting, taken[0].awaited(call_id)  # type: ignore[index, assignment]  # no task
         if isinstance(self.waiting, tuple) and len(self.waiting) == 3:
             if (call_id := self.take(*self.waiting)) is None:
                 return True
@@ -179,7 +185,7 @@ class Worker:
         group, data = self.group(op.group), np.ones(2, np.float32)
         if op.kind in ("any", "any later") and self.rank == op.target:
             waiting = group, op.kind, op.tag
-            self.calls._tasks[waiting] = waiting, AwaitedMessage(group, op.tag)  # type: ignore[index, assignment]  # no task
+            self.calls._tasks[waiting] = waiting, group.awaited_message(op.tag)  # type: ignore[index, assignment]  # no task
             group.takers[waiting] = group.counts.taking()
             group.takers[waiting].__enter__()
             if op.kind == "any":
@@ -189,10 +195,10 @@ class Worker:
                 self.position += 1
             return
         if op.kind in ("message", "any", "any later"):
-            plan = calls.send(data, op.target) if self.rank == op.source else _received(op.source)
+            plan = plans.send(data, op.target) if self.rank == op.source else _received(op.source)
             call_id = group.start(CallLane(op.source, op.target, op.tag), plan)
         else:
-            call_id = group.start(COLLECTIVES, calls.barrier(self.rank, SIZE))
+            call_id = group.start(COLLECTIVES, plans.barrier(self.rank, SIZE))
         self.wait_for(group, call_id)
         if op.kind == "later":
             self.waiting = None
@@ -208,11 +214,11 @@ class Worker:
 
     def wait_for(self, group: Group, call_id: int) -> None:
         self.waiting = waiting = group, call_id
-        self.calls._tasks[waiting] = waiting, AwaitedCall(*waiting)  # type: ignore[index, assignment]  # no task
+        self.calls._tasks[waiting] = waiting, group.awaited(call_id)  # type: ignore[index, assignment]  # no task
 
 
 def _received(source: int) -> Plan:
-    return calls.receive(np.ones(2, np.float32), source)
+    return plans.receive(np.ones(2, np.float32), source)
 
 
 @dataclass

@@ -14,10 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psdist.collectives import calls
-from psdist.collectives.core import plan as plans
+from psdist.collectives.core import plans
 from psdist.collectives.core.machine import CallLane
-from psdist.collectives.core.plan import Plan
+from psdist.collectives.core.plans import Plan
 from psdist.collectives.group import AsyncWorkerGroup
 from psdist.collectives.memory_order import MemoryOrder
 from psdist.errors import ClosedError, InvalidArgumentError, WaitTimeoutError
@@ -54,7 +53,7 @@ class Ranks:
         async def outlast() -> None:
             """Stand-in for a session whose run continues."""
 
-        exchange = SimpleNamespace(
+        runner = SimpleNamespace(
             ranks=tuple(range(size)), start=start, result=result, error=None,
             end=lambda error: self._network.close(rank, error),
         )  # fmt: skip
@@ -62,7 +61,7 @@ class Ranks:
         waits = SimpleNamespace(open=_no_wait, group_calls=group_calls)
         session = SimpleNamespace(waits=waits, outlast_stop=outlast)
         former: Any = SimpleNamespace(_session=session)
-        formed: Any = SimpleNamespace(exchange=exchange, rank=rank, epoch=1)
+        formed: Any = SimpleNamespace(runner=runner, rank=rank, epoch=1)
         return AsyncWorkerGroup(former, formed)
 
     async def run(self, programs: list[list[Callable[[AsyncWorkerGroup], Coroutine[Any, Any, Any]]]]) -> list[Any]:
@@ -158,9 +157,8 @@ def small_parts() -> Any:
     """Arrays of some elements travel as large ones do."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plans, "PART_BYTES", 32)
-        for module in (plans, calls):
-            patch.setattr(module, "EAGER_BYTES", 16)
-            patch.setattr(module, "EAGER_REDUCED_BYTES", 24)
+        patch.setattr(plans, "EAGER_BYTES", 16)
+        patch.setattr(plans, "EAGER_REDUCED_BYTES", 24)
         yield
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from psdist.collectives import calls as plans_of_calls
 from psdist.collectives import data_route, liveness
 from psdist.collectives import mesh as meshes
-from psdist.collectives.core import plan as plans
+from psdist.collectives.core import plans
 from tests.simulation.environment import running
 from tests.simulation.loop import Node
 from tests.simulation.peer_links import SimPeerLink
@@ -20,8 +19,8 @@ def install() -> Any:
         (meshes, "PeerLink", SimPeerLink), (meshes, "os", SimpleNamespace(getpid=_pid)),
         (meshes, "processes", _Processes), (liveness, "processes", _Processes),
         (data_route, "are_on_one_host", lambda members: False),
-        (plans, "PART_BYTES", 64), (plans, "EAGER_BYTES", 32), (plans_of_calls, "EAGER_BYTES", 32),
-        (plans, "EAGER_REDUCED_BYTES", 48), (plans_of_calls, "EAGER_REDUCED_BYTES", 48),
+        (plans, "PART_BYTES", 64), (plans, "EAGER_BYTES", 32),
+        (plans, "EAGER_REDUCED_BYTES", 48),
     ]  # fmt: skip
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in stands]
     for owner, name, value in stands:

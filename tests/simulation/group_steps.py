@@ -120,4 +120,4 @@ def _identity(life: _Life) -> tuple[str, int]:
 
 
 def _members(group: AsyncWorkerGroup) -> frozenset[tuple[str, int]]:
-    return frozenset((member.worker_id, member.incarnation) for member in group._exchange.members)
+    return frozenset((member.worker_id, member.incarnation) for member in group._runner.members)

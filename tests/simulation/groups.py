@@ -337,7 +337,7 @@ class GroupWorld:
         """Check that all members of an epoch know the same members."""
         group = life.group
         assert group is not None
-        members = tuple((m.worker_id, m.incarnation) for m in group._exchange.members)
+        members = tuple((m.worker_id, m.incarnation) for m in group._runner.members)
         known = self._known.setdefault(("g", group.epoch), members)
         if known != members:
             self.violations.append(f"epoch {group.epoch} has members {known}, and at {life.member} {members}")
@@ -432,7 +432,7 @@ class GroupWorld:
         match error:
             case WorkerLostError():
                 assert life.group is not None
-                lost = life.group._exchange.members[int(error.details["rank"])]
+                lost = life.group._runner.members[int(error.details["rank"])]
                 if lost.worker_id not in struck:
                     self.violations.append(f"{life.member}: {error}, and no fault has hit {lost.worker_id}")
             case CollectiveMismatchError() | WaitTimeoutError():

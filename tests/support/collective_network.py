@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from psdist.collectives.core.host_memory import HostMemory, HostMoves, memory_bytes
+from psdist.collectives.core.host_memory import HostMemory, HostMoves, RegisteredBuffers, memory_bytes
 from psdist.collectives.core.machine import (
     COLLECTIVES,
     CallDone,
@@ -28,8 +28,7 @@ from psdist.collectives.core.machine import (
     SendFailure,
     SendPart,
 )
-from psdist.collectives.core.plan import Bytes, Plan
-from psdist.collectives.core.registered_buffers import RegisteredBuffers
+from psdist.collectives.core.plans import Bytes, Plan
 from psdist.errors import PsdistError
 
 

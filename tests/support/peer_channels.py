@@ -11,9 +11,9 @@ import numpy as np
 
 from psdist.client.session.membership import WorkerMembership
 from psdist.client.session.waits import WaitTracker
-from psdist.collectives import calls as plans
+from psdist.collectives.core import plans
 from psdist.collectives.core.machine import COLLECTIVES, CallLane
-from psdist.collectives.exchange import Exchange
+from psdist.collectives.group_runner import GroupRunner
 from psdist.collectives.mesh import Mesh
 from psdist.errors import ClosedError, PsdistError
 from psdist.link.arenas import GradientArena
@@ -56,11 +56,11 @@ class Worker:
         self.mesh = Mesh(self.membership, self.listener, self.listener.credentials)
         self.mesh.shares = False
 
-    def group(self, ranks: list[int]) -> Exchange:
+    def group(self, ranks: list[int]) -> GroupRunner:
         """Make a group."""
-        exchange = Exchange(self.mesh, self.waits, ranks, ranks.index(self.rank))
-        self.mesh.add(exchange)
-        return exchange
+        runner = GroupRunner(self.mesh, self.waits, ranks, ranks.index(self.rank))
+        self.mesh.add(runner)
+        return runner
 
     def close(self) -> None:
         """End all links."""

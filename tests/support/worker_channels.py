@@ -306,7 +306,8 @@ class FramedWorker(WorkerChannel):
 
     async def ask(self, request: Any) -> Any:
         """Send the stream's request and return the answer. Raises the error that ends the stream."""
-        await self.stream.write(request)
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # Refused already: the answer tells why.
+            await self.stream.write(request)
         return await self.stream_answer()
 
     async def stream_answer(self) -> Any:

@@ -24,6 +24,7 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
@@ -40,14 +41,16 @@ _Task = asyncio.Task[object]
 _owner: ContextVar[_Task | None] = ContextVar("psdist_group_calls")
 
 
-class AwaitedCall(Protocol):
-    """A call that other workers must make, too."""
+@dataclass(frozen=True, slots=True)
+class AwaitedCall:
+    """A call that other workers must make, too.
 
-    def need(self) -> pb.Activity.GroupCall | None:
-        """Return the call and the workers that have not made it. None if it needs nobody's call."""
+    need: returns the call and the workers that have not made it; None if it needs nobody's call.
+    fail: ends the call with an error.
+    """
 
-    def fail(self, error: PsdistError) -> None:
-        """End the call with ``error``."""
+    need: Callable[[], pb.Activity.GroupCall | None]
+    fail: Callable[[PsdistError], None]
 
 
 class GroupCalls:

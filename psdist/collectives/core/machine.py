@@ -21,11 +21,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
-from psdist.collectives.core.header import NOWHERE, Header, mismatch
-from psdist.collectives.core.plan import Bytes, Outgoing, Plan
-from psdist.collectives.core.routes import GroupRoute, Moves
+from psdist.collectives.core.plans import NOWHERE, Bytes, Header, Outgoing, Plan, mismatch
 from psdist.errors import (
     ClosedError,
     InvalidArgumentError,
@@ -35,6 +33,26 @@ from psdist.errors import (
     WorkerLostError,
 )
 from psdist.wire.limits import EARLY_MESSAGES_MAX, EARLY_MESSAGES_MIN
+
+
+class Moves(Protocol):
+    """Movement of one call's data."""
+
+    def needs(self, peer: int) -> bool:
+        """True if the call cannot end without more from a rank."""
+
+    def slowest(self) -> list[int]:
+        """Return the ranks that the movement waits for."""
+
+
+class GroupRoute(Protocol):
+    """A way that this rank can go."""
+
+    def fits(self, plan: Plan) -> bool:
+        """True if the data of a call may go this way."""
+
+    def moves(self, plan: Plan) -> Moves:
+        """Return the movement of the next call, which all ranks make."""
 
 
 class CallLane(NamedTuple):

@@ -13,7 +13,7 @@ import pytest
 from psdist import AsyncClient
 from psdist.collectives.core.host_memory import HostMoves
 from psdist.collectives.group import AsyncWorkerGroup
-from psdist.collectives.memory.host_sharing import HostSharing
+from psdist.collectives.host_sharing import HostSharing
 from psdist.errors import ClosedError, CollectiveMismatchError, InvalidArgumentError, WorkerLostError
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.link.arenas import GradientArena
@@ -40,7 +40,7 @@ async def run(cluster: EmbeddedCluster) -> AsyncIterator[Run]:
 @pytest.fixture
 def endless(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that wait for memory wait until something else happens."""
-    monkeypatch.setattr("psdist.collectives.memory.buffers.MAP_SECONDS", 3600.0)
+    monkeypatch.setattr("psdist.collectives.host_sharing.MAP_SECONDS", 3600.0)
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ async def test_without_room_at_one_rank_the_buffer_is_ordinary_at_all(
 async def test_more_buffers_than_the_limit_are_ordinary(
     run: Run, monkeypatch: pytest.MonkeyPatch, in_place: list[bool], caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("psdist.collectives.memory.buffers.BUFFERS_MAX", 1)
+    monkeypatch.setattr("psdist.collectives.host_sharing.BUFFERS_MAX", 1)
     caplog.set_level("INFO", "psdist")
     first, _ = await filled(run)
     second, _ = await filled(run)
@@ -173,7 +173,7 @@ async def test_more_buffers_than_the_limit_are_ordinary(
 
 async def test_offer_of_an_unexpected_buffer_is_refused(run: Run) -> None:
     buffers, _ = await filled(run)
-    route = run.groups[0]._exchange.route
+    route = run.groups[0]._runner.route
     route.on_offer(1, pb.GroupMemory(buffer=1, name="late"))  # Of a rank that was too late for the buffer.
     with pytest.raises(InvalidArgumentError, match="offers buffer 7, and 1 is the last one"):
         route.on_offer(1, pb.GroupMemory(buffer=7, name="early"))
@@ -187,7 +187,7 @@ async def test_rank_that_ends_while_others_allocate_ends_the_call(
 
     def leaving(sharing: HostSharing) -> None:
         if sharing._rank == 2 and sharing._number:
-            run.groups[2]._exchange.end(ClosedError("rank 2 closed the group"))
+            run.groups[2]._runner.end(ClosedError("rank 2 closed the group"))
         else:
             start(sharing)
 

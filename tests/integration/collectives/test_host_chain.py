@@ -13,8 +13,8 @@ import pytest
 
 from psdist import AsyncClient
 from psdist.collectives import data_route
-from psdist.collectives.host_chain import HostChain, hosts_of
-from psdist.collectives.memory.host_sharing import are_on_one_host
+from psdist.collectives.data_route import HostChain, hosts_of
+from psdist.collectives.host_sharing import are_on_one_host
 from psdist.errors import CollectiveMismatchError, WaitTimeoutError, WorkerLostError
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.types import WorkerEntry

@@ -42,7 +42,7 @@ async def run(cluster: EmbeddedCluster) -> AsyncIterator[Run]:
 
 
 def has_memory(group: AsyncWorkerGroup) -> bool:
-    return group._exchange._machine.route is not None
+    return group._runner._machine.route is not None
 
 
 async def share(run: Run) -> None:
@@ -151,7 +151,7 @@ async def test_memory_of_a_cancelled_call_is_the_callers(run: Run, monkeypatch: 
     given = [np.ones(4 * LARGE) for _ in range(SIZE)]
     calls = [asyncio.ensure_future(group.all_reduce(given[group.rank], out=given[group.rank])) for group in run.groups]
     await asyncio.to_thread(frozen.reached.wait)
-    mover = run.groups[2]._exchange.route._mover
+    mover = run.groups[2]._runner.route._mover
     assert mover is not None
     threading.Timer(0.5, frozen.go.set).start()  # The movement continues after the call was cancelled.
     calls[2].cancel()
@@ -215,7 +215,7 @@ async def test_without_a_common_directory_calls_use_the_links(
 async def test_memory_of_another_process_is_refused(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("psdist.collectives.memory.host_sharing.take_arena", _other_arena)
+    monkeypatch.setattr("psdist.collectives.host_sharing.take_arena", _other_arena)
     caplog.set_level("INFO", "psdist")
     await calls_work(run)
     assert "its nonce is another one" in caplog.text

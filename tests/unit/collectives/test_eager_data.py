@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psdist.collectives import calls
+from psdist.collectives.core import plans
 from psdist.collectives.core.machine import COLLECTIVES, GroupMachine, SendCall, SendPart
 from psdist.collectives.incoming import IncomingLink
 from psdist.collectives.mesh import Mesh
@@ -21,7 +21,7 @@ LARGE = np.ones(limits.EAGER_REDUCED_BYTES // 4, np.float32)
 
 def all_reduce(array: np.ndarray, rank: int, size: int) -> list[Any]:
     """Return the messages of a rank when it makes the call."""
-    return GroupMachine(rank, size).start(COLLECTIVES, calls.all_reduce(rank, size, array, array.copy(), "sum"))[1]
+    return GroupMachine(rank, size).start(COLLECTIVES, plans.all_reduce(rank, size, array, array.copy(), "sum"))[1]
 
 
 def test_two_ranks_reduce_an_array_by_one_message_each() -> None:
@@ -29,7 +29,7 @@ def test_two_ranks_reduce_an_array_by_one_message_each() -> None:
     results = [np.empty_like(LARGE) for _ in machines]
     sent = []
     for rank, (machine, result) in enumerate(zip(machines, results, strict=True)):
-        plan = calls.all_reduce(rank, 2, LARGE * (rank + 1), result, "sum")
+        plan = plans.all_reduce(rank, 2, LARGE * (rank + 1), result, "sum")
         (effect,) = machine.start(COLLECTIVES, plan)[1]
         assert isinstance(effect, SendCall) and effect.data.nbytes == LARGE.nbytes
         sent.append(effect)
@@ -53,9 +53,9 @@ def test_a_rank_that_is_late_in_several_large_groups_can_hold_what_arrives() -> 
             for columns in (LARGE.size, LARGE.size // 2, limits.EAGER_BYTES // 4):
                 rows = array.reshape(-1)[: size * columns].reshape(size, columns)
                 plan = (
-                    calls.all_reduce(0, size, rows, rows, "sum")
+                    plans.all_reduce(0, size, rows, rows, "sum")
                     if kind == "all_reduce"
-                    else calls.reduce_scatter(0, size, rows, np.empty(columns, np.float32), "sum")
+                    else plans.reduce_scatter(0, size, rows, np.empty(columns, np.float32), "sum")
                 )
                 # Each rank receives as much as it sends.
                 sent = [

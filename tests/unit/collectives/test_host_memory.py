@@ -7,12 +7,10 @@ from collections.abc import Collection
 import numpy as np
 import pytest
 
-from psdist.collectives import calls
-from psdist.collectives.core.header import Header
-from psdist.collectives.core.host_memory import HostMemory, HostMoves, fits, memory_bytes
+from psdist.collectives.core import plans
+from psdist.collectives.core.host_memory import HostMemory, HostMoves, RegisteredBuffers, fits, memory_bytes
 from psdist.collectives.core.machine import COLLECTIVES, CallDone, Effect, GroupMachine, MoveData, SendPart
-from psdist.collectives.core.plan import flat_bytes
-from psdist.collectives.core.registered_buffers import RegisteredBuffers
+from psdist.collectives.core.plans import Header, flat_bytes
 from psdist.errors import WorkerLostError
 from tests.support.collective_network import mapped_by
 
@@ -36,7 +34,7 @@ class SharingPair:
         ]
         for rank, one in enumerate(buffers):
             one.register(1, mapped_by(rank, memories_of_buffer))
-        self.plans = [calls.all_reduce(rank, 2, array, array, "sum") for rank, array in enumerate(self.arrays)]
+        self.plans = [plans.all_reduce(rank, 2, array, array, "sum") for rank, array in enumerate(self.arrays)]
         self.effects: list[list[Effect]] = []
         for rank, machine in enumerate(self.machines):
             machine.route = HostMemory(rank, mapped_by(rank, memories), buffers[rank])
@@ -115,12 +113,12 @@ def test_arrays_are_not_read_in_place_if_that_of_one_rank_is_elsewhere(registere
 
 def test_large_calls_of_equal_sizes_fit() -> None:
     for plan, wanted in [
-        (calls.all_reduce(0, 2, np.zeros(MIB, np.int8), np.zeros(MIB, np.int8), "sum"), True),
-        (calls.all_reduce(0, 2, np.zeros(64, np.int8), np.zeros(64, np.int8), "sum"), False),
-        (calls.broadcast(0, 2, np.zeros(MIB, np.int8), 0), True),
-        (calls.barrier(0, 2), False),
-        (calls.send(np.zeros(MIB, np.int8), 1), False),
-        (calls.all_to_all(0, [np.zeros(MIB), np.zeros(MIB)], [np.zeros(MIB), np.zeros(MIB)]), True),
-        (calls.all_to_all(0, [np.zeros(1), np.zeros(MIB)], [np.zeros(1), np.zeros(7)]), False),
+        (plans.all_reduce(0, 2, np.zeros(MIB, np.int8), np.zeros(MIB, np.int8), "sum"), True),
+        (plans.all_reduce(0, 2, np.zeros(64, np.int8), np.zeros(64, np.int8), "sum"), False),
+        (plans.broadcast(0, 2, np.zeros(MIB, np.int8), 0), True),
+        (plans.barrier(0, 2), False),
+        (plans.send(np.zeros(MIB, np.int8), 1), False),
+        (plans.all_to_all(0, [np.zeros(MIB), np.zeros(MIB)], [np.zeros(MIB), np.zeros(MIB)]), True),
+        (plans.all_to_all(0, [np.zeros(1), np.zeros(MIB)], [np.zeros(1), np.zeros(7)]), False),
     ]:
         assert fits(plan) is wanted

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from psdist.collectives import calls
 from psdist.collectives.core import machine as machines
-from psdist.collectives.core.header import Header
+from psdist.collectives.core import plans
 from psdist.collectives.core.machine import COLLECTIVES, CallDone, CallLane, GroupCall, GroupMachine
-from psdist.collectives.core.plan import Plan
+from psdist.collectives.core.plans import Header, Plan
 from psdist.errors import (
     ClosedError,
     CollectiveMismatchError,
@@ -29,45 +28,45 @@ NOTHING = np.empty(0, np.uint8)
 
 
 def summed(rank: int, size: int, array: np.ndarray, op: str = "sum") -> Plan:
-    return calls.all_reduce(rank, size, array, np.empty_like(array), op)
+    return plans.all_reduce(rank, size, array, np.empty_like(array), op)
 
 
 def test_a_call_that_differs_is_named_at_all_ranks() -> None:
     for odd, texts in [
-        (lambda: calls.barrier(1, 3), ("barrier()", "all_reduce(op=sum, dtype=float32, shape=(2,))")),
+        (lambda: plans.barrier(1, 3), ("barrier()", "all_reduce(op=sum, dtype=float32, shape=(2,))")),
         (lambda: summed(1, 3, np.ones(2, np.float32), "max"), ("op=max", "op=sum")),
         (lambda: summed(1, 3, np.ones(2, np.int32)), ("dtype=int32", "dtype=float32")),
         (lambda: summed(1, 3, np.ones(3, np.float32)), ("shape=(3,)", "shape=(2,)")),
     ]:
         network = CollectiveNetwork(3, random.Random(1))
-        plans = [summed(rank, 3, np.ones(2, np.float32)) for rank in (0, 2)]
-        started = [network.start(0, plans[0]), network.start(1, odd()), network.start(2, plans[1])]
+        first, last = (summed(rank, 3, np.ones(2, np.float32)) for rank in (0, 2))
+        started = [network.start(0, first), network.start(1, odd()), network.start(2, last)]
         network.run()
         for call in started:
             assert isinstance(call.error, CollectiveMismatchError)
             assert all(text in call.error.message for text in texts) and "rank 1" in call.error.message
-        again = network.start(0, calls.barrier(0, 3))
+        again = network.start(0, plans.barrier(0, 3))
         assert isinstance(again.error, CollectiveMismatchError), "the group has ended"
 
 
 def test_roots_that_differ_are_named() -> None:
     network = CollectiveNetwork(2, random.Random(1))
-    started = [network.start(rank, calls.broadcast(rank, 2, np.ones(1), rank)) for rank in range(2)]
+    started = [network.start(rank, plans.broadcast(rank, 2, np.ones(1), rank)) for rank in range(2)]
     network.run()
     assert all("root=0" in str(call.error) and "root=1" in str(call.error) for call in started)
 
 
 def test_sizes_of_messages_that_differ_are_named() -> None:
     network = CollectiveNetwork(2, random.Random(1))
-    sent = network.start(0, calls.send(np.ones(3, np.int8), 1), CallLane(0, 1))
-    received = network.start(1, calls.receive(np.ones(4, np.int8), 0), CallLane(0, 1))
+    sent = network.start(0, plans.send(np.ones(3, np.int8), 1), CallLane(0, 1))
+    received = network.start(1, plans.receive(np.ones(4, np.int8), 0), CallLane(0, 1))
     network.run()
     assert all("3 bytes" in str(call.error) and "4" in str(call.error) for call in (sent, received))
 
 
 def test_a_time_limit_names_the_absent_rank_at_all_ranks() -> None:
     network = CollectiveNetwork(3, random.Random(1))
-    started = {rank: network.start(rank, calls.barrier(rank, 3)) for rank in (0, 1)}
+    started = {rank: network.start(rank, plans.barrier(rank, 3)) for rank in (0, 1)}
     network.run()
     assert network.machines[0].waiting_for(1) == "for rank 2 to call barrier()"
     network.expire(0, started[0])
@@ -76,16 +75,16 @@ def test_a_time_limit_names_the_absent_rank_at_all_ranks() -> None:
         assert isinstance(call.error, WaitTimeoutError)
         assert call.error.message == "rank 0 reached the timeout of 1 s, waiting for rank 2 to call barrier()"
         assert call.error.details == {"absent": "2"}
-    late = network.start(2, calls.barrier(2, 3))
+    late = network.start(2, plans.barrier(2, 3))
     assert isinstance(late.error, WaitTimeoutError)
 
 
 @pytest.mark.parametrize("in_data", [False, True], ids=["barrier", "data"])
 def test_a_failure_reaches_a_rank_that_the_failed_one_has_not_told(in_data: bool) -> None:
     network = CollectiveNetwork(3, random.Random(1))
-    waiting = [network.start(rank, calls.barrier(rank, 3)) for rank in (0, 2)]
+    waiting = [network.start(rank, plans.barrier(rank, 3)) for rank in (0, 2)]
     if in_data:  # Rank 1 is in a call of its own, with rank 2.
-        network.start(1, calls.receive(np.ones(1), 2), CallLane(2, 1))
+        network.start(1, plans.receive(np.ones(1), 2), CallLane(2, 1))
     network.run()
     network.expire(0, waiting[0])
     network._links[0, 2].leaving.clear()  # Rank 0 dies before it has told rank 2, which needs nothing more from it.
@@ -101,7 +100,7 @@ def test_a_late_announcement_is_answered_by_the_end_of_the_group() -> None:
     network.close(0, InternalError("the first cause"))
     for target in (1, 2):
         network._links[0, target].leaving.clear()
-    late = network.start(1, calls.barrier(1, 3))
+    late = network.start(1, plans.barrier(1, 3))
     network.run()
     assert late.error is not None and late.error.message == "the first cause"
     assert network.machines[2].error is late.error
@@ -111,8 +110,8 @@ def test_a_late_announcement_is_answered_by_the_end_of_the_group() -> None:
 def test_a_rank_that_fails_after_a_collective_and_dies_leaves_no_call_without_an_end(holds_data: bool) -> None:
     machine = GroupMachine(0, 2)
     array = np.zeros((2, 10**6))
-    call, effects = machine.start(COLLECTIVES, calls.all_gather(0, 2, np.zeros(10**6), array))
-    theirs = calls.all_gather(1, 2, np.zeros(10**6), np.zeros((2, 10**6)))
+    call, effects = machine.start(COLLECTIVES, plans.all_gather(0, 2, np.zeros(10**6), array))
+    theirs = plans.all_gather(1, 2, np.zeros(10**6), np.zeros((2, 10**6)))
     effects += machine.on_call(1, COLLECTIVES, 0, theirs.header(0), NOTHING)
     if not holds_data:
         for part in sorted(machine._lanes[COLLECTIVES].queue[0].plan.missing[1]):
@@ -128,12 +127,12 @@ def test_a_rank_that_fails_after_a_collective_and_dies_leaves_no_call_without_an
 def test_a_message_of_any_rank_is_one_for_which_no_call_waits() -> None:
     network = CollectiveNetwork(3, random.Random(1))
     machine = network.machines[0]
-    network.start(1, calls.send(np.ones(3), 0), CallLane(1, 0, 7))
-    network.start(0, calls.receive(np.ones(3), 2), CallLane(2, 0, 7))
+    network.start(1, plans.send(np.ones(3), 0), CallLane(1, 0, 7))
+    network.start(0, plans.receive(np.ones(3), 2), CallLane(2, 0, 7))
     network.run()
     assert machine.announced(0) is None
     assert machine.announced(7) == 1
-    network.start(0, calls.receive(np.ones(3), 1), CallLane(1, 0, 7))
+    network.start(0, plans.receive(np.ones(3), 1), CallLane(1, 0, 7))
     network.run()
     assert machine.announced(7) is None
     machine.on_lost(1, "killed")
@@ -148,7 +147,7 @@ def test_calls_behind_another_wait_for_its_ranks() -> None:
     machine = GroupMachine(0, 3)
     machine.start(COLLECTIVES, summed(0, 3, np.ones(2)))
     machine.on_call(2, COLLECTIVES, 0, summed(2, 3, np.ones(2)).header(0), NOTHING)
-    waiting = [machine.start(COLLECTIVES, calls.barrier(0, 3))[0] for _ in range(3)]
+    waiting = [machine.start(COLLECTIVES, plans.barrier(0, 3))[0] for _ in range(3)]
     reasons = {machine.waiting_for(call_id) for call_id in waiting}
     assert reasons == {"for rank 1 to call all_reduce(op=sum, dtype=float64, shape=(2,))"}
     machine.validate()
@@ -159,7 +158,7 @@ def test_calls_behind_another_wait_for_its_ranks() -> None:
 
 
 def test_a_call_that_waits_for_no_other_rank_says_so() -> None:
-    call = GroupCall(1, calls.barrier(0, 2), called={1}, unsent={1: 0})
+    call = GroupCall(1, plans.barrier(0, 2), called={1}, unsent={1: 0})
     assert machines._reason(call) == "for this rank to exchange the data of barrier()"
 
 
@@ -176,7 +175,7 @@ class _CountedQueue(deque):  # type: ignore[type-arg]
 
 def test_asking_for_the_reasons_of_many_calls_searches_no_queue() -> None:
     machine = GroupMachine(0, 2)
-    waiting = [machine.start(COLLECTIVES, calls.barrier(0, 2))[0] for _ in range(1000)]
+    waiting = [machine.start(COLLECTIVES, plans.barrier(0, 2))[0] for _ in range(1000)]
     lane = machine._lanes[COLLECTIVES]
     lane.queue = _CountedQueue(lane.queue)
     assert {machine.waiting_for(call_id) for call_id in waiting} == {"for rank 1 to call barrier()"}
@@ -185,12 +184,12 @@ def test_asking_for_the_reasons_of_many_calls_searches_no_queue() -> None:
 
 def test_a_call_that_needs_nothing_more_from_a_lost_rank_has_its_result() -> None:
     network = CollectiveNetwork(2, random.Random(1))
-    first, second = (network.start(rank, calls.barrier(rank, 2)) for rank in range(2))
+    first, second = (network.start(rank, plans.barrier(rank, 2)) for rank in range(2))
     network.run()
     network.kill(1)
     network.run()
     assert first.error is None and second.error is None
-    after = network.start(0, calls.barrier(0, 2))
+    after = network.start(0, plans.barrier(0, 2))
     assert isinstance(after.error, WorkerLostError) and after.error.details["rank"] == "1"
 
 
@@ -200,8 +199,8 @@ def test_a_call_after_a_loss_ends_the_group_at_all_ranks(lane: CallLane) -> None
     network.kill(1)
     network.run()
     assert not any(network.machines[rank].error for rank in (0, 2)), "no call has needed the rank"
-    plan = calls.barrier(0, 3) if lane == COLLECTIVES else calls.send(np.ones(1), 1)
-    plan = calls.receive(np.ones(1), 1) if lane == CallLane(1, 0) else plan
+    plan = plans.barrier(0, 3) if lane == COLLECTIVES else plans.send(np.ones(1), 1)
+    plan = plans.receive(np.ones(1), 1) if lane == CallLane(1, 0) else plan
     after = network.start(0, plan, lane)
     network.run()
     assert isinstance(after.error, WorkerLostError)
@@ -213,13 +212,13 @@ def test_a_call_after_a_loss_ends_the_group_at_all_ranks(lane: CallLane) -> None
 @pytest.mark.parametrize("sends", [True, False])
 def test_a_message_that_has_not_begun_fails_with_the_group(sends: bool) -> None:
     machine = GroupMachine(0, 3)
-    whole = [calls.all_gather(rank, 3, np.zeros(10**6), np.zeros((3, 10**6))) for rank in range(3)]
+    whole = [plans.all_gather(rank, 3, np.zeros(10**6), np.zeros((3, 10**6))) for rank in range(3)]
     collective = machine.start(COLLECTIVES, whole[0])[0]
     for peer in (1, 2):
         machine.on_call(peer, COLLECTIVES, 0, whole[peer].header(0), NOTHING)
     lane = CallLane(0, 2) if sends else CallLane(2, 0)
-    mine, theirs = (calls.send(NOTHING, 2), calls.receive(NOTHING, 0)) if sends else (
-        calls.receive(NOTHING, 2), calls.send(NOTHING, 0)
+    mine, theirs = (plans.send(NOTHING, 2), plans.receive(NOTHING, 0)) if sends else (
+        plans.receive(NOTHING, 2), plans.send(NOTHING, 0)
     )  # fmt: skip
     first, second = (machine.start(lane, mine)[0] for _ in range(2))
     machine.on_call(2, lane, 0, theirs.header(0), NOTHING)
@@ -233,7 +232,7 @@ def test_a_message_that_has_not_begun_fails_with_the_group(sends: bool) -> None:
 
 def test_closing_ends_the_calls_of_all_ranks() -> None:
     network = CollectiveNetwork(2, random.Random(1))
-    waiting = network.start(0, calls.barrier(0, 2))
+    waiting = network.start(0, plans.barrier(0, 2))
     network.close(1, ClosedError("rank 1 closed the group"))
     network.run()
     assert waiting.has_ended and isinstance(waiting.error, ClosedError)
@@ -255,7 +254,7 @@ def test_a_second_announcement_is_refused() -> None:
 
 def test_unexpected_parts_are_refused() -> None:
     machine = GroupMachine(0, 2)
-    machine.start(COLLECTIVES, calls.broadcast(0, 2, np.ones(1 << 20), 1))
+    machine.start(COLLECTIVES, plans.broadcast(0, 2, np.ones(1 << 20), 1))
     for part, size in ((0, 3), (1, 1 << 20), (99, 1 << 20)):
         with pytest.raises(InvalidArgumentError, match=f"unexpected part {part} of {size} bytes"):
             machine.place(1, COLLECTIVES, 0, part, size)
@@ -264,7 +263,7 @@ def test_unexpected_parts_are_refused() -> None:
 
 def test_a_rank_outside_of_a_message_cannot_send_its_data() -> None:
     machine = GroupMachine(0, 3)
-    machine.start(CallLane(1, 0), calls.receive(np.ones(1 << 20), 1))
+    machine.start(CallLane(1, 0), plans.receive(np.ones(1 << 20), 1))
     with pytest.raises(InvalidArgumentError, match=r"rank 2 sends data .* no part"):
         machine.place(2, CallLane(1, 0), 0, 0, 1 << 20)
     with pytest.raises(InvalidArgumentError, match="rank 2 announces call 0"):
@@ -273,9 +272,9 @@ def test_a_rank_outside_of_a_message_cannot_send_its_data() -> None:
 
 def exchanged(network: CollectiveNetwork, tags: Sequence[int], received: Sequence[int]) -> None:
     """Send a number from rank 0 to rank 1 under each tag, and receive them in another order."""
-    sent = [network.start(0, calls.send(np.array([tag]), 1), CallLane(0, 1, tag)) for tag in tags]
+    sent = [network.start(0, plans.send(np.array([tag]), 1), CallLane(0, 1, tag)) for tag in tags]
     outs = {tag: np.zeros(1, int) for tag in received}
-    ended = [network.start(1, calls.receive(out, 0), CallLane(0, 1, tag)) for tag, out in outs.items()]
+    ended = [network.start(1, plans.receive(out, 0), CallLane(0, 1, tag)) for tag, out in outs.items()]
     network.run()
     assert all(call.has_ended and call.error is None for call in (*sent, *ended))
     assert all(out[0] == tag for tag, out in outs.items())
@@ -302,7 +301,7 @@ def test_messages_that_no_rank_receives_stay_at_the_limit(monkeypatch: pytest.Mo
     monkeypatch.setattr(machines, "EARLY_MESSAGES_MIN", 4)
     network = CollectiveNetwork(3, random.Random(1))
     for tag in range(30):
-        network.start(0, calls.send(np.ones(1), 1), CallLane(0, 1, tag))
+        network.start(0, plans.send(np.ones(1), 1), CallLane(0, 1, tag))
     network.run()
     early = [next(iter(lane.early.values())) for lane in network.machines[1]._lanes.values() if lane.early]
     assert sorted(data.nbytes for _, data in early) == [0, 8, 8, 8], "data travels with the first messages only"
@@ -313,7 +312,7 @@ def test_messages_that_no_rank_receives_stay_at_the_limit(monkeypatch: pytest.Mo
 
 def test_no_number_of_calls_is_too_large() -> None:
     network = CollectiveNetwork(2, random.Random(1))
-    ended = [network.start(rank, calls.barrier(rank, 2)) for rank in range(2) for _ in range(6000)]
+    ended = [network.start(rank, plans.barrier(rank, 2)) for rank in range(2) for _ in range(6000)]
     while not all(call.has_ended for call in ended):
         for (source, target), link in network._links.items():
             if link.leaving:

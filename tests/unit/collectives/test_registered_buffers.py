@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from psdist.collectives.core.header import NOWHERE, BufferPosition
-from psdist.collectives.core.plan import Bytes
-from psdist.collectives.core.registered_buffers import RegisteredBuffers
-from psdist.collectives.memory.buffers import BufferType
+from psdist.collectives.core.host_memory import RegisteredBuffers
+from psdist.collectives.core.plans import NOWHERE, BufferPosition, Bytes
+from psdist.collectives.host_sharing import BufferType
 from psdist.errors import DTypeMismatchError, InvalidArgumentError
 
 

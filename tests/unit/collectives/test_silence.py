@@ -9,8 +9,8 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-from psdist.collectives.core.silence import PeerSilence
-from psdist.collectives.silence_watch import SilenceWatch
+from psdist.collectives.group_runner import CallCounts, SilenceWatch
+from psdist.collectives.liveness import PeerSilence
 from psdist.errors import ClosedError, WorkerLostError
 from psdist.link import processes
 
@@ -45,4 +45,4 @@ def test_a_rank_that_tells_of_the_end_at_another_one_has_not_closed_the_group() 
     gave_up = ClosedError("rank 2 gave up a call", rank=2)
     lost = {0: gave_up, 1: ClosedError("rank 1 reconfigures the group"), 2: gave_up, 3: WorkerLostError("", rank=3)}
     machine: Any = SimpleNamespace(lost=lost)
-    assert SilenceWatch(SimpleNamespace(), machine, None, lambda _: None, lambda: False).closed == [2]
+    assert SilenceWatch(SimpleNamespace(), machine, None, lambda _: None, CallCounts(machine)).closed == [2]

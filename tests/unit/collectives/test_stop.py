@@ -16,9 +16,9 @@ import pytest_asyncio
 
 import psdist
 from psdist.collectives.core.machine import needed_ranks
-from psdist.collectives.exchange import Exchange
 from psdist.collectives.forming import GroupFormer
 from psdist.collectives.group import AsyncWorkerGroup
+from psdist.collectives.group_runner import GroupRunner
 from psdist.collectives.workers import AsyncCollectives
 from psdist.errors import (
     ClosedError,
@@ -103,10 +103,10 @@ def group_of(client: psdist.AsyncClient) -> AsyncWorkerGroup:
     link = SimpleNamespace(send=lambda *_: None)
     mesh: Any = SimpleNamespace(link=lambda _: link, drop=lambda _: None)
     session = client._opened()
-    exchange = Exchange(mesh, session.waits, [0, 1], 0)
-    exchange.open(b"group", [WorkerEntry("worker-0", 1, 0, "a:1"), WorkerEntry("worker-1", 1, 1, "a:2")])
+    runner = GroupRunner(mesh, session.waits, [0, 1], 0)
+    runner.open(b"group", [WorkerEntry("worker-0", 1, 0, "a:1"), WorkerEntry("worker-1", 1, 1, "a:2")])
     former = GroupFormer(session, mesh)
-    return AsyncWorkerGroup(former, former.start(exchange, 0))
+    return AsyncWorkerGroup(former, former.start(runner, 0))
 
 
 async def hold(scheduler: FakeScheduler, number: int = 1) -> None:
@@ -128,10 +128,10 @@ async def test_a_call_outlasts_a_worker_that_leaves_first(
 ) -> None:
     group = group_of(client)
     call = asyncio.create_task(CALLS[name](group))
-    while name != "recv_any" and not needed_ranks(group._exchange._machine):  # noqa: ASYNC110 - yields, and no more
+    while name != "recv_any" and not needed_ranks(group._runner._machine):  # noqa: ASYNC110 - yields, and no more
         await asyncio.sleep(0)
     await hold(scheduler)
-    group._exchange.abandon(ClosedError("rank 1 gave up all_reduce"))
+    group._runner.abandon(ClosedError("rank 1 gave up all_reduce"))
     assert group.has_ended and await waits(call)
     later = asyncio.create_task(CALLS[name](group))
     assert await waits(later)
@@ -146,7 +146,7 @@ async def test_each_error_that_a_leaving_worker_can_cause_is_outlasted(
     error: PsdistError, scheduler: FakeScheduler, client: psdist.AsyncClient
 ) -> None:
     group = group_of(client)
-    group._exchange.abandon(error)
+    group._runner.abandon(error)
     with pytest.raises(type(error)):  # The run is not being stopped.
         await group.barrier()
     await hold(scheduler)
@@ -207,7 +207,7 @@ async def test_a_call_that_differs_is_an_error_also_in_the_end(
 ) -> None:
     group = group_of(client)
     await hold(scheduler)
-    group._exchange.abandon(CollectiveMismatchError("rank 0 calls barrier, and rank 1 all_reduce"))
+    group._runner.abandon(CollectiveMismatchError("rank 0 calls barrier, and rank 1 all_reduce"))
     with pytest.raises(CollectiveMismatchError):
         await group.barrier()
 

@@ -1,16 +1,26 @@
-"""Frames of one group: carries out the decisions of the group's machine, over the links of ``mesh``."""
+"""``GroupRunner``: carries out the decisions of a group's machine, over the links of ``mesh``.
+
+It ends the group when a rank that a call needs gives no sign of life, and reports the calls that wait for other ranks
+to the scheduler. A rank that lacks a call may have made it, and its announcement is on the way. So the scheduler asks
+that rank before it believes in a deadlock. Collectives are compared by their numbers. Of messages, a rank counts those
+with each other rank that it has made, and those that the other rank has announced to it: if both are equal, none is on
+the way.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Iterable, Sequence
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from typing import Final
 
-from psdist.client.session.waits import WaitTracker
+from psdist.client.session.waits import AwaitedCall, WaitTracker
 from psdist.collectives import messages
-from psdist.collectives.call_waits import AwaitedCall, AwaitedMessage, CallCounts
 from psdist.collectives.core.machine import (
+    COLLECTIVES,
     CallDone,
     CallLane,
     Effect,
@@ -19,27 +29,198 @@ from psdist.collectives.core.machine import (
     SendCall,
     SendFailure,
     SendPart,
+    missing_ranks,
+    needed_ranks,
 )
-from psdist.collectives.core.plan import Bytes, Plan
+from psdist.collectives.core.plans import Bytes, Plan
 from psdist.collectives.data_route import DataRoute
 from psdist.collectives.incoming import Sender
+from psdist.collectives.liveness import LOOKS
 from psdist.collectives.mesh import Mesh
-from psdist.collectives.silence_watch import SilenceWatch
+from psdist.collectives.messages import epoch_of
 from psdist.errors import (
     ClosedError,
     InternalError,
     InvalidArgumentError,
     PsdistError,
     WaitTimeoutError,
+    WorkerLostError,
     copy_error,
 )
 from psdist.types import WorkerEntry
-from psdist.v1 import scheduler_pb2
+from psdist.v1 import common_pb2, scheduler_pb2
 from psdist.v1 import worker_pb2 as pb
 from psdist.wire import limits, status
+from psdist.wire.limits import AWAITED_REPORTED_MAX
+
+_RANKS_NAMED: Final = 8
 
 
-class Exchange:
+class CallCounts:
+    """Calls that this rank has made, and messages that it knows of. machine: of the group at this rank."""
+
+    def __init__(self, machine: GroupMachine) -> None:
+        self._machine = machine
+        #: Key and members of the group, by rank; empty until it is open.
+        self._key = b""
+        self._members: Sequence[WorkerEntry] = ()
+        self._collectives = 0
+        #: Messages made with each rank, and announced by it, in both directions.
+        self._made: Counter[int] = Counter()
+        self._heard: Counter[int] = Counter()
+        #: Waits for messages of any rank.
+        self._takers = 0
+
+    def open(self, key: bytes, members: Sequence[WorkerEntry]) -> None:
+        """Set the key and the members of the group, by rank."""
+        self._key, self._members = key, members
+
+    def made(self, lane: CallLane, plan: Plan) -> None:
+        """Count a call of this rank."""
+        if lane == COLLECTIVES:
+            self._collectives += 1
+        else:
+            self._made.update(plan.peers)
+
+    def heard(self, lane: CallLane, peer: int) -> None:
+        """Count a call that another rank has announced."""
+        if lane != COLLECTIVES:
+            self._heard[peer] += 1
+
+    @contextmanager
+    def taking(self) -> Iterator[None]:
+        """Count a wait for a message of any rank, in a ``with`` block."""
+        self._takers += 1
+        try:
+            yield
+        finally:
+            self._takers -= 1
+
+    @property
+    def takes_any(self) -> bool:
+        """True if this rank waits for a message of any rank."""
+        return self._takers > 0
+
+    def lacks(self, check: scheduler_pb2.CheckCall, peer: int) -> bool:
+        """Return True if this rank has not made the call that ``peer`` waits for, and does not make it by itself.
+
+        A wait for a message of any rank takes those of ``peer`` that are on the way.
+        """
+        if check.message and self.takes_any and not 0 < check.next <= self._heard[peer] + 1:
+            return False
+        return (self._made[peer] if check.message else self._collectives) <= check.number
+
+    def need(self, call_id: int) -> scheduler_pb2.Activity.GroupCall | None:
+        """Return the call that must be made before this one ends, and ranks that have not; None if all have."""
+        lane, number, call, absent = missing_ranks(self._machine, call_id)
+        if not absent or not self._members:
+            return None
+        return scheduler_pb2.Activity.GroupCall(
+            group=self._key,
+            message=lane != COLLECTIVES,
+            number=number if lane == COLLECTIVES else self._heard[absent[0]],
+            next=0 if lane == COLLECTIVES else self._made[absent[0]] + 1,
+            awaited=[_identity(self._members[rank]) for rank in absent[:AWAITED_REPORTED_MAX]],
+            text=f"in {call} {self._group_text()}",
+        )
+
+    def need_message(self, tag: int) -> scheduler_pb2.Activity.GroupCall | None:
+        """Return the message that any other rank has to send, and these ranks; None if one has, or is gone.
+
+        All of them are reported or none: the wait lasts only while each of them is held up.
+        """
+        machine, members = self._machine, self._members
+        if machine.error is not None or machine.lost or not members or len(machine.peers) > AWAITED_REPORTED_MAX:
+            return None
+        if machine.announced(tag) is not None:
+            return None
+        sources = [
+            scheduler_pb2.Activity.GroupCall.Source(
+                worker=_identity(members[rank]), number=self._heard[rank], next=self._made[rank] + 1
+            )
+            for rank in machine.peers
+        ]
+        text = f"in recv_any(tag={tag}) {self._group_text()}"
+        return scheduler_pb2.Activity.GroupCall(group=self._key, message=True, sources=sources, text=text)
+
+    def _group_text(self) -> str:
+        ranks = [member.rank for member in self._members]
+        named = ", ".join(map(str, ranks[:_RANKS_NAMED])) + (", ..." if len(ranks) > _RANKS_NAMED else "")
+        return f"of group {epoch_of(self._key)} of ranks {named}"
+
+
+def _identity(member: WorkerEntry) -> common_pb2.WorkerIncarnation:
+    return common_pb2.WorkerIncarnation(worker_id=member.worker_id, incarnation=member.incarnation)
+
+
+class SilenceWatch:
+    """Watch of one group at one rank.
+
+    limit: seconds without a sign of life after which a rank is lost; None leaves that to its lease.
+    lose: ends the group with an error at all ranks. A silent rank learns of it when it wakes.
+    counts: the calls of this rank.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        machine: GroupMachine,
+        limit: float | None,
+        lose: Callable[[PsdistError], None],
+        counts: CallCounts,
+    ) -> None:
+        self._mesh = mesh
+        self._machine = machine
+        self._limit = math.inf if limit is None else limit
+        self._lose = lose
+        self._counts = counts
+        self._members: Sequence[WorkerEntry] = ()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def open(self, members: Sequence[WorkerEntry]) -> None:
+        """Set the members, by rank."""
+        self._members = members
+        self.start()
+
+    def start(self) -> None:
+        """Watch until no call needs another rank, and none waits for a message of any rank."""
+        if self._members and self._timer is None and math.isfinite(self._limit):
+            self._timer = asyncio.get_running_loop().call_later(self._limit / LOOKS, self._look)
+
+    def stop(self) -> None:
+        """Stop to watch."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self) -> None:
+        self._timer = None
+        # A message of any rank might have been that of a rank which is lost.
+        needed = self._machine.peers if self._counts.takes_any else needed_ranks(self._machine)
+        for rank in needed:
+            if reason := self._reason(rank):
+                self._lose(WorkerLostError(f"rank {rank} is gone: {reason}", rank=rank))
+                return
+        if needed:
+            self.start()
+
+    def _reason(self, rank: int) -> str:
+        member = self._members[rank]
+        identity = member.worker_id, member.incarnation
+        return self._mesh.liveness.check(identity, self._mesh.link(member), self._limit)
+
+    def unreachable(self) -> list[int]:
+        """Look at the other ranks that are in the run. Returns those that are gone, or silent."""
+        return [rank for rank in self._machine.peers if self._mesh.knows(self._members[rank]) and self._reason(rank)]
+
+    @property
+    def closed(self) -> list[int]:
+        """Ranks that have closed the group, or given up a call of it. Ranks that pass this on are not among them."""
+        ended = {rank: error for rank, error in self._machine.lost.items() if isinstance(error, ClosedError)}
+        return [rank for rank, error in ended.items() if error.details.get("rank") == str(rank)]
+
+
+class GroupRunner:
     """Frames of one group: carries out the decisions of its machine.
 
     ranks: the workers of the group by their ranks in the run.
@@ -63,12 +244,12 @@ class Exchange:
         self._todo: deque[Effect] = deque()
         self._unopened: deque[Effect] = deque()
         self._is_busy = False
-        self.route = DataRoute(self, self._machine)
-        self._counts = CallCounts()
+        self.route = DataRoute(mesh, self._machine, self._make_part, self.end)
+        self._counts = CallCounts(self._machine)
         #: Set after the next event. None if no call waits for a message of any rank.
         self._event: asyncio.Event | None = None
         self._silence = silence
-        self.watch = SilenceWatch(mesh, self._machine, silence, self.end, lambda: self._counts.takes_any)
+        self.watch = SilenceWatch(mesh, self._machine, silence, self.end, self._counts)
 
     @property
     def has_ended(self) -> bool:
@@ -118,7 +299,7 @@ class Exchange:
                     timer = loop.call_later(_pause(until), check)
 
             timer = loop.call_later(_pause(until), check)
-            waiting = self._waits.group_calls.begin_wait(AwaitedCall(self, call_id))
+            waiting = self._waits.group_calls.begin_wait(AwaitedCall(partial(self._counts.need, call_id), self.end))
             try:
                 if future.done():  # In a group of one. The worker's heartbeats need a turn of the event loop, too.
                     await asyncio.sleep(0)
@@ -138,7 +319,7 @@ class Exchange:
         Raises the error that ends the group; WaitTimeoutError after ``timeout`` seconds.
         """
         reason = f"for a message with tag {tag} from any rank"
-        waiting = self._waits.group_calls.begin_wait(AwaitedMessage(self, tag))
+        waiting = self._waits.group_calls.begin_wait(AwaitedCall(partial(self._counts.need_message, tag), self.end))
         try:
             with self._waits.open(reason), self._counts.taking():
                 self.watch.start()
@@ -167,14 +348,6 @@ class Exchange:
         if not self.key and (absent := self._mesh.absent(self)):
             return f"for rank {', '.join(map(str, absent[:8]))} to join the run"
         return self._machine.waiting_for(call_id)
-
-    def need(self, call_id: int) -> scheduler_pb2.Activity.GroupCall | None:
-        """Return the call that must be made before this one ends, and ranks that have not made it; None if all have."""
-        return self._counts.need(self._machine, call_id, self.key, self.members)
-
-    def need_message(self, tag: int) -> scheduler_pb2.Activity.GroupCall | None:
-        """Return the message that any other rank has to send, and these ranks; None if one has, or is gone."""
-        return self._counts.need_message(self._machine, tag, self.key, self.members)
 
     def lacks(self, check: scheduler_pb2.CheckCall) -> bool:
         """See ``GroupFrames``."""
@@ -265,25 +438,10 @@ class Exchange:
     def _sent(self, peer: int, lane: CallLane, call_id: int) -> None:
         self._carry_out(self._machine.on_sent(peer, lane, call_id))
 
-    # --- the route of large data --------------------------------------------------------------------------------------
-
-    def claim_memory(self) -> bool:
-        """See ``RoutedGroup``."""
-        return not self.has_ended and self._mesh.claim_memory(self)
-
-    def return_memory(self) -> None:
-        """See ``RoutedGroup``."""
-        self._mesh.return_memory(self)
-
-    def offer_memory(self, peer: int, offer: pb.GroupMemory) -> None:
-        """See ``RoutedGroup``."""
-        offer.group = self.key
-        self._mesh.link(self.members[peer]).send(pb.PeerFrame(memory=offer).SerializeToString())
-
-    def make_part(self, ranks: Sequence[int], name: str) -> Exchange:
-        """See ``RoutedGroup``."""
+    def _make_part(self, ranks: Sequence[int], name: str) -> GroupRunner:
+        """Make a group of some of the ranks. Raises LimitExceededError."""
         named = [self.ranks[rank] for rank in ranks]
-        part = Exchange(self._mesh, self._waits, named, ranks.index(self._machine.rank), self._silence)
+        part = GroupRunner(self._mesh, self._waits, named, ranks.index(self._machine.rank), self._silence)
         self._mesh.enter(part, f"{name} of {self.key.hex()}", 1, [self.members[rank] for rank in ranks])
         return part
 
@@ -292,7 +450,8 @@ class Exchange:
     def open(self, key: bytes, members: list[WorkerEntry]) -> None:
         """See ``GroupFrames``."""
         self.key, self.members = key, members
-        self.route.open(members)
+        self.route.open(key, members)
+        self._counts.open(key, members)
         self._by_worker = {(worker.worker_id, worker.incarnation): rank for rank, worker in enumerate(members)}
         self.watch.open(members)
         unopened, self._unopened = self._unopened, deque()
