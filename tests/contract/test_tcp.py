@@ -65,7 +65,9 @@ async def test_answers_that_are_never_read_end_the_connection(
     monkeypatch.setattr(limits, "STREAM_CALLS_MAX", 1 << 30)
     monkeypatch.setattr(limits, "SHARED_ROUNDS_MAX", 1 << 30)
     await bench.create()
-    channel = await TcpWorker.opened(bench)
+    channel = TcpWorker(bench)
+    channel.receive_bytes = 4096
+    await channel.open()
 
     async def ask() -> None:
         while True:

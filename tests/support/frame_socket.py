@@ -27,10 +27,12 @@ class FrameSocket:
         self._has_payloads = has_payloads
 
     @classmethod
-    async def dial(cls, port: int) -> FrameSocket:
-        """Connect to a port of this machine."""
+    async def dial(cls, port: int, receive_bytes: int = 0) -> FrameSocket:
+        """Connect to a port of this machine. receive_bytes: size of the receive buffer; 0 for the system's choice."""
         connecting = socket.socket()
         connecting.setblocking(False)
+        if receive_bytes:
+            connecting.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
         await asyncio.get_running_loop().sock_connect(connecting, ("127.0.0.1", port))
         return cls(connecting)
 

@@ -388,6 +388,8 @@ class TcpWorker(FramedWorker):
     """Payloads follow in frames of their own."""
 
     name = "tcp"
+    #: Size of the connection's receive buffer; 0 for the system's choice.
+    receive_bytes = 0
 
     def __init__(self, bench: ServerBench, worker: int = 0, token: str = TOKEN) -> None:
         super().__init__(bench, worker, token, "Connect", pb.ConnectResponse)
@@ -401,7 +403,7 @@ class TcpWorker(FramedWorker):
 
     async def dial(self, nonce: bytes) -> None:
         """Connect and show a nonce."""
-        self.connection = await FrameSocket.dial(self.bench.listener.port)
+        self.connection = await FrameSocket.dial(self.bench.listener.port, self.receive_bytes)
         self.bench.closers.append(self.connection.close)
         await self.send_raw(self.framed(opening(nonce)))
 

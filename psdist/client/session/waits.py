@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Self
 
 from psdist.client.core.snapshot_marks import SnapshotMarks
 from psdist.client.reporting.phase_timer import PhaseTimer, Subject, TimedRequest
