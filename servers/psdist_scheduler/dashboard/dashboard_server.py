@@ -167,8 +167,6 @@ class _BrowserConnection(H11Protocol):
 
 
 # --- pages ------------------------------------------------------------------------------------------------------------
-#
-# Pages of the dashboard: its files, the exchange of a token for a cookie, and the stream of events.
 
 _DIRECTORY: Final = Path(__file__).parent / "page"
 _FILES: Final = {
@@ -261,11 +259,9 @@ def _guarded(app: ASGIApp, access: Access) -> ASGIApp:
 
 # --- access -----------------------------------------------------------------------------------------------------------
 #
-# Access to the dashboard: who may read it.
-#
-# Pure. A run's token, or the key of its link, is exchanged for a cookie that holds the key; a token of a role, for
-# one that holds the token, so that it ends with the token. Without a token only this machine reaches the port, and
-# requests must name it by an address, so that a page in a browser cannot reach it by a name of its own.
+# A run's token, or the key of its link, is exchanged for a cookie that holds the key; a token of a role, for one that
+# holds the token, so that it ends with the token. Without a token only this machine reaches the port, and requests
+# must name it by an address, so that a page in a browser cannot reach it by a name of its own.
 
 
 class Access:

@@ -227,10 +227,8 @@ def _digits(value: float) -> float:
 
 # --- curves -----------------------------------------------------------------------------------------------------------
 #
-# Curves of a run since the dashboard was opened by the scheduler: the last minutes second by second, and the whole
-# run with as many points.
-#
-# Pure. Invariant: Both curves have at most ``POINTS`` points, however long the run is.
+# Curves since the scheduler opened the dashboard: the last minutes second by second, and the whole run with as many
+# points. Both curves have at most ``POINTS`` points, however long the run is.
 
 #: Points of each curve. One a second in the recent curve: five minutes.
 POINTS: Final = 300
@@ -307,9 +305,8 @@ def _mean(values: Iterable[float | str | None]) -> float | None:
 
 # --- merge patch ------------------------------------------------------------------------------------------------------
 #
-# JSON merge patches (RFC 7396): the members of an object that changed, and null for those that are gone.
-#
-# Pure. Lists are replaced as a whole. An object that is to be patched holds no null.
+# RFC 7396: the members of an object that changed, and null for those that are gone. Lists are replaced as a whole. An
+# object that is to be patched holds no null.
 
 Tree = dict[str, Any]
 

@@ -420,7 +420,7 @@ def _ranges(leases: list[DataLease]) -> str:
     return f"{len(leases)} {'range' if len(leases) == 1 else 'ranges'} of {holders}"
 
 
-# --- used ranges ------------------------------------------------------------------------------------------------------
+# --- used ranges in a snapshot ----------------------------------------------------------------------------------------
 #
 # A range is in a snapshot if its worker had used it before the cut: if none of the worker's next pushes, as they were
 # when the range was done, is after the cut. Ranges that were reported without such numbers count as included. So a
@@ -534,7 +534,7 @@ def _is_after(numbers: NextPushes, cut: NextPushes) -> bool:
     return any(name in cut and number > cut[name] for name, number in numbers.items())
 
 
-# --- same batches -----------------------------------------------------------------------------------------------------
+# --- workers that read the same batches -------------------------------------------------------------------------------
 #
 # Servers see that the gradients of workers are equal, byte for byte. The worker with the lowest rank logs it, since
 # its log is the one that people read. It is said once per parameter set, however many servers report it. Workers that

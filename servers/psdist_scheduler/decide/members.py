@@ -320,7 +320,7 @@ def _fate(member: Member) -> str:
     return f"was replaced by incarnation {member.incarnation}" if member.live else member.state_text
 
 
-# --- sessions ---------------------------------------------------------------------------------------------------------
+# --- leases and sessions ----------------------------------------------------------------------------------------------
 #
 # A live member is suspected when it was silent for its lease, when its session ended without a new one, or when it
 # opened none soon after it had registered. Workers have a longer lease than servers: a script may hold its

@@ -391,7 +391,7 @@ class Creation:
         return ServerLostError(f"{p.lost} and was lost with these values: {self._registry.remedy}")
 
 
-# --- commits ----------------------------------------------------------------------------------------------------------
+# --- commits of initial values ----------------------------------------------------------------------------------------
 #
 # A worker reports by CommitParameters that it uploaded the initial values. The scheduler then asks each primary, on
 # its current session, how many slices have values. If slices are missing, the call is refused and nothing changes:

@@ -271,7 +271,7 @@ class CoordinatedShutdown:
         return "hold" if self.phase in ("holding", "saving") and self._get(worker).stopping else None
 
 
-# --- exit requests ----------------------------------------------------------------------------------------------------
+# --- exits that would lose values -------------------------------------------------------------------------------------
 #
 # If the policy wants a snapshot at the end, everything trained since the last one is saved first. Only heartbeats
 # sent after the request tell exactly what was trained. So they are awaited, unless no worker has been present since
@@ -411,7 +411,7 @@ class ExitRequests:
         return all(liveness[owner].seen > since for owner in owners if owner in liveness)
 
 
-# --- start ------------------------------------------------------------------------------------------------------------
+# --- a run that never starts ------------------------------------------------------------------------------------------
 #
 # A run that never starts would occupy its machines forever: scripts that fail before ``psdist.init()`` never reach
 # the scheduler. Two conditions end it, with RunNotStartedError at every member:

@@ -278,7 +278,7 @@ def _fills(p: ParameterSet, before: tuple[Shard, ...], after: tuple[Shard, ...])
     ]
 
 
-# --- replicas ---------------------------------------------------------------------------------------------------------
+# --- transitions, and the plan of changes -----------------------------------------------------------------------------
 #
 # A shard changes when a server is lost (``after_loss``), when its primary reports that a replica is filled
 # (``filled``) or does not answer (``without``), and when ``PlacementPlan`` finds an improvement:

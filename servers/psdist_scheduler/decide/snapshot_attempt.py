@@ -309,7 +309,7 @@ def _route(p: ParameterSet) -> tuple[object, ...]:
     return tuple((shard.primary, shard.term, shard.lost) for shard in p.entry.shards)
 
 
-# --- state uploads ----------------------------------------------------------------------------------------------------
+# --- worker states of one attempt -------------------------------------------------------------------------------------
 #
 # A worker with state of its own is asked before the cut is final, as are those whose pushes are marked. It answers
 # with the push before which the state can be taken. Its file is written while servers write theirs, and the snapshot
@@ -413,7 +413,7 @@ class WorkerStateUploads:
         return is_early or self._wanted.get(key) == before
 
 
-# --- worker states ----------------------------------------------------------------------------------------------------
+# --- workers that save state ------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)

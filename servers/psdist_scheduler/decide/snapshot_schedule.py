@@ -276,7 +276,7 @@ def _next_multiple(step: int, interval: int) -> int:
     return (step // interval + 1) * interval
 
 
-# --- waiters ----------------------------------------------------------------------------------------------------------
+# --- callers that wait ------------------------------------------------------------------------------------------------
 #
 # A waiting worker makes no push until it is answered. So it is served by a cut that is reachable without one, and
 # that contains all of its pushes. Any other caller wants the current state: a cut that is agreed after its request.

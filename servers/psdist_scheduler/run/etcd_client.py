@@ -1,4 +1,4 @@
-"""Calls to etcd: ranges, transactions and leases, at whichever of its endpoints answers.
+"""Calls to etcd at whichever of its endpoints answers, and the leadership of a run by a lease there.
 
 Calls block; they are made in the store's thread. A call whose answer is lost may have been carried out, so callers only
 repeat calls whose effect they can recognize (see ``EtcdStore``).

@@ -1,4 +1,7 @@
-"""The report of GetStatus, assembled from the state of the machine, which it only reads."""
+"""Status of a run: the report of GetStatus, the reports of members in it, and the history of events.
+
+The report is assembled from the state of the machine, which it only reads.
+"""
 
 from __future__ import annotations
 

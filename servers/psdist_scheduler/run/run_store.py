@@ -1,4 +1,7 @@
-"""Interface of the store: state that a restarted scheduler needs, made durable before anybody acts on it."""
+"""Interface of the store of a run's state, and the forms in which stores keep it.
+
+A restarted scheduler needs the state, so it is made durable before anybody acts on it.
+"""
 
 from __future__ import annotations
 
