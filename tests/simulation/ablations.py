@@ -30,7 +30,7 @@ from psdist_scheduler.decide.losses import DeferredLosses, MemberLosses
 from psdist_scheduler.decide.members import Sessions
 from psdist_scheduler.run import scheduler
 from psdist_server import server as parameter_server
-from psdist_server.core import async_shard, bsp_shard, lags, replication, shard
+from psdist_server.core import async_shard, bsp_shard, lags, replication, role_changes, shard
 from psdist_server.core.events import SliceRecord
 from psdist_server.store import (
     applier,
@@ -41,6 +41,7 @@ from psdist_server.store import (
     rpc_call,
     shard_router,
     slice_reads,
+    stream_to_replica,
 )
 from tests.simulation import scenario
 from tests.simulation.environment import running
@@ -231,7 +232,7 @@ def _replicas_skip_nothing(put: Put) -> None:
     "copies come with their lags", faults=("kill server",), fault_count=3, servers=3, replicas=2, workers=2, lives=6
 )
 def _copies_without_lags(put: Put) -> None:
-    message = replicator.state_message
+    message: Any = stream_to_replica.state_message
     put(replicator, "state_message", lambda *arguments: message(*arguments[:-1], ()))
 
 
@@ -412,7 +413,7 @@ def _forgotten_producers(put: Put) -> None:
 
 
 def _forget_tables(put: Put) -> None:
-    make = parameter_store.make_shard
+    make: Any = role_changes.make_shard
 
     def forgetful(*args: Any) -> Any:
         *others, records, departed = args
@@ -431,7 +432,7 @@ def _bare_updates(put: Put) -> None:
     "the duplicate table travels with the copy of a slice", consistency=ASP(), optimizer=SGD(lr=1.0), **_LOSSES, steps=6
 )
 def _bare_copies(put: Put) -> None:
-    state_message = replicator.state_message
+    state_message = stream_to_replica.state_message
     put(replicator, "state_message", lambda record, *rest: state_message(SliceRecord(record.version), *rest))
 
 

@@ -108,7 +108,7 @@ class _Random:
     def uniform(self, low: float, high: float) -> float:
         return running().entropy.uniform(low, high)
 
-    def Random(self, *seed: Any) -> random.Random:
+    def Random(self, *seed: Any) -> Any:
         return random.Random(*seed) if seed else random.Random(running().entropy.getrandbits(64))
 
     def __getattr__(self, name: str) -> Any:

@@ -46,5 +46,5 @@ class _Processes:
 
     @staticmethod
     def is_stopped(pid: int) -> bool:
-        node: Node = running().nodes_by_pid[pid]  # type: ignore[attr-defined]  # set by the run
+        node: Node = running().nodes_by_pid[pid]
         return node.paused or node.dead

@@ -149,8 +149,8 @@ class GroupWorld:
         self._struck: dict[str, float] = {}
         #: Groups, by name and epoch, in which a script made an odd call.
         self._odd: set[tuple[str, int]] = set()
-        loop.peers = self.network  # type: ignore[attr-defined]
-        loop.nodes_by_pid = {}  # type: ignore[attr-defined]
+        loop.peers = self.network
+        loop.nodes_by_pid = {}
         loop.network = SimpleNamespace(counts=self.counts)  # type: ignore[assignment]
         loop.entropy = options.stream("entropy")
 
@@ -195,7 +195,7 @@ class GroupWorld:
         number = len(self.lives)
         host = f"host-{number % 2}" if self.options.pairs else f"host-{number}"
         node = self.loop.node(f"worker-{rank}/{number}", host)
-        self.loop.nodes_by_pid[number] = node  # type: ignore[attr-defined]
+        self.loop.nodes_by_pid[number] = node
         member = self._register(rank, number)
         membership = WorkerMembership("the scheduler", WaitTracker(), rejoins=True)
         life = _Life(number, node, member, membership, self.loop.time())
@@ -582,5 +582,5 @@ class GroupWorld:
         worker = self._members.check_caller(event.caller)
         (answer,) = self._formations.form(event, worker, self.loop.time())
         self._formations.validate()
-        response: pb.FormGroupResponse = conversions.response(pb.FormGroupResponse, answer.value, None)[0]  # type: ignore[union-attr, arg-type]
+        response: pb.FormGroupResponse = conversions.response(pb.FormGroupResponse, answer.value, None)[0]
         return response

@@ -106,7 +106,11 @@ class Node:
         return f"<node {self.name}>"
 
 
-class SimLoop(asyncio.AbstractEventLoop):
+#: A simulated loop has only the methods that psdist calls.
+_AnyLoop: Any = asyncio.AbstractEventLoop
+
+
+class SimLoop(_AnyLoop):
     """Event loop of one simulated run.
 
     rng: random stream of the schedule.
@@ -393,8 +397,9 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._closed = True
         self._timers.clear()
         self._runnable.clear()
-        for task in self._graveyard:
-            task._log_destroy_pending = False
+        buried: Any
+        for buried in self._graveyard:
+            buried._log_destroy_pending = False
         self._graveyard.clear()
 
     def _finalize(self, generator: AsyncGenerator[Any, Any]) -> None:

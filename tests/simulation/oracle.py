@@ -176,7 +176,7 @@ class Oracle:
             if first != digest:
                 self.violation(f"slice {index} at version {version} is not for {life.worker_id} what it is for {who}")
         life.versions = list(versions)
-        present = table.all(axis=0)
+        present: Any = table.all(axis=0)
         for push in acked:
             if not present[push.slot]:
                 self.violation(

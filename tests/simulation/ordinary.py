@@ -22,6 +22,7 @@ import asyncio
 import itertools
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -225,7 +226,6 @@ class OrdinaryWorld(SnapshotWorld):
         except SystemExit:
             self.counts["a script ended because it was asked to"] += 1
             await self._close(life, script, script.handler.reason())
-            life.stopped = True
         except (MutualWaitError, PushDroppedError) as error:
             self.counts[f"a script was told: {type(error).__name__}"] += 1
             if self.options.peaceful:
@@ -370,7 +370,7 @@ class OrdinaryWorld(SnapshotWorld):
         """Return the newest life of a worker."""
         return next((life for life in reversed(self.lives) if life.worker_id == worker_id), None)
 
-    def _circle_found(self, circle: list[WaitFor]) -> None:
+    def _circle_found(self, circle: Sequence[WaitFor]) -> None:
         """Check a deadlock that the scheduler reports. No worker in it may already have made the step, or reached the
         barrier, that its predecessor waits for."""
         self.counts["a circle was found"] += 1

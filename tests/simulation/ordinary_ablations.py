@@ -12,6 +12,7 @@ from psdist import ASP, BSP
 from psdist.client import participation
 from psdist.client.session import barriers, worker_alignment
 from psdist.client.session.waits import Activities
+from psdist.errors import WaitTimeoutError
 from psdist.optim import SGD
 from psdist_scheduler.decide import barriers as scheduler_barriers
 from psdist_scheduler.decide import deadlocks, parameter_sets, run_end
@@ -73,7 +74,7 @@ def _nobody_departed(put: Put) -> None:
 @_ablation("an arrival that is withdrawn does not count", **_BARRIERS)
 def _still_there(put: Put) -> None:
     async def give_up(self: Any, sentence: str) -> None:
-        raise barriers.WaitTimeoutError(sentence)
+        raise WaitTimeoutError(sentence)
 
     put(barriers.Barrier, "_give_up", give_up)
     put(scheduler_barriers.Barriers, "end_call", lambda self, call: None)

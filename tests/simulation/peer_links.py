@@ -133,7 +133,7 @@ class SimPeerLink:
         self.node = loop.current()
         self.peer_node: Node | None = None
         self.is_open = False
-        self._network: PeerNetwork = loop.peers  # type: ignore[attr-defined]  # set by the run
+        self._network: PeerNetwork = loop.peers
         self._hello = hello
         self._ended: Callable[[PsdistError], None] | None = ended
         self._queue: deque[tuple[bytes, Any, Any, object]] = deque()

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import psdist.client.process.loop
 from tests.simulation.cluster import World
@@ -118,7 +119,8 @@ def tear_down(loop: RunLoop) -> None:
     try:
         psdist.client.process.loop.open_clients.clear()
         loop.close()
-        loop.world = loop.network = loop.answered = None
+        cleared: Any = loop
+        cleared.world = cleared.network = cleared.answered = None
         gc.collect()
     finally:
         sys.unraisablehook = hook

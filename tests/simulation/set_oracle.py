@@ -80,7 +80,7 @@ class SetOracle(SnapshotOracle):
     def __init__(self, name: str, optimizer: Optimizer, slices: int, slots: int, noise: np.random.Generator) -> None:
         super().__init__(name, BSP(), optimizer, slices, slots, noise)
         self._free = itertools.count()
-        self.used = 0
+        self.used_slots = 0
         #: True if the newest map has members of this set.
         self.members = False
 
@@ -88,7 +88,7 @@ class SetOracle(SnapshotOracle):
         """See Oracle. The push takes the next free slot, independent of the worker."""
         part: Any = life
         part.slots.append(next(self._free))
-        self.used += 1
+        self.used_slots += 1
         return super().begins(life, step)
 
     def _lacks(self, saved: Saved) -> None:

@@ -9,6 +9,7 @@ In some runs workers are silent for longer than their lease so often that all of
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -116,6 +117,8 @@ def _draw(seed: int) -> SetsOptions:
 
 class SetsWorld(OrdinaryWorld):
     """World whose scripts train several parameter sets."""
+
+    oracle: Any
 
     options: SetsOptions
 
@@ -236,7 +239,7 @@ class SetsWorld(OrdinaryWorld):
                 await self._pull_some(script, life, name, handle)
             if sum(position := self._position(handles)) >= last:
                 return
-            if max(one.used for one in self.oracle.by_name.values()) > 0.9 * self.options.slots:
+            if max(one.used_slots for one in self.oracle.by_name.values()) > 0.9 * self.options.slots:
                 self.counts["ran out of slots"] += 1
                 return
             self._note_start(life, handles, position)
@@ -317,7 +320,7 @@ class SetsWorld(OrdinaryWorld):
             self._joined_set(life, name, client, handle)
         return changed
 
-    def _circle_found(self, circle: list[Any]) -> None:
+    def _circle_found(self, circle: Sequence[Any]) -> None:
         """See OrdinaryWorld. All workers push all sets in one order, so there are no deadlocks."""
         waits = [f"{wait.worker.member_id} {wait.text}" for wait in circle]
         self.oracle.violation(f"workers are said to wait for each other: {waits}")

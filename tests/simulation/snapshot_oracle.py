@@ -165,10 +165,10 @@ class SnapshotOracle(Oracle):
             self.counts["eras"] += 1
             self.counts["began from a snapshot"] += bool(base)
         for member in entry.members:
-            key = (self.phase, member.worker_id, member.incarnation)
-            self._era_of[key] = len(self.eras) - 1
-            self._origins[key] = member.producer[1]
-            self._first_steps[key] = member.first_step
+            producer = (self.phase, member.worker_id, member.incarnation)
+            self._era_of[producer] = len(self.eras) - 1
+            self._origins[producer] = member.producer[1]
+            self._first_steps[producer] = member.first_step
 
     def committed(self, record: str, bucket: Bucket) -> None:
         """Record a commit record that was created."""

@@ -57,7 +57,10 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     if given.faults is not None:
         return _all_faults(given.faults, given.processes)
-    return _one(*given.case, given.trace) if given.case is not None else runner.carry_out(KIND, given)
+    if given.case is not None:
+        run, number, fault = given.case
+        return _one(run, number, fault, given.trace)
+    return runner.carry_out(KIND, given)
 
 
 def _one(run: str, number: str, fault: str, trace: bool) -> int:

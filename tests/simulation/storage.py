@@ -209,7 +209,7 @@ class SimStorage:
             kept = {"torn": len(names) // 2, "dropped": 0}.get(spoil, len(names))
             self._later(spoil, lambda: self._remove(names[:kept]))
 
-    def _remove(self, names: list[str]) -> None:
+    def _remove(self, names: Iterable[str]) -> None:
         self._bucket.deleting(False)
         for path in names:
             self._bucket.files.pop(path, None)
