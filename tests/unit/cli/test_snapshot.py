@@ -187,9 +187,8 @@ def test_records_that_cannot_be_read_do_not_count_as_kept(
     capsys.readouterr()
 
 
-@pytest.mark.parametrize(
-    ("argv", "status", "words"),
-    [
+def test_wrong_use_says_what_is_wrong(tmp_path: Path, commits: list[CommitRecord], capsys: Output) -> None:
+    for argv, status, words in [
         ([], 2, ["usage: psdist snapshot COMMAND"]),
         (["frob"], 2, ["'frob'", "verify"]),
         (["list"], 2, ["STORAGE"]),
@@ -203,14 +202,10 @@ def test_records_that_cannot_be_read_do_not_count_as_kept(
         (["export", "RUNS/digits", "--out", "x", "--format", "onnx"], 2, ["onnx", "safetensors"]),
         (["export", "RUNS/digits", "--out", "x", "--max-file-size", "5 XB"], 2, ["5GB"]),
         (["delete", "RUNS/digits", "--step", "99", "--yes"], 1, ["no snapshot step 99"]),
-    ],
-)
-def test_wrong_use_says_what_is_wrong(
-    argv: list[str], status: int, words: list[str], tmp_path: Path, commits: list[CommitRecord], capsys: Output
-) -> None:
-    assert call(*(word.replace("RUNS", str(tmp_path / "runs")) for word in argv)) == status
-    message = capsys.readouterr().err
-    assert all(word in message for word in words), message
+    ]:
+        assert call(*(word.replace("RUNS", str(tmp_path / "runs")) for word in argv)) == status
+        message = capsys.readouterr().err
+        assert all(word in message for word in words), message
 
 
 def test_what_is_said_while_a_snapshot_is_taken() -> None:

@@ -94,19 +94,16 @@ def test_scalars_of_numpy_stay_scalars() -> None:
         assert same(decode_value(encode_value([scalar], "it")), [scalar])
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
+def test_other_values_are_refused_with_the_remedy() -> None:
+    for value, text in [
         ([b"x"], "contains a bytes, which does not travel: convert it by numpy.frombuffer"),
         ({"a": {1}}, "contains a set, which does not travel: pass None, numbers, text"),
         (np.array([object()]), "contains an array of object"),
         (np.zeros(2, ml_dtypes.bfloat16), "contains an array of bfloat16"),
         (SimpleNamespace(), "contains a SimpleNamespace"),
-    ],
-)
-def test_other_values_are_refused_with_the_remedy(value: object, text: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=f"^the result {text}"):
-        encode_value(value, "the result")
+    ]:
+        with pytest.raises(InvalidArgumentError, match=f"^the result {text}"):
+            encode_value(value, "the result")
 
 
 def test_a_value_in_itself_and_a_large_one_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,23 +125,20 @@ def test_other_bytes_are_refused(data: bytes) -> None:
 # --- functions --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("function", [returns, Model.train, np.linalg.norm, len])
-def test_functions_are_found_by_their_names(function: Any) -> None:
-    assert load_function(import_name(function)) == function
+def test_functions_are_found_by_their_names() -> None:
+    for function in [returns, Model.train, np.linalg.norm, len]:
+        assert load_function(import_name(function)) == function
 
 
-@pytest.mark.parametrize(
-    ("function", "text"),
-    [
+def test_functions_without_an_import_name_are_refused() -> None:
+    for function, text in [
         (lambda: None, "cannot be imported by name, since it is made by running code: define it with def"),
         (made(), "cannot be imported by name, since it is made by running code: define it with def"),
         (partial(returns, 3), "type partial has no name to import it by: pass a function, and its arguments as args="),
         (made("returns"), "returns is not the function that was passed, but another"),
-    ],
-)
-def test_functions_without_an_import_name_are_refused(function: Any, text: str) -> None:
-    with pytest.raises(ConfigurationError, match=text):
-        import_name(function)
+    ]:
+        with pytest.raises(ConfigurationError, match=text):
+            import_name(function)
 
 
 def test_functions_of_main_are_imported_by_the_name_of_its_file(

@@ -49,11 +49,13 @@ async def test_a_file_comes_back_as_it_was_handed_in(tmp_path: Path) -> None:
     assert [message async for message in snapshot_io.read_state(None, StateSource())] == [pb.GetStateResponse()]
 
 
-@pytest.mark.parametrize("given", [DATA[:-1], DATA + b"x", b"x" + DATA[1:], b""])
-async def test_nothing_stays_of_another_file(tmp_path: Path, given: bytes) -> None:
-    with pytest.raises(InvalidArgumentError, match="the state of 'p' that arrived is not the one that was announced"):
-        await snapshot_io.write_state(open_storage(str(tmp_path)), PLACE, header_of(DATA), parts(given))
-    assert not files(tmp_path)
+async def test_nothing_stays_of_another_file(tmp_path: Path) -> None:
+    for given in [DATA[:-1], DATA + b"x", b"x" + DATA[1:], b""]:
+        with pytest.raises(
+            InvalidArgumentError, match="the state of 'p' that arrived is not the one that was announced"
+        ):
+            await snapshot_io.write_state(open_storage(str(tmp_path)), PLACE, header_of(DATA), parts(given))
+        assert not files(tmp_path)
 
 
 @pytest.mark.parametrize("spoiled", [DATA[:-1], b"x" + DATA[1:], None])

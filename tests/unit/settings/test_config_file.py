@@ -61,9 +61,8 @@ def test_each_source_takes_precedence_over_the_next(tmp_path: Path) -> None:
     assert settings(named).keep_last == 5
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
+def test_wrong_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text, words in [
         ("keep-lst = 5", "unknown key 'keep-lst': did you mean keep-last?"),
         ("[settings]\nkeep-last = 5", "unknown key 'settings': the keys are"),
         ('config = "other.toml"', "unknown key 'config'"),
@@ -79,12 +78,10 @@ def test_each_source_takes_precedence_over_the_next(tmp_path: Path) -> None:
         ("keep-last = 1\nkeep_last = 2", "sets keep_last twice"),
         ("keep-last = ", "is not valid TOML"),
         ("keep-last = nan", "keep-last: 'nan' is not a whole number"),
-    ],
-)
-def test_wrong_files_are_refused(text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        parse("--config", write(tmp_path, text))
-    assert end.value.code == 2 and words in capsys.readouterr().err
+    ]:
+        with pytest.raises(SystemExit) as end:
+            parse("--config", write(tmp_path, text))
+        assert end.value.code == 2 and words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("content", "words"), [(None, "No such file"), (b"\xff", "not valid TOML")])

@@ -294,37 +294,29 @@ def flags_in(spec: ProcessSpec) -> tuple[str, ...]:
     return spec.argv[spec.argv.index("-m") + 2 :]
 
 
-@pytest.mark.parametrize(("fresh", "optional"), [(False, True), (True, False)])
-@pytest.mark.parametrize(
-    ("interval", "more", "policy"),
-    [
-        (None, {}, DEFAULT_POLICY),
-        ((0, 0.0), {}, SavePolicy()),
-        ((100, 0.0), {"keep_every": 1000}, SavePolicy(steps=100, keep_every=1000)),
-        ((0, 0.25), {"keep_last": 1, "no_save_at_end": True}, SavePolicy(seconds=0.25, keep_last=1, at_end=False)),
-    ],
-)
-def test_a_plan_passes_its_settings_to_the_scheduler_unchanged(
-    interval: tuple[int, float] | None,
-    more: dict[str, Any],
-    policy: SavePolicy,
-    fresh: bool,
-    optional: bool,
-    tmp_path: Path,
-) -> None:
-    settings = ServicesSettings(
-        storage_path="s3://bucket/a", save_interval=interval, fresh=fresh, servers=2, replicas=2,
-        failure_timeout_seconds=1 / 3, worker_timeout_seconds=86400.125, log_level="debug", **more,
-    )  # fmt: skip
-    plan = services(settings, tmp_path, storage_optional=optional)
-    found = scheduler_settings(flags_in(plan.scheduler({}, port=29)), {"PSDIST_KEEP_LAST": "9", "PSDIST_REPLICAS": "1"})
-    assert (found.storage, found.policy, found.fresh) == ("s3://bucket/a", policy, fresh)
-    assert found.storage_optional == optional
-    assert (found.failure_timeout_seconds, found.worker_timeout_seconds) == (1 / 3, 86400.125)
-    assert (found.workers_min, found.servers_min, found.replicas, found.port) == (3, 2, 2, 29)
-    assert (found.run_id, found.log_level, found.lifeline_fd) == ("digits", "debug", 7)
-    assert (found.store_place, found.address_file) == (tmp_path / "scheduler.sqlite", tmp_path / "scheduler")
-    assert (found.start_timeout_seconds, found.join_grace_seconds, found.idle_timeout_seconds) == (0, 0, 0)
+def test_a_plan_passes_its_settings_to_the_scheduler_unchanged(tmp_path: Path) -> None:
+    for fresh, optional in [(False, True), (True, False)]:
+        for interval, more, policy in [
+            (None, {}, DEFAULT_POLICY),
+            ((0, 0.0), {}, SavePolicy()),
+            ((100, 0.0), {"keep_every": 1000}, SavePolicy(steps=100, keep_every=1000)),
+            ((0, 0.25), {"keep_last": 1, "no_save_at_end": True}, SavePolicy(seconds=0.25, keep_last=1, at_end=False)),
+        ]:
+            settings = ServicesSettings(
+                storage_path="s3://bucket/a", save_interval=interval, fresh=fresh, servers=2, replicas=2,
+                failure_timeout_seconds=1 / 3, worker_timeout_seconds=86400.125, log_level="debug", **more,
+            )  # fmt: skip
+            plan = services(settings, tmp_path, storage_optional=optional)
+            found = scheduler_settings(
+                flags_in(plan.scheduler({}, port=29)), {"PSDIST_KEEP_LAST": "9", "PSDIST_REPLICAS": "1"}
+            )
+            assert (found.storage, found.policy, found.fresh) == ("s3://bucket/a", policy, fresh)
+            assert found.storage_optional == optional
+            assert (found.failure_timeout_seconds, found.worker_timeout_seconds) == (1 / 3, 86400.125)
+            assert (found.workers_min, found.servers_min, found.replicas, found.port) == (3, 2, 2, 29)
+            assert (found.run_id, found.log_level, found.lifeline_fd) == ("digits", "debug", 7)
+            assert (found.store_place, found.address_file) == (tmp_path / "scheduler.sqlite", tmp_path / "scheduler")
+            assert (found.start_timeout_seconds, found.join_grace_seconds, found.idle_timeout_seconds) == (0, 0, 0)
 
 
 def test_a_plan_passes_its_settings_to_the_servers_unchanged(tmp_path: Path) -> None:

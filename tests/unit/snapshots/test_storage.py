@@ -142,19 +142,17 @@ async def test_whether_it_can_be_written_is_seen_without_a_trace(storage: Storag
         await storage.create(f"snapshots/d/{name}", b"1")
 
 
-@pytest.mark.parametrize(
-    "path", ["", "/", "/etc/passwd", "../x", "a/../x", "a//b", "./x", "a/.b", "a/", "x\0", "a\\b", "%2e%2e/x", "é"]
-)
-async def test_names_that_lead_elsewhere_are_refused(storage: Storage, path: str) -> None:
-    for attempt in (
-        *(storage.read(path), storage.create(path, b""), storage.delete([path]), write(storage, path, b"")),
-        storage.check_writable(path),
-    ):
-        with pytest.raises(InvalidNameError):
-            await attempt
-    if path:
-        with pytest.raises(InvalidNameError):
-            await storage.list(path)
+async def test_names_that_lead_elsewhere_are_refused(storage: Storage) -> None:
+    for path in ["", "/", "/etc/passwd", "../x", "a/../x", "a//b", "./x", "a/.b", "a/", "x\0", "a\\b", "%2e%2e/x", "é"]:
+        for attempt in (
+            *(storage.read(path), storage.create(path, b""), storage.delete([path]), write(storage, path, b"")),
+            storage.check_writable(path),
+        ):
+            with pytest.raises(InvalidNameError):
+                await attempt
+        if path:
+            with pytest.raises(InvalidNameError):
+                await storage.list(path)
 
 
 async def test_the_url_opens_the_same_storage(storage: Storage) -> None:

@@ -44,19 +44,15 @@ def layout(*shapes: list[int]) -> common_pb2.Layout:
     )
 
 
-@pytest.mark.parametrize(
-    ("message", "words"),
-    [
+def test_layouts() -> None:
+    for message, words in [
         (layout([limits.ELEMENTS_MAX + 1]), str(limits.ELEMENTS_MAX)),
         (layout([limits.ELEMENTS_MAX], [1]), str(limits.ELEMENTS_MAX)),
         (layout([1] * (limits.DIMENSIONS_MAX + 1)), str(limits.DIMENSIONS_MAX)),
         (layout([(1 << 64) - 1] * limits.DIMENSIONS_MAX), str(limits.ELEMENTS_MAX)),
-    ],
-    ids=["elements", "elements of two", "dimensions", "a product beyond 64 bits"],
-)
-def test_layouts(message: common_pb2.Layout, words: str) -> None:
-    with pytest.raises(errors.LimitExceededError, match=words):
-        convert.layout_from_proto(message)
+    ]:
+        with pytest.raises(errors.LimitExceededError, match=words):
+            convert.layout_from_proto(message)
 
 
 def test_large_messages_are_not_kept() -> None:
@@ -173,59 +169,53 @@ def test_workers_that_a_server_hears() -> None:
     assert event.heard == tuple((one.worker_id, one.incarnation, 0.0) for one in heard[:-1])
 
 
-@pytest.mark.parametrize("name", ["", "a b", "x" * 257, "a\x00b", "b\n"])
-def test_barrier_names(name: str) -> None:
-    driver = Driver(workers_min=2)
-    worker, _ = driver.join()
-    before, call = driver.stored, driver.number()
-    driver.on(ev.EnterBarrier(call, caller(worker), name, 1, 0))
-    assert isinstance(driver.state(call), errors.InvalidNameError)
-    assert driver.stored == before and not list(driver.cluster.barriers.arrivals)
+def test_barrier_names() -> None:
+    for name in ["", "a b", "x" * 257, "a\x00b", "b\n"]:
+        driver = Driver(workers_min=2)
+        worker, _ = driver.join()
+        before, call = driver.stored, driver.number()
+        driver.on(ev.EnterBarrier(call, caller(worker), name, 1, 0))
+        assert isinstance(driver.state(call), errors.InvalidNameError)
+        assert driver.stored == before and not list(driver.cluster.barriers.arrivals)
 
 
-@pytest.mark.parametrize(
-    "numbers",
-    [
+def test_numbers_of_arrivals(tmp_path: Path) -> None:
+    """Check a number that the store cannot hold: it would end the scheduler."""
+    for numbers in [
         {"origin": 2},
         {"origin": (1 << 64) - 1},
         {"origin": 1, "passed": limits.BARRIERS_PASSED_MAX},
         {"origin": 1, "passed": (1 << 64) - 1, "withdraw": True},
-    ],
-)
-def test_numbers_of_arrivals(numbers: dict[str, Any], tmp_path: Path) -> None:
-    """Check a number that the store cannot hold: it would end the scheduler."""
-    driver = Driver()
-    worker, _ = driver.join()
-    before, call = driver.stored, driver.number()
-    driver.on(ev.EnterBarrier(call, caller(worker), "b", **numbers))
-    assert isinstance(driver.state(call), errors.InvalidArgumentError)
-    assert driver.stored == before and not list(driver.cluster.barriers.arrivals)
-    last = driver.number()
-    driver.on(ev.EnterBarrier(last, caller(worker), "b", 1, limits.BARRIERS_PASSED_MAX - 1))
-    assert driver.state(last) == ef.Done()
-    store = SqliteStore(tmp_path / "s", "run")
-    store.write(ef.Persist(1, barriers=driver.stored.barriers))
-    loaded = store.load()
-    assert loaded is not None and loaded.barriers == driver.stored.barriers != ()
-    store.close()
+    ]:
+        driver = Driver()
+        worker, _ = driver.join()
+        before, call = driver.stored, driver.number()
+        driver.on(ev.EnterBarrier(call, caller(worker), "b", **numbers))
+        assert isinstance(driver.state(call), errors.InvalidArgumentError)
+        assert driver.stored == before and not list(driver.cluster.barriers.arrivals)
+        last = driver.number()
+        driver.on(ev.EnterBarrier(last, caller(worker), "b", 1, limits.BARRIERS_PASSED_MAX - 1))
+        assert driver.state(last) == ef.Done()
+        store = SqliteStore(tmp_path / "s", "run")
+        store.write(ef.Persist(1, barriers=driver.stored.barriers))
+        loaded = store.load()
+        assert loaded is not None and loaded.barriers == driver.stored.barriers != ()
+        store.close()
 
 
-@pytest.mark.parametrize(
-    "activity",
-    [
+def test_names_in_activities() -> None:
+    """Check the names of activities, which are kept as long as the worker lives."""
+    for activity in [
         pb.Activity(next={"n" * 257: 1}),
         pb.Activity(next={"p": 1}, step=pb.Activity.Step(parameters="n" * 257)),
         pb.Activity(next={"p": 1}, clock=pb.Activity.Step(parameters="a b")),
         pb.Activity(next={"p": 1}, partial=["q"]),
         pb.Activity(next={"p": 1}, partial=["p", "p"]),
-    ],
-)
-def test_names_in_activities(activity: pb.Activity) -> None:
-    """Check the names of activities, which are kept as long as the worker lives."""
-    with pytest.raises((errors.InvalidNameError, errors.InvalidArgumentError)):
-        on_session(heartbeat=pb.SessionRequest.Heartbeat(activity=activity))
-    with pytest.raises((errors.InvalidNameError, errors.InvalidArgumentError)):
-        conversions.REQUESTS["Barrier"](1, pb.BarrierRequest(name="b", activity=activity))
+    ]:
+        with pytest.raises((errors.InvalidNameError, errors.InvalidArgumentError)):
+            on_session(heartbeat=pb.SessionRequest.Heartbeat(activity=activity))
+        with pytest.raises((errors.InvalidNameError, errors.InvalidArgumentError)):
+            conversions.REQUESTS["Barrier"](1, pb.BarrierRequest(name="b", activity=activity))
 
 
 def test_barriers_that_are_kept(tmp_path: Path) -> None:

@@ -108,28 +108,28 @@ def test_who_wants_that_snapshot_is_told_what_became_of_it(committed: bool) -> N
         assert isinstance(d.state(call), SnapshotFailedError)
 
 
-@pytest.mark.parametrize("exists", [False, True])
-@pytest.mark.parametrize("late", [False, True])
-def test_where_the_storage_does_not_say_it_is_read(exists: bool, late: bool) -> None:
+def test_where_the_storage_does_not_say_it_is_read() -> None:
     """``late``: the loss comes after the storage's answer."""
-    d = committing(servers_min=2)
-    newer, before = with_newer(d, in_hand(d)), history_of(d)
-    if not late:
-        lose(d, "server-1")
-    answer(d, unsure=True)
-    if late:
-        lose(d, "server-1")
-    assert not d.rolled_back and d.works == [sn.ReadHistory()]
-    d.works.clear()
-    d.on(sn.HistoryRead(None, "it does not answer"))
-    beat(d, 4.0)
-    assert d.works == [], "not more often than every five seconds"
-    beat(d, 1.5)
-    assert not d.rolled_back and d.works == [sn.ReadHistory()]
-    d.history, d.storing = newer if exists else before, True
-    d.go_on()
-    assert len(d.rolled_back) == 1
-    goes_on(d, 9 if exists else 7)
+    for exists in [False, True]:
+        for late in [False, True]:
+            d = committing(servers_min=2)
+            newer, before = with_newer(d, in_hand(d)), history_of(d)
+            if not late:
+                lose(d, "server-1")
+            answer(d, unsure=True)
+            if late:
+                lose(d, "server-1")
+            assert not d.rolled_back and d.works == [sn.ReadHistory()]
+            d.works.clear()
+            d.on(sn.HistoryRead(None, "it does not answer"))
+            beat(d, 4.0)
+            assert d.works == [], "not more often than every five seconds"
+            beat(d, 1.5)
+            assert not d.rolled_back and d.works == [sn.ReadHistory()]
+            d.history, d.storing = newer if exists else before, True
+            d.go_on()
+            assert len(d.rolled_back) == 1
+            goes_on(d, 9 if exists else 7)
 
 
 def test_what_was_read_before_the_commit_says_nothing_of_it() -> None:
@@ -213,22 +213,22 @@ def test_with_copies_a_loss_waits_only_where_it_is_of_the_last() -> None:
     assert len(d.lost) == 2 and d.rolled_back[0].lost == (("mlp", 9, 9),)
 
 
-@pytest.mark.parametrize("place", ["member_id", "address"])
-@pytest.mark.parametrize("noticed", [False, True])
-def test_nobody_takes_the_place_of_a_server_whose_loss_would_wait(place: str, noticed: bool) -> None:
-    d = committing(servers_min=2)
-    server = d.cluster.members.get("server-1")
-    assert server is not None
-    who = {place: getattr(server, place)}
-    if noticed:
-        lose(d, "server-1")
-    with pytest.raises(DuplicateMemberError, match=r"waits for the storage to say.*try again"):
-        d.register("server", **who)
-    answer(d)
-    if not noticed:
-        lose(d, "server-1")
-    assert len(d.rolled_back) == 1
-    d.register("server", **who)
+def test_nobody_takes_the_place_of_a_server_whose_loss_would_wait() -> None:
+    for place in ["member_id", "address"]:
+        for noticed in [False, True]:
+            d = committing(servers_min=2)
+            server = d.cluster.members.get("server-1")
+            assert server is not None
+            who = {place: getattr(server, place)}
+            if noticed:
+                lose(d, "server-1")
+            with pytest.raises(DuplicateMemberError, match=r"waits for the storage to say.*try again"):
+                d.register("server", **who)
+            answer(d)
+            if not noticed:
+                lose(d, "server-1")
+            assert len(d.rolled_back) == 1
+            d.register("server", **who)
 
 
 def test_a_run_that_goes_back_twice_goes_back_to_the_newest_each_time() -> None:
