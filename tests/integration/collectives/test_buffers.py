@@ -3,38 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from psdist import AsyncClient
 from psdist.collectives.core.host_memory import HostMoves
 from psdist.collectives.group import AsyncWorkerGroup
 from psdist.collectives.host_sharing import HostSharing
 from psdist.errors import ClosedError, CollectiveMismatchError, InvalidArgumentError, WorkerLostError
-from psdist.launcher.embedded import EmbeddedCluster
 from psdist.link.arenas import GradientArena
 from psdist.v1 import worker_pb2 as pb
 from tests.support.collective_run import SIZE, Run, arrays
 
-#: Of the cluster.
-SERVERS = 1
-
 #: Several pieces, and not a multiple of one.
 COUNT = 1_000_003
-
-
-@pytest.fixture
-async def run(cluster: EmbeddedCluster) -> AsyncIterator[Run]:
-    clients = [AsyncClient(cluster.address, cluster.token, rank=rank) for rank in range(SIZE)]
-    for client in clients:
-        await client.connect()
-    yield Run(clients)
-    for client in clients:
-        await client.close()
 
 
 @pytest.fixture

@@ -35,9 +35,6 @@ from psdist.errors import (
 from psdist.launcher.embedded import EmbeddedCluster
 from tests.support.collective_run import SIZE, Run, arrays
 
-#: Of the cluster.
-SERVERS = 1
-
 #: More than one part, and not a multiple of one.
 LARGE = 1_000_003
 

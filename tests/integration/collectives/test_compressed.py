@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from psdist import AsyncClient
 from psdist.collectives.compression import AllReduceCompression
 from psdist.compression import Int8, TopK
 from psdist.errors import (
@@ -19,24 +17,10 @@ from psdist.errors import (
     NonFiniteGradientError,
     UnknownCodecError,
 )
-from psdist.launcher.embedded import EmbeddedCluster
 from tests.support.collective_run import SIZE, Run, arrays
-
-#: Of the cluster.
-SERVERS = 1
 
 #: More than one slice, and not a multiple of one.
 LARGE = 300_007
-
-
-@pytest.fixture
-async def run(cluster: EmbeddedCluster) -> AsyncIterator[Run]:
-    clients = [AsyncClient(cluster.address, cluster.token, rank=rank) for rank in range(SIZE)]
-    for client in clients:
-        await client.connect()
-    yield Run(clients)
-    for client in clients:
-        await client.close()
 
 
 async def test_all_ranks_get_the_same_mean_which_has_no_bias(run: Run) -> None:

@@ -14,9 +14,6 @@ from psdist.collectives.workers import AsyncCollectives
 from psdist.errors import ClosedError, CollectiveMismatchError, LateWorkerError
 from psdist.launcher.embedded import EmbeddedCluster
 
-#: Of the cluster.
-SERVERS = 1
-
 SIZE = 3
 COUNT = 300_000
 #: Steps of the workers that are left: more than are made while the other one leaves.

@@ -20,9 +20,6 @@ from psdist.launcher.embedded import EmbeddedCluster
 from psdist.types import WorkerEntry
 from tests.support.collective_run import Run
 
-#: Of the cluster.
-SERVERS = 1
-
 SIZE = 4
 #: Three blocks, and not a multiple of one.
 LARGE = 1_300_003

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -13,32 +12,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from psdist import AsyncClient
 from psdist.collectives import messages
 from psdist.collectives.core.host_memory import HostMoves
 from psdist.collectives.core.machine import SendPart
 from psdist.collectives.group import AsyncWorkerGroup
 from psdist.errors import ClosedError, InternalError, WaitTimeoutError
-from psdist.launcher.embedded import EmbeddedCluster
 from psdist.link import fd_passing
 from psdist.link.arenas import GradientArena
 from tests.support.collective_run import SIZE, Run, arrays
 
-#: Of the cluster.
-SERVERS = 1
-
 #: Several pieces, and not a multiple of one.
 LARGE = 1_000_003
-
-
-@pytest.fixture
-async def run(cluster: EmbeddedCluster) -> AsyncIterator[Run]:
-    clients = [AsyncClient(cluster.address, cluster.token, rank=rank) for rank in range(SIZE)]
-    for client in clients:
-        await client.connect()
-    yield Run(clients)
-    for client in clients:
-        await client.close()
 
 
 def has_memory(group: AsyncWorkerGroup) -> bool:

@@ -18,9 +18,6 @@ from psdist.errors import (
 )
 from psdist.launcher.embedded import EmbeddedCluster
 
-#: Of the cluster.
-SERVERS = 1
-
 SIZE = 3
 
 
