@@ -45,7 +45,7 @@ from psdist.client.transport.requests import (
 )
 from psdist.client.transport.shm import ShmTransport
 from psdist.client.transport.tcp import TcpTransport
-from psdist.client.transport.transport import Transport, Transports
+from psdist.client.transport.transport import Transports
 from psdist.compression import Cast, Codec, Float32
 from psdist.consistency import BSP, SSP
 from psdist.data.batch_position import BATCHES
@@ -212,8 +212,10 @@ class Participation:
             member=self.is_member, stable=is_stable,
         )  # fmt: skip
         self.tcp = TcpTransport(view, waits, grpc, now.sender, now.entry, required=options.transport == "tcp")
-        preferred: dict[str, tuple[Transport, ...]] = {"shm": (self.shared_memory,), "tcp": (self.tcp,), "grpc": ()}
-        self._transports = Transports(*preferred.get(options.transport, (self.shared_memory, self.tcp)), grpc)
+        #: Transports besides gRPC, the preferred one first.
+        self._negotiated = (self.shared_memory, self.tcp)
+        chosen = [transport for transport in self._negotiated if options.transport in ("auto", transport.name)]
+        self._transports = Transports(*chosen, grpc)
         pusher = self if self.is_member else None
         self.delivery = Delivery(session, self._transports, pusher, options.request_timeout)
 
@@ -330,7 +332,7 @@ class Participation:
         # If this incarnation ends earlier, the next one must roll back, too.
         self.generation = created.entry.generation
         await self.shared_memory.withdraw()
-        for transport in (self.shared_memory, self.tcp):
+        for transport in self._negotiated:
             transport.rejoin(self.current.sender, self.current.entry)
 
     def _resume_push(self, mine: Registration) -> scheduler_pb2.ResumePush | None:
@@ -521,8 +523,8 @@ class Participation:
 
     async def close(self) -> None:
         """Close this handle's own connections to servers, and withdraw its shared memory."""
-        await self.shared_memory.close()
-        await self.tcp.close()
+        for transport in self._negotiated:
+            await transport.close()
 
     # --- worker state -------------------------------------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ class StreamCall(Call):
     """Call of a connection."""
 
     call_id: int = 0
-    stream: CallStream | None = None
+    stream: CallStream = field(kw_only=True)
     #: Number of slices that it named.
     named: int = 0
     answers: list[SliceAnswer] = field(default_factory=list)
@@ -71,19 +71,16 @@ class StreamCall(Call):
 
     def release_payload(self) -> None:
         self.released += 1
-        if self.stream is not None:
-            self.stream.payload_released(self)
+        self.stream.payload_released(self)
 
     def _add_answer(self, answer: SliceAnswer) -> None:
         self.answers.append(answer)
-        if self.stream is not None:
-            self.stream.slice_answered(self, answer)
+        self.stream.slice_answered(self, answer)
 
     def _end(self) -> None:
         self.state = CallState.ENDED
         self.expected.clear()
-        if self.stream is not None:
-            self.stream.call_ended(self)
+        self.stream.call_ended(self)
 
 
 class CallStream(MessageReceiver[server_pb2.ShareRequest]):
@@ -225,7 +222,7 @@ class CallStream(MessageReceiver[server_pb2.ShareRequest]):
         call.asked_all()
 
     def _carry_out(self, call: StreamCall, request: server_pb2.ShareRequest) -> None:
-        call.identify(self.admitted)
+        call.identity = self.admitted
         try:
             self.store.check_installed()
             if call.is_push:

@@ -125,7 +125,7 @@ class ServerService:
                 "the step"
             )
         identity = convert.sender_from_proto(message.header)
-        call.identify(identity)
+        call.identity = identity
         store = await self._admission.admit(identity)
         store.check_installed()
         call.read_header(message.header)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 
 import grpc.aio
 
@@ -64,28 +63,24 @@ async def _attach(server: ParameterServer, data: bytes) -> tuple[ShmCallStream, 
     arena, connection = await take_arena(attach.socket, elements, dtype)
     with fd_passing.closed_on_error(connection):
         fd_passing.send_file(connection, weights.fd)
-    stream = ShmCallStream(server, _Attachment(identity, store, arena, "" if reads_only else dtype))
+    stream = ShmCallStream(server, identity, store, arena, "" if reads_only else dtype)
     await stream.open(connection)
     return stream, server_pb2.Attached(nonce=arena.nonce, weights_nonce=weights.nonce)
 
 
-@dataclass(frozen=True, slots=True)
-class _Attachment:
-    """Attached worker and the memory it shares."""
-
-    identity: Identity
-    store: ParameterStore
-    arena: GradientArena
-    #: Dtype of its elements; "" if it has none.
-    dtype: str
-
-
 class ShmCallStream(CallStream):
-    """One attachment and its socket."""
+    """One attachment and its socket.
 
-    def __init__(self, server: ParameterServer, attachment: _Attachment) -> None:
-        super().__init__(server, attachment.identity, attachment.store)
-        self._attachment = attachment
+    arena: the worker's gradients.
+    dtype: dtype of its elements; "" if it has none.
+    """
+
+    def __init__(
+        self, server: ParameterServer, identity: Identity, store: ParameterStore, arena: GradientArena, dtype: str
+    ) -> None:
+        super().__init__(server, identity, store)
+        self._arena = arena
+        self._dtype = dtype
 
     async def open(self, connected: socket.socket) -> None:
         """Start receiving calls."""
@@ -98,26 +93,29 @@ class ShmCallStream(CallStream):
             raise InvalidArgumentError(
                 "a gradient arena holds elements, not segments: write what these decode to, and send CODEC_RAW (1)"
             )
-        if call.dtype != self._attachment.dtype:
-            held = self._attachment.dtype or "nothing"
+        if call.dtype != self._dtype:
+            held = self._dtype or "nothing"
             raise InvalidArgumentError(f"the gradient arena holds {held}, not {call.dtype}")
         slicing, counters = self.store.dense.slicing, self.store.counters.of(call.identity.worker_id)
         for index, base in zip(push.slices, bases, strict=True):
-            values = self._attachment.arena.part(*slicing.bounds(index))
+            start, stop = slicing.bounds(index)
+            values = self._arena.flat[start:stop]
             counters.push_bytes += 0 if call.abstain else values.nbytes
             self.store.router.push_unchecked(call, index, base, values, is_shared=True)
 
     def call_ended(self, call: StreamCall) -> None:
-        if call.call_id in self.calls:
-            self._count_pulled(call)
-            self.end_call(call)
-            self.send(error_response(call) if call.error is not None else _answers(call))
-
-    def _count_pulled(self, call: StreamCall) -> None:
-        if call.wants_weights and call.error is None:
-            elements = sum(self.store.dense.slicing.size(answer.index) for answer in call.answers)
+        if call.call_id not in self.calls:
+            return
+        self.end_call(call)
+        if call.error is not None:
+            self.send(error_response(call))
+            return
+        if call.wants_weights:
+            size = self.store.dense.slicing.size
+            elements = sum([size(answer.index) for answer in call.answers])
             counters = self.store.counters.of(call.identity.worker_id)
             counters.pull_bytes += elements * ITEM_BYTES[call.wanted.dtype]
+        self.send(_answers(call))
 
 
 def _answers(call: StreamCall) -> server_pb2.ShareResponse:

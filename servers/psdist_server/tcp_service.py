@@ -74,6 +74,8 @@ class TcpCallStream(CallStream):
         self._values: Gradient | None = None
         #: Unsent answers in order; None marks the end of a call.
         self._answers: asyncio.Queue[tuple[StreamCall, SliceAnswer | None]] = asyncio.Queue()
+        #: Number of those, with one that is being sent.
+        self._unsent = 0
         self._sender: asyncio.Task[None] | None = None
 
     def connected(self, connection: FrameConnection) -> None:
@@ -162,10 +164,22 @@ class TcpCallStream(CallStream):
             call.fail(as_psdist_error(error, "accepting a slice", logger))
 
     def slice_answered(self, call: StreamCall, answer: SliceAnswer) -> None:
-        self._answers.put_nowait((call, answer))
+        if not self._unsent and not self.connection.is_full and call.error is None and call.call_id in self.calls:
+            weights = self.store.reads.in_place(answer, call) if call.wants_weights else Weights(answer.version, b"")
+            if weights is not None:  # A small call would wait for the task's turn of the loop.
+                self._send_weights(call, answer, weights)
+                return
+        self._queue(call, answer)
 
     def call_ended(self, call: StreamCall) -> None:
-        self._answers.put_nowait((call, None))
+        if self._unsent or call.call_id not in self.calls:
+            self._queue(call, None)
+        else:
+            self._end_answered(call)
+
+    def _queue(self, call: StreamCall, answer: SliceAnswer | None) -> None:
+        self._unsent += 1
+        self._answers.put_nowait((call, answer))
 
     def payload_released(self, call: StreamCall) -> None:
         """Notify the worker, for several payloads at a time."""
@@ -185,18 +199,21 @@ class TcpCallStream(CallStream):
             while True:
                 call, answer = await self._answers.get()
                 await connection.drain()
-                if call.call_id not in self.calls:
-                    continue  # It was cancelled.
-                if answer is None:
-                    self.end_call(call)
-                    if call.error is not None:
-                        self.send(error_response(call))
-                elif call.error is None:
-                    await self._send_answer(connection, call, answer)
+                if call.call_id in self.calls:  # Otherwise it was cancelled.
+                    if answer is None:
+                        self._end_answered(call)
+                    elif call.error is None:
+                        await self._send_answer(call, answer)
+                self._unsent -= 1
         except Exception as error:  # Without an answer the worker would wait forever.
             self.connection_ended(as_psdist_error(error, "sending an answer", logger))
 
-    async def _send_answer(self, connection: FrameConnection, call: StreamCall, answer: SliceAnswer) -> None:
+    def _end_answered(self, call: StreamCall) -> None:
+        self.end_call(call)
+        if call.error is not None:
+            self.send(error_response(call))
+
+    async def _send_answer(self, call: StreamCall, answer: SliceAnswer) -> None:
         weights = Weights(answer.version, b"")
         if call.wants_weights:
             try:
@@ -206,6 +223,10 @@ class TcpCallStream(CallStream):
                 if call.state is not CallState.ENDED:
                     call.fail(error)
                 return
+        self._send_weights(call, answer, weights)
+
+    def _send_weights(self, call: StreamCall, answer: SliceAnswer, weights: Weights) -> None:
+        if call.wants_weights:
             self.store.counters.of(call.identity.worker_id).pull_bytes += len(weights.payload)
         result = server_pb2.SliceResult(
             slice=answer.index,
@@ -215,4 +236,4 @@ class TcpCallStream(CallStream):
             differences=weights.differences,
         )
         response = server_pb2.ShareResponse(call_id=call.call_id, slice=result)
-        connection.send(response.SerializeToString(), memoryview(weights.payload))
+        self.connection.send(response.SerializeToString(), memoryview(weights.payload))

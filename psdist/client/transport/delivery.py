@@ -169,9 +169,9 @@ class Delivery:
                     self._last_reason = wait.reason
                 if isinstance(broken, ServerUnreachableError) and not loss.done():
                     self._reachability.attempt_broke(route.server)
-                left = request.progress.unanswered(route.slices)
-                if not left:
+                if request.progress.pending.isdisjoint(route.slices):
                     return
+                left = request.progress.unanswered(route.slices)
                 if isinstance(broken, StaleEstimateError):
                     if not isinstance(request, PushRequest) or request.encoded is None:
                         raise InternalError(f"{route.peer} takes {request.title} for a difference")

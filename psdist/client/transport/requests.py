@@ -143,7 +143,7 @@ class PushRequest(Request):
             header.weight = self.weight
         else:
             header.ClearField("weight")
-        if self.progress.options is not before:
+        if self.progress.options != before:
             _write_options(header, self.progress.options)
         difference = self.encoded.difference(slices) if self.encoded is not None else None
         if difference is None:

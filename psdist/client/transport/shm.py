@@ -188,9 +188,10 @@ class ShmConnection(CallConnection[PendingCall]):
         self, request: PushRequest | PullRequest, answers: server_pb2.SharedAnswers
     ) -> dict[int, _ReadSlice]:
         """Read the answered weights if the request wants them. Return the answered slices."""
-        slices, count = answers.slices, len(answers.slices)
-        versions = answers.versions if len(answers.versions) != 1 else [answers.versions[0]] * count
-        staleness = answers.staleness or [0] * count
+        slices, versions, staleness = list(answers.slices), list(answers.versions), list(answers.staleness)
+        count = len(slices)
+        versions = versions if len(versions) != 1 else versions * count
+        staleness = staleness or [0] * count
         if len(versions) != count or len(staleness) != count:
             raise InternalError(f"{self.peer} answered with {len(versions)} versions for {count} slices")
         ignored = set(answers.ignored)

@@ -165,6 +165,7 @@ class PayloadSlots:
 class Call:
     """One stream: its sender, the slices that it waits for, and its unsent answers."""
 
+    #: The first message names it.
     identity: Identity
     is_push: bool
     wants_weights: bool
@@ -186,10 +187,6 @@ class Call:
     def __post_init__(self) -> None:
         self._answers: asyncio.Queue[SliceAnswer | server_pb2.Reading | PsdistError | None] = asyncio.Queue()
         self.slots = PayloadSlots(self._answers.put_nowait)
-
-    def identify(self, identity: Identity) -> None:
-        """Set the sender, which the first message names."""
-        self.identity = identity
 
     def note_wait(self, reason: str) -> str:
         """Record why the oldest slice waits; "" if it has not waited long. Return the reason."""

@@ -119,10 +119,14 @@ class SliceReads:
     async def lasting(self, answer: SliceAnswer, call: Call) -> Weights:
         """Read a slice for the answer to a call of a member, or of a worker that reads. The payload is valid until that
         worker pushes the slice again, or is fenced. Raises StaleEpochError if the slice is no longer served here."""
+        return self.in_place(answer, call) or await self._copy(_wanted(answer.index, call))
+
+    def in_place(self, answer: SliceAnswer, call: Call) -> Weights | None:
+        """Return as ``lasting``, without a copy; None if the slice may change too early, or is encoded."""
         wanted = _wanted(answer.index, call)
         if wanted.dtype == "float32" and self._stands_still(answer, call):
             return self._now(wanted, answer.version)
-        return await self._copy(wanted)
+        return None
 
     def _stands_still(self, answer: SliceAnswer, call: Call) -> bool:
         """Return True if the next update of the slice waits for another push of the call's worker."""
