@@ -30,8 +30,7 @@ from psdist.wire import limits
 from psdist_server import server as parameter_server
 from psdist_server.replica_service import StreamFromPrimary
 from psdist_server.server import ParameterServer, ServerRegistration
-from psdist_server.store.replica_carriers import FrameCarrier
-from psdist_server.store.replica_memory import UpdateMemory
+from psdist_server.store.replica_carriers import FrameCarrier, UpdateMemory
 
 SIZE = 4096
 A, B = Replica("server-0", 1), Replica("server-1", 1)

@@ -11,7 +11,7 @@ import grpc.aio
 from psdist.types import Slicing
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import frames
-from psdist_server.store.replica_memory import UpdateMemory
+from psdist_server.store.replica_carriers import UpdateMemory
 
 #: Elements per slice, and number of slices, in ``update_memory``.
 SLICE, SLICES = 4096, 4

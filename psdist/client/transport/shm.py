@@ -76,23 +76,20 @@ async def attach(
     """
     async with MemoryOffer(arena, "worker", swaps=True) as offer:
         attaching.socket = offer.name
-        attached = await _ask(call, attaching, peer)  # The server reports a failed exchange.
+        request = server_pb2.ShareRequest(attach=attaching).SerializeToString()
+        # The server reports a failed exchange.
+        response = server_pb2.ShareResponse.FromString(
+            await ask(call, request, peer, "shared memory", SharingUnavailableError)
+        )
+        if response.WhichOneof("kind") != "attached":
+            raise InternalError(f"{peer} answered attach with {response.WhichOneof('kind')}")
+        attached = response.attached
         fd, connection = await offer.taken(attached.nonce, peer)
     with fd_passing.closed_on_error(connection):
         weights = WeightsArena.open(fd, slicing.count, slicing.total)
         if attached.weights_nonce != weights.nonce:
             raise SharingUnavailableError(f"the memory received over the socket does not belong to {peer}")
     return weights, connection
-
-
-async def _ask(call: Any, attaching: server_pb2.Attach, peer: str) -> server_pb2.Attached:
-    """Send the first request and return the server's answer."""
-    request = server_pb2.ShareRequest(attach=attaching).SerializeToString()
-    data = await ask(call, request, peer, "shared memory", SharingUnavailableError)
-    response = server_pb2.ShareResponse.FromString(data)
-    if response.WhichOneof("kind") != "attached":
-        raise InternalError(f"{peer} answered attach with {response.WhichOneof('kind')}")
-    return response.attached
 
 
 class _ReadSlice(NamedTuple):

@@ -38,7 +38,7 @@ from psdist_server.core.replication import (
 )
 from psdist_server.kernels.arrays import DenseParameters, Gradient
 from psdist_server.store.global_norm import NormBoard
-from psdist_server.store.replica_memory import UpdateMemory
+from psdist_server.store.replica_carriers import UpdateMemory
 from psdist_server.store.shard_router import SliceContents
 from psdist_server.store.stream_to_replica import (
     Machine,

@@ -32,8 +32,7 @@ from psdist_server.core.events import Producer, SliceRecord
 from psdist_server.core.lags import LagRows
 from psdist_server.core.replication import PrimaryReplication, ReplicaState, ReplicaUpdate, not_primary
 from psdist_server.kernels.arrays import Gradient
-from psdist_server.store.replica_carriers import Carrier, Offer, negotiate
-from psdist_server.store.replica_memory import UpdateMemory
+from psdist_server.store.replica_carriers import Carrier, Offer, UpdateMemory, negotiate
 from psdist_server.store.shard_router import SliceContents
 
 logger = structlog.get_logger("psdist.server")

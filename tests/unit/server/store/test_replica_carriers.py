@@ -13,8 +13,7 @@ import pytest
 from psdist.errors import InternalError, InvalidArgumentError, ServerUnreachableError
 from psdist.link.frame_connection import FrameConnection
 from psdist.v1 import server_pb2 as pb
-from psdist_server.store.replica_carriers import FrameCarrier
-from psdist_server.store.replica_memory import UpdateMemory
+from psdist_server.store.replica_carriers import FrameCarrier, UpdateMemory
 from tests.support.replica import SLICE, SLICES, update_memory
 
 Request, Response = pb.ReplicateRequest, pb.ReplicateResponse

@@ -22,7 +22,7 @@ from psdist.security.tls import Credentials
 from psdist.types import Replica, Slicing
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import frames
-from psdist_server.store.replica_memory import UpdateMemory
+from psdist_server.store.replica_carriers import UpdateMemory
 from psdist_server.store.stream_to_replica import StreamPrimary, StreamToReplica
 from tests.support.silent_port import ports_by_stage
 

@@ -14,7 +14,7 @@ from psdist.security.tls import Credentials
 from psdist.types import Replica, Shard, Slicing
 from psdist.v1 import server_pb2 as pb
 from psdist_server.core.replication import PrimaryReplication, ReplicaState
-from psdist_server.store.replica_memory import UpdateMemory
+from psdist_server.store.replica_carriers import UpdateMemory
 from psdist_server.store.stream_to_replica import Machine, StreamPrimary, StreamToReplica
 from tests.support.replica import FakeReplica
 

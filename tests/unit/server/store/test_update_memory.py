@@ -12,7 +12,7 @@ from psdist.errors import SharingUnavailableError
 from psdist.link.arenas import PAGE
 from psdist.types import Slicing
 from psdist.wire.limits import KEPT_BYTES_MAX
-from psdist_server.store.replica_memory import UpdateMemory
+from psdist_server.store.replica_carriers import UpdateMemory
 from tests.support.replica import SLICE, SLICES, update_memory
 
 
