@@ -321,15 +321,16 @@ class ParameterServer:
 
     def statistics(self) -> server_pb2.GetStatisticsResponse:
         """Return the counters of all parameter stores."""
+        cores = usable_cores()
         return server_pb2.GetStatisticsResponse(
             server_id=self.me.server_id,
             epoch=self.admission.map.epoch,
             resident_bytes=psutil.Process(os.getpid()).memory_info().rss,
-            idle_cores=self._idle_cores.measure(),
+            idle_cores=self._idle_cores.measure(cores),
             device=self._lanes.device.name if self._lanes is not None else "",
             device_bytes=self._lanes.device.allocated if self._lanes is not None else 0,
             kernel_threads=self._pool.threads,
-            cores=usable_cores(),
+            cores=cores,
             parameters=[store.statistics() for store in self.stores.values()],
         )
 
@@ -353,13 +354,14 @@ class IdleCores:
         self._since = time.monotonic()
         self._newest: float | None = None
 
-    def measure(self) -> float | None:
-        """Return the mean of the last period of a quarter of a second or more; None before the first one has passed."""
+    def measure(self, usable: int) -> float | None:
+        """Return the mean of the last period of a quarter of a second or more, at most ``usable``; None before the
+        first one has passed."""
         now = time.monotonic()
         if now - self._since >= _SECONDS_MIN:
             self._since = now
             idle = (psutil.cpu_count() or 1) * (1 - psutil.cpu_percent() / 100)
-            self._newest = min(idle, usable_cores())
+            self._newest = min(idle, usable)
         return self._newest
 
 

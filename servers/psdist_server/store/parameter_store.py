@@ -11,6 +11,7 @@ The memory of a shard is not reused before its last kernel has ended.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -334,9 +335,13 @@ class ParameterStore:
         self.contents.update_counted(index)
         effects = machine.on(SliceApplied(index))
         # Before these effects start the slice's next update, it can be read, compared and copied.
-        self.reads.updated(index, machine.slices[index].version)
+        if index in self.reads.waiting:
+            self.reads.updated(index, machine.slices[index].version)
         self.replicator.applied(index)
-        self.router.run([*effects, *self.cuts.applied(index)])
+        self.cuts.updated_at = asyncio.get_running_loop().time()
+        if self.cuts.current is not None:
+            effects += self.cuts.applied(index)
+        self.router.run(effects)
 
     def _reply(self, effect: Reply) -> None:
         """Answer a slice of a call, once the replicas have the state that this exposes."""

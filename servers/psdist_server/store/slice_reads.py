@@ -67,7 +67,8 @@ class SliceReads:
         self._waits_for_all = isinstance(consistency, BSP) and not consistency.backup_workers
         self._dense = dense
         self._counters = counters
-        self._waiting: dict[int, list[tuple[asyncio.Future[Weights], _Wanted]]] = {}
+        #: By slice: reads that wait for the end of an update.
+        self.waiting: dict[int, list[tuple[asyncio.Future[Weights], _Wanted]]] = {}
         self._encoded: dict[tuple[SliceAnswer, int, _Wanted], bytes] = {}
         self._copies: dict[tuple[int, _Wanted], Weights] = {}
 
@@ -84,7 +85,7 @@ class SliceReads:
         if not state.is_written:
             return self._now(wanted, state.version)
         future: asyncio.Future[Weights] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(wanted.index, []).append((future, wanted))
+        self.waiting.setdefault(wanted.index, []).append((future, wanted))
         return await future
 
     def _now(self, wanted: _Wanted, version: int) -> Weights:
@@ -148,7 +149,7 @@ class SliceReads:
 
     def updated(self, index: int, version: int) -> None:
         """Serve the reads that wait for slice ``index``, which is at ``version``. Its next update has not started."""
-        for future, wanted in self._waiting.pop(index, ()):
+        for future, wanted in self.waiting.pop(index, ()):
             if not future.done():
                 weights = self._now(wanted, version)
                 future.set_result(weights._replace(payload=bytes(weights.payload)))
@@ -156,7 +157,7 @@ class SliceReads:
     def fail(self, indices: Iterable[int], error: PsdistError) -> None:
         """Fail the reads of these slices, which are no longer served here."""
         for index in indices:
-            for future, _ in self._waiting.pop(index, ()):
+            for future, _ in self.waiting.pop(index, ()):
                 if not future.done():
                     future.set_exception(error)
 

@@ -309,8 +309,8 @@ class CutController:
         self._fail: Callable[[str], None] = lambda reason: None
         self._pool: MemoryPool | None = None
         self._shrinking: asyncio.TimerHandle | None = None
-        #: Time of the last update of any slice.
-        self._updated_at = float("-inf")
+        #: Time of the last update of any slice, by the loop.
+        self.updated_at = float("-inf")
         self._is_prefaulted = False
 
     def arm(self, attempt: int, state: CutState, fail: Callable[[str], None]) -> SliceCopies:
@@ -373,7 +373,7 @@ class CutController:
 
     @property
     def _is_active(self) -> bool:
-        return asyncio.get_running_loop().time() - self._updated_at < ACTIVE_SECONDS
+        return asyncio.get_running_loop().time() - self.updated_at < ACTIVE_SECONDS
 
     def _shrink(self) -> None:
         if self.current is None:
@@ -382,10 +382,9 @@ class CutController:
             self._pool.shrink()
 
     def applied(self, index: int) -> list[Effect]:
-        """Handle the end of an update of slice ``index``. Returns the effects."""
-        self._updated_at = asyncio.get_running_loop().time()
-        if (copies := self.current) is None:
-            return []
+        """Handle the end of an update of slice ``index`` while there is a cut. Returns the effects."""
+        copies = self.current
+        assert copies is not None
         at_cut = self._check(copies, [index])
         if not self._is_prefaulted:
             self._prefault(copies, self._router.machine_of(index).slices[index].version)

@@ -7,6 +7,7 @@ import time
 import psutil
 import pytest
 
+from psdist.cgroups import usable_cores
 from psdist_server.server import IdleCores
 
 
@@ -20,12 +21,12 @@ def test_a_period_is_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     for seconds, busy in ((0.1, 50.0), (0.2, 75.0), (0.1, 0.0), (0.5, 100.0)):
         now[0] += seconds
         percent[0] = busy
-        found.append(cores.measure())
+        found.append(cores.measure(usable_cores()))
     assert found == [None, 2.0, 2.0, 0.0]
 
 
 def test_this_host_has_at_most_its_cores() -> None:
     cores = IdleCores()
     cores._since -= 1.0
-    idle = cores.measure()
+    idle = cores.measure(usable_cores())
     assert idle is not None and 0 <= idle <= (psutil.cpu_count() or 1)
