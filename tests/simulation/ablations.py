@@ -256,10 +256,10 @@ def _no_agreement(put: Put) -> None:
 
 @_ablation("weights are not read while they are written", consistency=ASP(), optimizer=SGD(lr=1.0), workers=4, lives=8)
 def _torn_reads(put: Put) -> None:
-    async def read(self: Any, index: int, dtype: str) -> Any:
-        return self._router.version(index), self._dense.read(index, dtype)
+    async def read(self: Any, wanted: Any) -> Any:
+        return self._now(wanted, self._router.version(wanted.index))
 
-    put(slice_reads.SliceReads, "read", read)
+    put(slice_reads.SliceReads, "_read", read)
 
 
 # --- lives and epochs -------------------------------------------------------------------------------------------------
