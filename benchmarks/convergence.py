@@ -32,7 +32,7 @@ from benchmarks.codec_choice import CODECS as PLAIN
 from benchmarks.models import MODELS, Arrays, Model
 from benchmarks.report import table
 from psdist import compression
-from psdist.compression.pulls import check_pull_codec
+from psdist.compression.specifications import check_pull_codec
 from psdist.errors import InvalidArgumentError
 from psdist.launcher.embedded import EmbeddedCluster
 

@@ -17,12 +17,12 @@ import numpy as np
 
 from benchmarks.gpu_updates import median_seconds
 from psdist.compression import ChunkedTopK, Codec, Compressor, Int2, Int4, Int8, OneBit, TopK
-from psdist.compression.device.coders import PushNumbers
-from psdist.compression.device.encoder import DeviceEncoder, DevicePush
-from psdist.compression.device.memory import DeviceVector, DoubleVector
-from psdist.compression.device.tables import SegmentRange
 from psdist.compression.regions import Region
+from psdist.compression.segments import PushNumber
+from psdist.device.coders import SegmentRange
 from psdist.device.device import Device
+from psdist.device.encoder import DeviceEncoder, DevicePush
+from psdist.device.memory import DeviceVector, DoubleVector
 
 #: Codecs, and the target of their kernels in bytes of float32 per second.
 TARGETS: dict[type[Compressor], tuple[dict[str, Any], float | None]] = {
@@ -45,7 +45,7 @@ class Encoding:
         stream = self._encoder.launcher.stream
         feeds_back = self._encoder.coder(self._region).feeds_back
         rest = DoubleVector(device, values.size, stream) if feeds_back else None  # As in a worker, nothing is cleared.
-        self._push = DevicePush(values, rest, None, PushNumbers(0, 0), np.zeros(1, np.uint32))
+        self._push = DevicePush(values, rest, None, PushNumber(0, 0), np.zeros(1, np.uint32))
         starts = range(0, values.size, _SLICE)
         stops = [min(start + _SLICE, values.size) for start in starts]
         self._slices = [[SegmentRange(0, self._region, *bounds)] for bounds in zip(starts, stops, strict=True)]

@@ -224,8 +224,8 @@ class ParametersSpec:
 
     slice_elements: elements per slice; 0 lets the scheduler choose.
     reset_optimizer: True to restart the optimizer's state if the run resumes from a snapshot.
-    pull_compression: codec for differences of weights sent to workers, as text (``psdist.compression.pulls``); "" to
-        send the weights themselves.
+    pull_compression: codec for differences of weights sent to workers, as text (``pull_codec_from_text``); "" to send
+        the weights themselves.
     dtype: dtype in which servers hold weights and optimizer state, and compute.
     workers: ranks of the workers that train it, in ascending order; empty for all workers of the run.
     Raises InvalidArgumentError and InvalidNameError.

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from psdist.compression.deferred import PartOfKernel
+from psdist.compression.kernel_runtime import PartOfKernel
 from psdist_server.kernels import arithmetic
 
 ROOT: Final = Path(__file__).resolve().parent.parent
@@ -63,7 +63,11 @@ UPDATES: Final[Mapping[str, FusedUpdate]] = {
 
 def generated() -> str:
     """Return the source of the fused updates."""
-    elements = {name: one.py_func for name, one in vars(arithmetic).items() if isinstance(one, PartOfKernel)}
+    elements = {
+        name: one.py_func
+        for name, one in vars(arithmetic).items()
+        if isinstance(one, PartOfKernel) and name != "select"
+    }
     text = "".join([_HEAD, *(_kernel(name, element) for name, element in elements.items()), _TABLE])
     return subprocess.run(
         [sys.executable, "-m", "ruff", "format", "--stdin-filename", str(TARGET), "-"],

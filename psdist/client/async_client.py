@@ -33,7 +33,7 @@ from psdist.client.session.scheduler_calls import find_target
 from psdist.client.session.worker_session import WorkerSession
 from psdist.client.snapshots import SnapshotInfo, SnapshotRequests
 from psdist.compression import Codec, resolve
-from psdist.compression.pulls import pull_codec_to_text
+from psdist.compression.specifications import pull_codec_to_text
 from psdist.consistency import BSP, Consistency
 from psdist.errors import (
     ClosedError,

@@ -3,7 +3,7 @@
 The speed of the links is the rate at which the servers of other hosts send this worker some slices, all at the same
 time, while the other workers mostly do the same.
 
-Not here: the choice (``psdist.compression.automatic``).
+Not here: the choice (``psdist.compression.regions``).
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ from typing import Final
 import numpy as np
 
 from psdist.client.participation import Participation
-from psdist.client.process import codec_kernels
 from psdist.client.session.membership import drop_when_fenced, run_in_incarnation
 from psdist.client.transport.buffers import PullTarget
 from psdist.compression import Codec, Float32
-from psdist.compression.automatic import CANDIDATES, Choice, choose
-from psdist.compression.regions import Region
+from psdist.compression.regions import CANDIDATES, Choice, Region, choose
 from psdist.off_loop import LARGE_ELEMENTS, off_loop
 
 logger = logging.getLogger("psdist")
@@ -70,7 +68,9 @@ async def _measure_links(part: Participation) -> tuple[float, float]:
 
 async def _measure_encoding(elements: int) -> dict[Codec, float]:
     """Return, by codec, the bytes of float32 encoded per second. Empty until the kernels are compiled."""
-    await codec_kernels.prepare(elements).loaded()
+    from psdist.compression import segments
+
+    await segments.prepare_kernels(elements).loaded()
     return await off_loop(LARGE_ELEMENTS, _encoding_speeds)
 
 

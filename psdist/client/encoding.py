@@ -28,7 +28,6 @@ from psdist.cgroups import usable_cores
 from psdist.client.core.buckets import ReadySlices
 from psdist.client.core.flat_vector import Flat, join_names
 from psdist.client.participation import Participation
-from psdist.client.process import codec_kernels
 from psdist.client.session.worker_state import OWN, SavedState, State
 from psdist.compression import Cast, Codec, Compressor, PerTensor
 from psdist.compression.regions import regions, send_differences
@@ -41,8 +40,8 @@ from psdist.wire.limits import STATE_BYTES_MAX
 if TYPE_CHECKING:
     from psdist.client.core.encoder import EncodedSlices, GradientEncoder
     from psdist.client.device.gradient_encoder import DeviceGradientEncoder
-    from psdist.compression.device.memory import DeviceVector
     from psdist.device.device import Device
+    from psdist.device.memory import DeviceVector
 
     #: Encoder of gradients on the host, or on a device.
     AnyEncoder = GradientEncoder | DeviceGradientEncoder
@@ -247,7 +246,9 @@ class Encoding:
         self._begun = (part.current.origin, -1)
         #: Loss that came with the last dropped push, until it is reported.
         self._lost = ""
-        self._compiler = codec_kernels.prepare(sum(tensor.size for tensor in part.layout.tensors))
+        from psdist.compression import segments
+
+        self._compiler = segments.prepare_kernels(sum(tensor.size for tensor in part.layout.tensors))
 
     @classmethod
     def for_codec(cls, codec: Codec, part: Participation) -> Encoding | None:
@@ -292,7 +293,7 @@ class Encoding:
     @cached_property
     def works_on_device(self) -> bool:
         """True if gradients on a device can be encoded there."""
-        from psdist.compression.device.encoder import can_encode
+        from psdist.device.encoder import can_encode
 
         return can_encode(regions(self._layout.tensors, self._codec))
 

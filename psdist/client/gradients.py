@@ -26,7 +26,7 @@ from psdist.types import DType, Layout, NonFinite, Slicing
 if TYPE_CHECKING:
     from psdist.client.device.cast_gradient import CastGradient
     from psdist.client.device.vectors import DeviceVectors
-    from psdist.compression.device.memory import DeviceVector
+    from psdist.device.memory import DeviceVector
 
 
 class GradientVector:

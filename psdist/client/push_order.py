@@ -40,7 +40,7 @@ from psdist.tracing.spans import SpanKind
 from psdist.types import WORDS
 
 if TYPE_CHECKING:
-    from psdist.compression.device.memory import DeviceVector
+    from psdist.device.memory import DeviceVector
 
 T = TypeVar("T")
 

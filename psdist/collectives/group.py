@@ -14,7 +14,6 @@ import numpy as np
 from numpy.lib.array_utils import byte_bounds
 from numpy.typing import ArrayLike, DTypeLike
 
-from psdist.client.process import codec_kernels
 from psdist.collectives.compression import AllReduceCompression, CompressedPlan, as_compression
 from psdist.collectives.core import plans
 from psdist.collectives.core.machine import COLLECTIVES, CallLane
@@ -23,7 +22,7 @@ from psdist.collectives.core.reductions import check_dtype, check_op
 from psdist.collectives.forming import FormedGroup, GroupFormer, GroupSettings, outlasts_stop
 from psdist.collectives.host_sharing import BufferType
 from psdist.collectives.memory_order import MemoryOrder, Span
-from psdist.compression import Codec
+from psdist.compression import Codec, segments
 from psdist.errors import (
     ClosedError,
     DTypeMismatchError,
@@ -125,7 +124,7 @@ class AsyncWorkerGroup:
         """Reduce an array of one dimension by encoded contributions."""
         compression.check(given, out.shape, op)
         _check_timeout(timeout)
-        codec_kernels.prepare(given.size)
+        segments.prepare_kernels(given.size)
         with compression.used():
             async with self._order:
                 encode = partial(compression.encode, given, self.rank, self.size)

@@ -6,16 +6,24 @@ is exact; narrowing rounds to nearest, ties to even.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from psdist.compression import numpy_casts
-from psdist.compression.compiled import IN_BITS16, IN_BITS32, OUT, OUT_BITS16, Kernel, kernel, part_of_kernel
-from psdist.compression.dtypes import NUMPY_DTYPES
-from psdist.errors import DTypeMismatchError, InvalidArgumentError, ShapeMismatchError
+from psdist.compression.dtypes import NUMPY_DTYPES, check_output, check_vector
+from psdist.compression.kernel_runtime import (
+    IN_BITS16,
+    IN_BITS32,
+    OUT,
+    OUT_BITS16,
+    Kernel,
+    kernel,
+    part_of_kernel,
+    shared_compiler,
+)
+from psdist.errors import DTypeMismatchError
 
 Floats = NDArray[np.float32]
 AnyArray = NDArray[Any]
@@ -82,36 +90,52 @@ narrow_half_one = part_of_kernel(_single_to_half)
 narrow_brain_one = part_of_kernel(_single_to_brain)
 
 
-def _narrow_by_numpy(dtype: np.dtype[Any], bits: AnyArray, out: AnyArray) -> None:
-    numpy_casts.narrow(bits.view(np.float32), out.view(dtype))
+def narrow_by_numpy(values: Floats, out: AnyArray) -> None:
+    """Compute ``narrow`` by numpy."""
+    with np.errstate(all="ignore"):  # Non-finite values are checked by the caller, which knows the dtype.
+        out[...] = values
 
 
-def _widen_by_numpy(dtype: np.dtype[Any], values: AnyArray, out: Floats) -> None:
-    numpy_casts.widen(values.view(dtype), out)
+def widen_by_numpy(values: AnyArray, out: Floats) -> None:
+    """Compute ``widen`` by numpy."""
+    if values.dtype == np.float16:
+        out[...] = values
+        return
+    bits = out.view(np.uint32)
+    bits[...] = values.view(np.uint16)
+    np.left_shift(bits, 16, out=bits)
 
 
-@kernel(IN_BITS32, OUT_BITS16, interpreted=partial(_narrow_by_numpy, NUMPY_DTYPES["float16"]))
+def _narrow_bits(dtype: np.dtype[Any], bits: AnyArray, out: AnyArray) -> None:
+    narrow_by_numpy(bits.view(np.float32), out.view(dtype))
+
+
+def _widen_bits(dtype: np.dtype[Any], values: AnyArray, out: Floats) -> None:
+    widen_by_numpy(values.view(dtype), out)
+
+
+@kernel(IN_BITS32, OUT_BITS16, interpreted=partial(_narrow_bits, NUMPY_DTYPES["float16"]))
 def narrow_half(bits: Any, out: Any) -> None:
     """Narrow float32 bits to float16 bits."""
     for i in range(out.size):
         out[i] = narrow_half_one(bits[i])
 
 
-@kernel(IN_BITS32, OUT_BITS16, interpreted=partial(_narrow_by_numpy, NUMPY_DTYPES["bfloat16"]))
+@kernel(IN_BITS32, OUT_BITS16, interpreted=partial(_narrow_bits, NUMPY_DTYPES["bfloat16"]))
 def narrow_brain(bits: Any, out: Any) -> None:
     """Narrow float32 bits to bfloat16 bits."""
     for i in range(out.size):
         out[i] = narrow_brain_one(bits[i])
 
 
-@kernel(IN_BITS16, OUT, interpreted=partial(_widen_by_numpy, NUMPY_DTYPES["float16"]))
+@kernel(IN_BITS16, OUT, interpreted=partial(_widen_bits, NUMPY_DTYPES["float16"]))
 def widen_half(halves: Any, out: Any) -> None:
     """Widen float16 bits to float32."""
     for i in range(out.size):
         out[i] = widen_half_one(halves[i])
 
 
-@kernel(IN_BITS16, OUT, interpreted=partial(_widen_by_numpy, NUMPY_DTYPES["bfloat16"]))
+@kernel(IN_BITS16, OUT, interpreted=partial(_widen_bits, NUMPY_DTYPES["bfloat16"]))
 def widen_brain(brains: Any, out: Any) -> None:
     """Widen bfloat16 bits to float32."""
     for i in range(out.size):
@@ -154,15 +178,8 @@ def widen(values: AnyArray, out: Floats) -> None:
 KERNELS: Final = (narrow_half, narrow_brain, widen_half, widen_brain)
 
 
-def check_vector(name: str, array: AnyArray, dtype: np.dtype[Any], size: int) -> None:
-    """Raise DTypeMismatchError or ShapeMismatchError unless ``array`` is a contiguous dtype[size]."""
-    if array.dtype != dtype:
-        raise DTypeMismatchError(f"{name} has dtype {array.dtype}, not {dtype}", dtype=array.dtype)
-    if array.ndim != 1 or array.size != size or not array.flags.c_contiguous:
-        raise ShapeMismatchError(f"{name} has shape {array.shape}, not a contiguous ({size},)", shape=array.shape)
-
-
-def check_output(name: str, array: AnyArray) -> None:
-    """Raise InvalidArgumentError unless a kernel can write to ``array``."""
-    if not array.flags.carray:
-        raise InvalidArgumentError(f"{name} cannot be written to: it must be writable, aligned and contiguous")
+@cache
+def interpret_first() -> None:
+    """Let numpy cast in this process until the kernels are compiled in the background. A client calls this before it
+    casts: compiling them in its first cast would miss heartbeats."""
+    shared_compiler().add(KERNELS, "16-bit payloads")

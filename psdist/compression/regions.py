@@ -1,7 +1,11 @@
-"""Assignment of codecs to tensors, and the division of the flat vector into regions by codec. Pure.
+"""Assignment of codecs to tensors, by the user or automatically, and the division of the flat vector by codec. Pure.
 
 A region is a range of the flat vector with one codec. A compressed tensor is a region of its own; adjacent
 uncompressed tensors form one region.
+
+``compression="auto"`` chooses the codec with the shortest pushes, given the speed of links and encoder, among those
+that train as well as float32 (docs/compression-results.md): none, Int8 and Int4, with error feedback. Sparse codecs
+delay part of the gradient for longer, so they are left to the user.
 """
 
 from __future__ import annotations
@@ -10,15 +14,23 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
-from psdist.compression.specifications import Auto, Cast, Codec, Compressor, Float32
+from psdist.compression.specifications import Auto, Cast, Codec, Compressor, Float32, Int4, Int8
 from psdist.errors import InvalidArgumentError, check_integer
-from psdist.types import TensorSpec
+from psdist.types import Layout, TensorSpec
 
 #: Smallest tensor that is ever compressed. The limit on payload bytes follows from it.
 MIN_ELEMENTS: Final = 64
 _ELEMENTS_LAST: Final = 2**62
+#: Bytes per element of each candidate: its bits, plus one float32 scale per block.
+CANDIDATES: Final[Mapping[Codec, float]] = {codec: codec.bits / 8 + 4 / codec.block for codec in (Int8(), Int4())}
+#: Assumed encoder speed, in bytes of float32 input per second, for a codec that was not measured.
+USUAL_SPEED: Final = 4e9
+#: Smallest relative saving in push time for which a codec is used.
+_GAIN: Final = 0.1
+#: Below this many elements a push is short in any case.
+_SMALL_ELEMENTS: Final = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -115,3 +127,41 @@ def regions(tensors: Iterable[TensorSpec], codec: Codec) -> tuple[Region, ...]:
         found.append(region)
         at += tensor.size
     return tuple(found)
+
+
+class Choice(NamedTuple):
+    """Chosen codec, and the reason in words."""
+
+    codec: Codec
+    reason: str
+
+
+def compressed_elements(layout: Layout) -> int:
+    """Return the number of elements in tensors that a codec would compress. Vectors and small tensors are excluded."""
+    found = regions(layout.tensors, Int8())
+    return sum(region.size for region in found if isinstance(region.codec, Compressor))
+
+
+def choose(layout: Layout, remote: float, link: float, speeds: Mapping[Codec, float]) -> Choice:
+    """Return the codec for gradients of ``layout``.
+
+    remote: fraction of the elements that does not stay on this host.
+    link: bytes per second that this worker can send to servers on other hosts, in total.
+    speeds: measured encoder speed per codec, in bytes of float32 input per second.
+    """
+    total, compressed = layout.total, compressed_elements(layout)
+    if not remote:
+        return Choice(Float32(), "none: all servers share memory with this worker")
+    if compressed < _SMALL_ELEMENTS:
+        return Choice(Float32(), f"none: only {compressed} elements are in tensors that could be compressed")
+    plain = 4 * total * remote / link
+    found = {
+        codec: 4 * total / speeds.get(codec, USUAL_SPEED)
+        + (4 * (total - compressed) + bytes_each * compressed) * remote / link
+        for codec, bytes_each in CANDIDATES.items()
+    }
+    codec = min(found, key=lambda one: found[one])
+    about = f"a push takes {1e3 * plain:.1f} ms in float32 at {link / 1e6:,.0f} MB/s, and {1e3 * found[codec]:.1f} ms"
+    if found[codec] > (1 - _GAIN) * plain:
+        return Choice(Float32(), f"none: {about} by {type(codec).__name__}")
+    return Choice(codec, f"{type(codec).__name__}: {about} by it")

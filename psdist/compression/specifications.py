@@ -8,15 +8,16 @@ added to the next one.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+import re
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from psdist.compression import payloads
+from psdist.compression import casts
 from psdist.compression.dtypes import NUMPY_DTYPES
-from psdist.errors import InvalidArgumentError, check_integer
+from psdist.errors import InvalidArgumentError, LimitExceededError, UnknownCodecError, check_integer
 from psdist.types import DType
 
 ErrorFeedback = bool | Literal["ef21"]
@@ -52,7 +53,8 @@ class Cast(Codec):
             return values
         if out is None:
             out = np.empty(values.size, NUMPY_DTYPES[self.dtype])
-        payloads.narrow(values, out)
+        casts.interpret_first()
+        casts.narrow(values, out)
         return out
 
 
@@ -352,3 +354,78 @@ def check_number(name: str, value: object, low: float, high: float) -> None:
     """Raise InvalidArgumentError unless ``value`` is a number in (low, high]."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not low < value <= high or math.isnan(value):
         raise InvalidArgumentError(f"{name}={value!r:.40} is out of range: use a number above {low:g}, up to {high:g}")
+
+
+# --- weights on their way to workers: ``pull_compression``, and its text in settings ----------------------------------
+
+# Such a codec encodes the difference between a slice's weights and the copy that workers hold. It treats the slice as
+# one vector, regardless of tensor boundaries, so that servers need not know the tensors.
+
+PULL_CODECS: Final[dict[str, type[Compressor]]] = {
+    one.__name__: one for one in (Int8, Int4, Int2, OneBit, TopK, ChunkedTopK, RandomK)
+}
+_PULL_NAMES: Final = ", ".join(PULL_CODECS)
+#: Longest accepted text. A codec with all its arguments takes less than half of it.
+_TEXT_LENGTH: Final = 256
+_CALL: Final = re.compile(r"([A-Za-z0-9]+)\((.*)\)")
+_ARGUMENT: Final = re.compile(r"([a-z_]+)=(True|False|[-+0-9.e]+)")
+
+
+def check_pull_codec(codec: Codec) -> Compressor:
+    """Return ``codec`` if it can encode weights.
+
+    Raises UnknownCodecError for another kind of codec, and InvalidArgumentError for an argument that makes no sense
+    for weights.
+    """
+    if type(codec) not in PULL_CODECS.values() or not isinstance(codec, Compressor):
+        hint = ": pull_dtype sends weights in 16 bits" if "16" in type(codec).__name__ else ""
+        raise UnknownCodecError(f"pull_compression={codec!r:.60} cannot send weights: use one of {_PULL_NAMES}{hint}")
+    if codec.error_feedback is not None or codec.residual_decay != 1.0:
+        raise InvalidArgumentError(
+            f"pull_compression={codec!r:.100}: leave out error_feedback and residual_decay. The part of a difference "
+            "that is not sent is always in the next one"
+        )
+    if isinstance(codec, TopK) and (codec.momentum or codec.warm_up):
+        raise InvalidArgumentError(f"pull_compression={codec!r:.100}: momentum and warm_up are for gradients only")
+    return codec
+
+
+def pull_codec_to_text(codec: Codec) -> str:
+    """Return the text that ``pull_codec_from_text`` parses: the constructor call, with all applicable arguments."""
+    given = check_pull_codec(codec)
+    values = {field.name: getattr(given, field.name) for field in fields(given)}
+    used = [f"{name}={value!r}" for name, value in values.items() if name not in ("error_feedback", "residual_decay")]
+    return f"{type(given).__name__}({', '.join(used)})"
+
+
+def pull_codec_from_text(text: str) -> Compressor:
+    """Return the codec that ``text`` describes.
+
+    Raises UnknownCodecError for an unknown codec, InvalidArgumentError for an unknown argument or a bad value, and
+    LimitExceededError for a text that is too long.
+    """
+    if len(text) > _TEXT_LENGTH:
+        raise LimitExceededError(
+            f"pull_compression {text!r:.60}... has {len(text)} characters (at most {_TEXT_LENGTH}): use one of "
+            f"{_PULL_NAMES}"
+        )
+    call = _CALL.fullmatch(text)
+    kind = PULL_CODECS.get(call[1]) if call is not None else None
+    if call is None or kind is None:
+        raise UnknownCodecError(f"pull_compression {text!r:.60} is unknown: use one of {_PULL_NAMES}")
+    arguments: dict[str, Any] = {}
+    for part in call[2].split(", ") if call[2] else ():
+        one = _ARGUMENT.fullmatch(part)
+        if one is None or one[1] not in (field.name for field in fields(kind)):
+            raise InvalidArgumentError(f"pull_compression {text!r:.100}: {part!r:.60} is not an argument of {call[1]}")
+        arguments[one[1]] = _parsed(one[2])
+    return check_pull_codec(kind(**arguments))
+
+
+def _parsed(text: str) -> bool | int | float:
+    if text in ("True", "False"):
+        return text == "True"
+    try:
+        return float(text) if any(mark in text for mark in ".e") else int(text)
+    except ValueError:
+        raise InvalidArgumentError(f"{text!r:.60} is not a number") from None

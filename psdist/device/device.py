@@ -312,12 +312,12 @@ class CudaDevice:
     def copy_in(self, address: int, values: AnyArray, stream: Stream) -> None:
         kind = self._runtime.memcpyHostToDevice
         with self._used("a copy to the device"):
-            self._runtime.memcpyAsync(address, _address(values), values.nbytes, kind, stream.ptr)
+            self._runtime.memcpyAsync(address, values.ctypes.data, values.nbytes, kind, stream.ptr)
 
     def copy_out(self, values: AnyArray, address: int, stream: Stream) -> None:
         kind = self._runtime.memcpyDeviceToHost
         with self._used("a copy from the device"):
-            self._runtime.memcpyAsync(_address(values), address, values.nbytes, kind, stream.ptr)
+            self._runtime.memcpyAsync(values.ctypes.data, address, values.nbytes, kind, stream.ptr)
 
     def clear(self, address: int, size: int, stream: Stream) -> None:
         with self._used("clearing memory"):
@@ -336,14 +336,14 @@ class CudaDevice:
     def register(self, array: AnyArray) -> bool:
         try:
             with self._current():
-                self._runtime.hostRegister(_address(array), array.nbytes, 0)
+                self._runtime.hostRegister(array.ctypes.data, array.nbytes, 0)
         except self._errors:
             return False
         return True
 
     def unregister(self, array: AnyArray) -> None:
         with self._used("taking a registration back"):
-            self._runtime.hostUnregister(_address(array))
+            self._runtime.hostUnregister(array.ctypes.data)
 
     def memory(self) -> tuple[int, int]:
         with self._used("asking for its memory"):
@@ -374,11 +374,6 @@ class _PinnedMemory:
     def __init__(self, memory: Any, size: int) -> None:
         self._memory = memory
         self.__array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (memory.ptr, False), "version": 3}
-
-
-def _address(array: AnyArray) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
 
 
 def _compiled(source: str, architecture: str) -> Path:

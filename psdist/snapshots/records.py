@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from typing import Any, Final
 
-from psdist.compression.pulls import pull_codec_from_text
+from psdist.compression.specifications import pull_codec_from_text
 from psdist.consistency import KINDS, kind_of
 from psdist.errors import InvalidArgumentError
 from psdist.optim import Override, optimizer_from_values, schedule_from_values

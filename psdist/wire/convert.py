@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar, cast
 
 from google.protobuf.message import Message
 
-from psdist.compression.pulls import pull_codec_from_text
+from psdist.compression.specifications import pull_codec_from_text
 from psdist.consistency import ASP, BSP, SSP, Consistency, Reduction, ResizeLr, StalenessLr, kind_of
 from psdist.errors import DTypeMismatchError, InvalidArgumentError, LimitExceededError
 from psdist.hyperparameters import Setting, Settings

@@ -23,7 +23,7 @@ from grpc_health.v1.health import aio as health
 
 from psdist import addresses, logs, loop_monitor
 from psdist.cgroups import usable_cores
-from psdist.compression.background_compiler import BackgroundCompiler
+from psdist.compression.kernel_runtime import BackgroundCompiler
 from psdist.device.device import open_device
 from psdist.errors import (
     RUN_ENDING,

@@ -22,7 +22,7 @@ import psutil
 
 from psdist.cgroups import usable_cores
 from psdist.compression import segments
-from psdist.compression.background_compiler import LARGE_ELEMENTS, BackgroundCompiler
+from psdist.compression.kernel_runtime import LARGE_ELEMENTS, BackgroundCompiler
 from psdist.errors import NoStorageError, StaleEpochError, StaleTermError, UnknownParametersError, WrongRunError
 from psdist.off_loop import in_thread
 from psdist.security.tls import Credentials

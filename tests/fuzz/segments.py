@@ -34,8 +34,9 @@ from psdist.compression import (
     TopK,
 )
 from psdist.compression.segments import PushNumber, encode, payload_limit, prepare, regions
-from psdist.compression.segments.decoding import add_payload, check_payload
-from psdist.compression.segments.numpy_decoding import Defect
+from psdist.compression.segments.checking import check_payload
+from psdist.compression.segments.decoding import add_payload
+from psdist.compression.segments.format import Defect
 from psdist.types import TensorSpec
 
 #: By name of the fuzzed codec.

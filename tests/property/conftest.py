@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from psdist.compression.compiled import Kernel
+from psdist.compression.kernel_runtime import Kernel
 
 
 @pytest.fixture(scope="module", params=["compiled", "interpreted"])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from psdist import optim
 from psdist.compression import Int8
-from psdist.compression.pulls import pull_codec_to_text
+from psdist.compression.specifications import pull_codec_to_text
 from psdist_server.kernels.arrays import Update
 from psdist_server.kernels.interpreted import DTYPES
 from tests.support.dense_updates import REDUCTIONS

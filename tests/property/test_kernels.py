@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from psdist import optim
 from psdist.compression import casts
-from psdist.compression.compiled import Kernel
+from psdist.compression.kernel_runtime import Kernel
 from psdist_server.kernels import means
 from psdist_server.kernels.optimizers import Rule, Run
 from psdist_server.kernels.updates import UPDATES

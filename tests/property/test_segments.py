@@ -28,8 +28,7 @@ from psdist.compression import (
     RandomK,
     TopK,
 )
-from psdist.compression.segments import PushNumber, accumulate, check, encode, payload_limit, prepare, regions
-from psdist.compression.segments.warm_up import KERNELS
+from psdist.compression.segments import KERNELS, PushNumber, accumulate, check, encode, payload_limit, prepare, regions
 from psdist.types import TensorSpec
 from tests.support import segment_reference as reference
 

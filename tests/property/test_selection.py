@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,10 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from psdist.compression.segments import numpy_sparse, sparse
+from psdist.compression.kernel_runtime import Kernel
+from psdist.compression.segments import sparse
 
 Floats = NDArray[np.float32]
 Kind = Callable[[np.random.Generator, int], Floats]
+
+
+def interpreted(kernel: Kernel, *arguments: Any) -> Any:
+    assert kernel.interpreted is not None
+    return kernel.interpreted(*arguments)
 
 
 def _normal(rng: np.random.Generator, size: int) -> Floats:
@@ -64,11 +71,11 @@ def test_the_largest(kind: Kind, other: Kind, size: int, part: float, factor: fl
     rng = np.random.default_rng(seed)
     values, addend = kind(rng, size), other(rng, size)
     kept = max(1, round(part * size))
-    expected = numpy_sparse.select_largest(values, kept)
+    expected = interpreted(sparse.select_largest, values, kept)
     assert sparse.select_largest(values, kept).tolist() == expected.tolist()
     assert expected.size == min(kept, np.count_nonzero(values))
     sums, same = np.empty_like(values), np.empty_like(values)
-    expected = numpy_sparse.add_and_select_largest(values, addend, factor, kept, same)
+    expected = interpreted(sparse.add_and_select_largest, values, addend, factor, kept, same)
     assert sparse.add_and_select_largest(values, addend, factor, kept, sums).tolist() == expected.tolist()
     assert sums.tobytes() == same.tobytes()
     in_place = addend.copy()
@@ -81,10 +88,10 @@ def test_the_largest_of_chunks(kind: Kind, other: Kind, size: int, chunk: int, p
     rng = np.random.default_rng(seed)
     values, addend = kind(rng, size), other(rng, size)
     kept = max(1, round(part * chunk))
-    expected = numpy_sparse.select_chunks(values, chunk, kept)
+    expected = interpreted(sparse.select_chunks, values, chunk, kept)
     assert sparse.select_chunks(values, chunk, kept).tolist() == expected.tolist()
     sums, same = np.empty_like(values), np.empty_like(values)
-    expected = numpy_sparse.add_and_select_chunks(values, addend, 0.5, chunk, kept, same)
+    expected = interpreted(sparse.add_and_select_chunks, values, addend, 0.5, chunk, kept, same)
     assert sparse.add_and_select_chunks(values, addend, 0.5, chunk, kept, sums).tolist() == expected.tolist()
     assert sums.tobytes() == same.tobytes()
 
@@ -108,7 +115,7 @@ def test_a_sample_that_is_not_like_the_rest(part: float) -> None:
     """Fewer values exceed the sampled threshold than expected, so all are searched again."""
     values = _in_the_sample(np.random.default_rng(1), 131_072)
     kept = round(part * values.size)
-    expected, sums = numpy_sparse.select_largest(values, kept), np.empty_like(values)
+    expected, sums = interpreted(sparse.select_largest, values, kept), np.empty_like(values)
     assert sparse.select_largest(values, kept).tolist() == expected.tolist()
     zeros = np.zeros_like(values)
     assert sparse.add_and_select_largest(values, zeros, 1.0, kept, sums).tolist() == expected.tolist()

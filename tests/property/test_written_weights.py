@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from psdist.client.core.written_weights import WrittenRanges, WrittenWeights
 from psdist.errors import InvalidArgumentError
 from psdist.types import Layout, Slicing, TensorSpec
-from psdist_server.kernels.written_slice import WrittenSlice
+from psdist_server.kernels.arrays import WrittenSlice
 
 SIZES = st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any)
 

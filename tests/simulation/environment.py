@@ -53,7 +53,7 @@ from tests.simulation.rpc import SimChannel
 
 _PACKAGES = ("psdist", "psdist_server", "psdist_scheduler")
 #: Modules that use the real processes of this machine even in a simulation: several processes compile kernels together.
-_REAL = ("psdist.link.arenas", "psdist.link.fd_passing", "psdist.compression.compiled")
+_REAL = ("psdist.link.arenas", "psdist.link.fd_passing", "psdist.compression.kernel_runtime")
 
 
 class RunLoop(SimLoop):

@@ -14,7 +14,7 @@ from psdist.client.core.encoder import GradientEncoder
 from psdist.compression import (
     Codec,
 )
-from psdist.compression.background_compiler import LARGE_ELEMENTS
+from psdist.compression.kernel_runtime import LARGE_ELEMENTS
 from psdist.consistency import BSP, Consistency
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.settings.config import TransportName

@@ -11,8 +11,8 @@ from psdist.client.core.encoder import GradientEncoder
 from psdist.client.device.gradient_encoder import DeviceGradientEncoder
 from psdist.client.session.worker_state import DeferredArray
 from psdist.compression import ChunkedTopK, Codec, Int2, Int4, Int8, OneBit, PerTensor, TopK
-from psdist.compression.device.memory import DeviceVector
 from psdist.device.device import Device
+from psdist.device.memory import DeviceVector
 from psdist.types import Layout, Slicing, TensorSpec
 from tests.support.host_device import HostDevice
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from psdist.hyperparameters import Settings
 from psdist_server.kernels import means
+from psdist_server.kernels.interpreted import division_by
 from psdist_server.kernels.optimizers import Rule, Run
 
 Floats = NDArray[np.float32]
@@ -32,18 +33,18 @@ def update(
     settings: hyperparameters that differ from the specification's.
     """
     scalars = rule.scalars(step, lr_scale, settings)
-    addresses = [means.address_of(array) for array in (weights, *states)]
+    addresses = [array.ctypes.data for array in (weights, *states)]
     for start, stop, group in runs if runs is not None else [(0, weights.size, 0)]:
         values = scalars[group]
         if values is not None:
             rule.kernels[group](
                 np.array([[addresses[array] + 4 * start for array in rule.arrays[group]]], np.uintp),
                 np.array([[stop - start, start, 1]], np.int64),
-                np.array([[means.address_of(gradient)]], np.uintp),
+                np.array([[gradient.ctypes.data]], np.uintp),
                 np.array([[means.CODES[gradient.dtype]]], np.int64),
-                np.array([means.division_by(1)], np.float32),
+                np.array([division_by(1)], np.float32),
                 np.zeros(2 * means.BLOCK, np.float32),
                 np.zeros((1, 1), np.uint8),
-                np.array([means.address_of(mean) if mean is not None else 0], np.uintp),
+                np.array([mean.ctypes.data if mean is not None else 0], np.uintp),
                 values,
             )

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psdist.client.device.arrays import TakenArray
-from psdist.compression.device.memory import DeviceVector
 from psdist.compression.dtypes import NUMPY_DTYPES
+from psdist.device.memory import DeviceVector
 from psdist.types import DType
 from tests.support.host_device import HostDevice
 

@@ -16,11 +16,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from psdist.compression.device.launcher import Launcher
-from psdist.compression.device.memory import DeviceVector
-from psdist.compression.device.tables import TILE
 from psdist.compression.dtypes import NUMPY_DTYPES
+from psdist.device.coders import TILE
 from psdist.device.device import Device, current_device, device_number, is_out_of_memory, open_device
+from psdist.device.memory import DeviceVector, Launcher
 from psdist.errors import (
     DeviceLostError,
     DeviceUnavailableError,

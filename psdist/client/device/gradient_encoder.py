@@ -3,7 +3,7 @@
 The residual of gradients stays on the device, and so does the velocity of a codec with momentum. Both are read when a
 snapshot needs them; the residual is also read for its norm.
 
-Not here: kernels and bytes (``psdist.compression.device``).
+Not here: kernels and bytes (``psdist.device``).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from psdist.client.core.encoder import EncodedSlices, Totals
 from psdist.client.core.flat_vector import Flat, grad_norm
 from psdist.client.session.worker_state import DeferredArray, SavedState, State
 from psdist.compression import Codec
-from psdist.compression.device.coders import PushNumbers
-from psdist.compression.device.encoder import DeviceEncoder, DevicePush
-from psdist.compression.device.memory import DeviceVector, DoubleVector
-from psdist.compression.device.tables import SegmentRange, table
 from psdist.compression.regions import Region, regions
+from psdist.compression.segments import PushNumber
+from psdist.device.coders import SegmentRange, table
 from psdist.device.device import Device
+from psdist.device.encoder import DeviceEncoder, DevicePush
+from psdist.device.memory import DeviceVector, DoubleVector
 from psdist.types import Layout, Slicing
 
 _NOTHING: Final = np.empty(0)
@@ -88,7 +88,7 @@ class DeviceGradientEncoder:
             there = DeviceVector.allocate(self.device, flat.size, self._run.stream)
             there.write(flat, self._run.stream)
             flat = there
-        numbers = PushNumbers(self.rank, self._ordinal)
+        numbers = PushNumber(self.rank, self._ordinal)
         state = DevicePush(flat, self._residual, self._velocity, numbers, self._forgotten)
         forgotten = self._forgotten.copy()
         try:

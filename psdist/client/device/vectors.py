@@ -17,14 +17,12 @@ from psdist.client.core import flat_vector
 from psdist.client.core.flat_vector import Flat
 from psdist.client.device import arrays as device_arrays
 from psdist.client.device.arrays import DeviceArrays, TakenArray, is_on_device
-from psdist.compression.device.coders import CastCoder
-from psdist.compression.device.launcher import Launcher
-from psdist.compression.device.memory import DeviceVector, PinnedPool
-from psdist.compression.device.tables import SegmentRange, table
 from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.compression.regions import Region
 from psdist.compression.specifications import Float32
+from psdist.device.coders import CastCoder, SegmentRange, table
 from psdist.device.device import Device
+from psdist.device.memory import DeviceVector, Launcher, PinnedPool
 from psdist.errors import DeviceLostError
 from psdist.types import DType, Layout, TensorSpec
 
@@ -177,7 +175,7 @@ class DeviceVectors:
         segment = _range(0, vector.size)
         found = table([segment], [segment.tiles], [out])
         rows = _U64(self._run.upload(found.rows)), _U64(len(found.rows))
-        kind = _U32(CastCoder.KINDS[dtype].number)
+        kind = _U32(CastCoder.KINDS[dtype][0])
         self._run.launch("encode_casts", found.tasks, 256, _U64(vector.address), *rows, _U64(flags), kind)
         taken = self._pinned.take(size)
         self._run.copy_out(taken, out)

@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 
 from psdist.address_range import AddressRange
 from psdist.client.core.flat_vector import Arrays, Flat
-from psdist.client.process import codec_kernels
-from psdist.compression import payloads
+from psdist.compression import casts
 from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.errors import InternalError
 from psdist.off_loop import LARGE_ELEMENTS
@@ -87,7 +86,9 @@ class HeldWeights:
     """float32[total] ``vector`` and the versions of its slices, as received from the servers."""
 
     def __init__(self, slicing: Slicing, vector: Flat) -> None:
-        codec_kernels.prepare(slicing.total)
+        from psdist.compression import segments
+
+        segments.prepare_kernels(slicing.total)
         self.vector = vector
         self._slicing = slicing
         #: Generation of the parameter set and version, by slice.
@@ -186,7 +187,8 @@ class PullTarget:
         index = answer.slice
         if self.dtype != "float32":
             start, stop = self.slicing.bounds(index)
-            payloads.widen(values, self.target[start:stop])
+            casts.interpret_first()
+            casts.widen(values, self.target[start:stop])
         if self.held is not None:
             if answer.HasField("differences"):
                 self.held.add(index, answer.version, values, answer.differences.bytes, peer)

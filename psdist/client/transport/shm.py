@@ -36,7 +36,7 @@ from psdist.client.transport.negotiation import CallConnection, NegotiatedTransp
 from psdist.client.transport.requests import PullRequest, PushRequest, Request, RequestIdentity
 from psdist.client.transport.shared_buffers import OfferedArena, WeightsView
 from psdist.client.transport.transport import ServerLoss
-from psdist.compression import payloads
+from psdist.compression import casts
 from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.errors import (
     InternalError,
@@ -228,8 +228,9 @@ class ShmConnection(CallConnection[PendingCall]):
             version = await self.copy_moving(index, part)
         if target.dtype != "float32":  # As if they had been sent.
             payload = np.empty(part.size, NUMPY_DTYPES[target.dtype])
-            payloads.narrow(part, payload)
-            payloads.widen(payload, part)
+            casts.interpret_first()
+            casts.narrow(part, payload)
+            casts.widen(payload, part)
         target.received.add(index)
         return version
 

@@ -29,15 +29,47 @@ A region can be prepared as soon as its values exist, and a slice encoded as soo
 a slice again gives the same bytes. ``prepare_sum`` computes ``acc`` from a gradient and a residual, and prepares it.
 """
 
+from typing import Final
+
+from psdist.compression import casts
+from psdist.compression.kernel_runtime import LARGE_ELEMENTS, BackgroundCompiler, Kernel, shared_compiler
 from psdist.compression.regions import Region, regions
-from psdist.compression.segments.encoding import PushNumber, encode, prepare, prepare_sum, selects_places
+from psdist.compression.segments import dense, encoding, random_numbers, sparse
+from psdist.compression.segments.checking import check
+from psdist.compression.segments.decoding import KERNELS as DECODERS
+from psdist.compression.segments.decoding import accumulate
+from psdist.compression.segments.encoding import (
+    PreparedRegion,
+    PreparedSparse,
+    PushNumber,
+    add_decayed,
+    encode,
+    prepare,
+    prepare_sum,
+    selects_places,
+)
 from psdist.compression.segments.format import payload_limit
-from psdist.compression.segments.payload import accumulate, check
-from psdist.compression.segments.prepared import PreparedRegion, PreparedSparse
-from psdist.compression.segments.residuals import add_decayed
-from psdist.compression.segments.warm_up import DECODERS, KERNELS
 
 __all__ = [
     "DECODERS", "KERNELS", "PreparedRegion", "PreparedSparse", "PushNumber", "Region", "accumulate", "add_decayed",
-    "check", "encode", "payload_limit", "prepare", "prepare_sum", "regions", "selects_places",
+    "check", "encode", "payload_limit", "prepare", "prepare_kernels", "prepare_sum", "regions", "selects_places",
 ]  # fmt: skip
+
+#: All kernels of segments. A server needs ``DECODERS``; a client that compresses needs all.
+KERNELS: Final[tuple[Kernel, ...]] = (
+    *(*DECODERS, *dense.KERNELS, *sparse.KERNELS, *random_numbers.KERNELS, *encoding.KERNELS, *casts.KERNELS),
+)
+
+
+def prepare_kernels(elements: int) -> BackgroundCompiler:
+    """Return the compiler of the kernels that compress gradients, in a client.
+
+    A client must not miss heartbeats while a compiler runs. numpy therefore does the kernels' work, until compiling
+    them is worthwhile and another process has done it. Neither the first push nor the end of a script waits for that.
+
+    elements: size of the vectors; large ones start the compiler immediately.
+    """
+    shared_compiler().add(KERNELS, "compressed gradients")
+    if elements >= LARGE_ELEMENTS:
+        shared_compiler().start_compiling()
+    return shared_compiler()

@@ -1,8 +1,8 @@
-"""Decoders of segments: validate a payload, and add its values to a sum. Compiled by numba.
+"""Server side of segment payloads: ``accumulate`` them into a sum. Compiled by numba.
 
-``accumulate`` is safe for any bytes, even if they changed since ``check``: each number that determines an index or a
-length is read once and compared with its bound before use. ``numpy_decoding`` is the same without a compiler, with
-equal results and bytes.
+It is safe for any bytes, even if they changed since ``check``: each number that determines an index or a length is read
+once and compared with its bound before use. Loops over segments, and all rules, are common to the compiled and the
+interpreted form; only loops over the elements of a body have a numpy version, which gives the same bytes.
 """
 
 from __future__ import annotations
@@ -10,280 +10,97 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from psdist.compression.casts import INFINITY, widen_brain_one, widen_half_one
-from psdist.compression.compiled import OUT, kernel, part_of_kernel
-from psdist.compression.deferred import types
-from psdist.compression.segments import numpy_decoding
-from psdist.compression.segments.format import HEADER_BYTES, POSITION_STOP, Kind
-from psdist.compression.segments.low_rank import PRODUCT_LARGEST, add_product
-from psdist.compression.segments.numpy_decoding import Defect
-from psdist.compression.segments.random_places import place, place_count
+from psdist.compression.casts import widen_brain_one, widen_by_numpy, widen_half_one
+from psdist.compression.dtypes import NUMPY_DTYPES, check_output, check_vector
+from psdist.compression.kernel_runtime import OUT, interpreted_by, kernel, part_of_kernel, types
+from psdist.compression.segments.checking import (
+    BYTES,
+    INTEGER,
+    LOW_RANK,
+    NONE,
+    ONE_BIT,
+    RANDOM,
+    RAW16,
+    RAW32,
+    SPARSE,
+    as_bytes,
+    block_count,
+    check_payload,
+    has_factors,
+    header,
+    long_word,
+    places_by_numpy,
+    random_count,
+    rows_of,
+    structure,
+    word,
+)
+from psdist.compression.segments.dense import add_product
+from psdist.compression.segments.format import HEADER_BYTES, POSITION_STOP
+from psdist.compression.segments.random_numbers import place, places
+from psdist.compression.segments.sparse import SIGNED_SIZES
+from psdist.errors import MalformedPayloadError
 
-BYTES = types.Array(types.uint8, 1, "C", True, None, False)
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+AnyArray = NDArray[Any]
 
 _U, _I, _F, _S = np.uint32, np.int64, np.float32, np.int8
 _SIGN = np.uint32(0x80000000)
-# numba accepts single numbers as constants, but not enums.
-_HEADER: Final = HEADER_BYTES
-_RAW32, _RAW16, _BRAIN16 = int(Kind.RAW32), int(Kind.RAW16), int(Kind.BRAIN16)
-_INTEGER, _SPARSE, _ONE_BIT = int(Kind.INTEGER), int(Kind.SPARSE), int(Kind.ONE_BIT)
-_RANDOM, _LOW_RANK, _POSITION_STOP = int(Kind.RANDOM), int(Kind.LOW_RANK), POSITION_STOP
-_NONE, _LENGTH, _BAD_HEADER, _BODY = (int(f) for f in (Defect.NONE, Defect.LENGTH, Defect.HEADER, Defect.BODY))
-_PADDING, _VALUE, _NON_FINITE = int(Defect.PADDING), int(Defect.VALUE), int(Defect.NON_FINITE)
-_BLOCK_FIRST, _BLOCK_STOP = numpy_decoding.BLOCK_FIRST, numpy_decoding.BLOCK_STOP
-_LARGEST: Final = _U(0x7F7FFFFF)  # bits of the largest finite float32
+_POSITION_STOP: Final = POSITION_STOP
 #: Positions that are decoded before their values are added.
 _PLACES: Final = 512
-_ONE_EXPONENT: Final = _U(1 << 23)
-_HALF_INFINITY, _BRAIN_INFINITY = np.uint16(0x7C00), np.uint16(0x7F80)
+_FLOAT32: Final = np.dtype(np.float32)
+_FLOAT16, _BFLOAT16 = np.dtype(np.float16), NUMPY_DTYPES["bfloat16"]
 
 
-@part_of_kernel
-def word(data: Any, at: Any) -> Any:
-    """Return the little-endian uint32 at byte ``at``."""
-    low = _I(data[at]) | (_I(data[at + 1]) << 8)
-    return low | (_I(data[at + 2]) << 16) | (_I(data[at + 3]) << 24)
+def accumulate(payload: memoryview | bytes | NDArray[np.uint8], out: NDArray[np.float32]) -> None:
+    """Add the values of ``payload`` to float32[elements] ``out``. Elements that were not sent are unchanged.
 
-
-@part_of_kernel
-def block_count(phase: Any, elements: Any, block: Any) -> Any:
-    """Return the number of blocks touched by a segment that begins ``phase`` elements into its first block."""
-    return (phase + elements + block - 1) // block
-
-
-@part_of_kernel
-def _structure(kind: Any, bits: Any, phase: Any, elements: Any, size: Any, parameter: Any) -> Any:
-    """Return the defect of a header that is visible without the body."""
-    if kind in (_RAW32, _RAW16, _BRAIN16):
-        width = 4 if kind == _RAW32 else 2
-        if bits != 8 * width or phase != 0 or parameter != 0:
-            return _BAD_HEADER
-        return _NONE if size == width * elements else _BODY
-    if kind in (_INTEGER, _ONE_BIT):
-        is_width = bits == 1 if kind == _ONE_BIT else bits in (8, 4, 2)
-        if not is_width or not _BLOCK_FIRST <= parameter < _BLOCK_STOP or phase >= parameter:
-            return _BAD_HEADER
-        codes = (elements * bits + 7) // 8
-        return _NONE if size == 4 * block_count(phase, elements, parameter) + codes else _BODY
-    if kind == _SPARSE:
-        if bits == 32 or bits == 16:
-            return _BAD_HEADER if phase != 0 or parameter != 0 else _NONE if size >= 4 else _BODY
-        if bits not in (8, 2) or not _BLOCK_FIRST <= parameter < _BLOCK_STOP or phase >= parameter:
-            return _BAD_HEADER
-        return _NONE if size >= 4 + 4 * block_count(phase, elements, parameter) else _BODY
-    if kind == _RANDOM:
-        if bits not in (32, 16) or phase != 0 or not 1 <= parameter < _BLOCK_STOP:
-            return _BAD_HEADER
-        return _NONE if size >= 16 else _BODY
-    if kind == _LOW_RANK:
-        if bits == 0 or phase != 0 or parameter == 0:
-            return _BAD_HEADER
-        return _NONE if size >= 4 else _BODY
-    return _BAD_HEADER
-
-
-@part_of_kernel
-def _check_floats(values: Any) -> Any:
-    """Return NON_FINITE if one of the float32 values is not finite."""
-    bits, bad = values.view(np.uint32), _U(0)
-    for i in range(bits.size):
-        bad |= _U(_U(bits[i] & INFINITY) == INFINITY)
-    return _NON_FINITE if bad else _NONE
-
-
-@part_of_kernel
-def _check_words(body: Any, infinity: Any) -> Any:
-    """Return NON_FINITE if one of the 16-bit values is not finite."""
-    words, bad = body.view(np.uint16), np.uint16(0)
-    for i in range(words.size):
-        bad |= np.uint16(np.uint16(words[i] & infinity) == infinity)
-    return _NON_FINITE if bad else _NONE
-
-
-@part_of_kernel
-def _check_scales(scales: Any, bits: Any) -> Any:
-    """Return VALUE for a negative scale, NON_FINITE for one that is too large, or NONE.
-
-    A scale is too large if its product with the largest code is not finite.
+    The payload must have passed ``check``. If it changed since, only ``out`` is written to, and MalformedPayloadError
+    may be raised after part of it was added.
     """
-    words, largest, negative = scales.view(np.uint32), _U(_LARGEST - _U(_U(bits - 1) * _ONE_EXPONENT)), _U(0)
-    most = _U(0)
-    for i in range(words.size):
-        negative |= _U(words[i] >> _U(31))
-        most = max(most, _U(words[i] & _U(0x7FFFFFFF)))
-    if negative:
-        return _VALUE
-    return _NON_FINITE if most > largest else _NONE
+    check_vector("out", out, _FLOAT32, out.size)
+    check_output("out", out)
+    if not add_payload(as_bytes(payload), out):
+        raise MalformedPayloadError(f"an encoded payload for {out.size} elements changed after it was checked")
 
 
-@part_of_kernel
-def _has_spare_bits(codes: Any, used: Any) -> Any:
-    """True if a bit beyond the first ``used`` ones is set."""
-    left = used % 8
-    return left != 0 and (codes[codes.size - 1] >> left) != 0
+# --- compiled ---------------------------------------------------------------------------------------------------------
 
 
-@part_of_kernel
-def _check_integers(bits: Any, phase: Any, block: Any, elements: Any, body: Any) -> Any:
-    scales = 4 * block_count(phase, elements, block)
-    if _has_spare_bits(body[scales:], bits * elements):
-        return _PADDING
-    return _check_scales(body[:scales], bits)
+def _words_by_numpy(kind: int, body: Bytes, out: Floats) -> None:
+    wide = np.empty(out.size, np.float32)
+    widen_by_numpy(body.view(_FLOAT16 if kind == RAW16 else _BFLOAT16), wide)
+    out += wide
 
 
-@part_of_kernel
-def _check_gaps(gaps: Any, count: Any, elements: Any) -> Any:
-    """Return BODY unless the gaps encode ``count`` positions below ``elements`` and end with a position."""
-    position, found = _I(-1), _I(0)
-    for i in range(gaps.size):
-        gap = _I(gaps[i])
-        position += gap + (gap != 255)
-        found += gap != 255
-    is_open = gaps.size > 0 and gaps[gaps.size - 1] == 255
-    return _BODY if found != count or is_open or position >= elements else _NONE
-
-
-@part_of_kernel
-def _check_sparse(bits: Any, phase: Any, chunk: Any, elements: Any, body: Any) -> Any:
-    count, scales_end = word(body, 0), 4 + (4 * block_count(phase, elements, chunk) if chunk else 0)
-    values_end = scales_end + (count * bits + 7) // 8
-    if count > elements or values_end > body.size:
-        return _BODY
-    defect = _check_gaps(body[values_end:], count, elements)
-    if defect != _NONE:
-        return defect
-    values = body[scales_end:values_end]
-    if bits == 32:
-        return _check_floats(values)
-    if bits == 16:
-        return _check_words(values, _BRAIN_INFINITY)
-    return _PADDING if _has_spare_bits(values, bits * count) else _check_scales(body[4:scales_end], bits)
-
-
-@part_of_kernel
-def _long_word(body: Any, at: Any) -> Any:
-    """Return the little-endian uint64 at byte ``at`` as an int64."""
-    return word(body, at) | (word(body, at + 4) << 32)
-
-
-@part_of_kernel
-def _random_count(body: Any, period: Any, elements: Any) -> Any:
-    """Return the number of values in a RANDOM segment, or -1 if its first element is out of range."""
-    position = _long_word(body, 8)
-    if not 0 <= position < _POSITION_STOP:
-        return _I(-1)
-    return place_count(_U(word(body, 0)), _U(word(body, 4)), period, position, position + elements)
-
-
-@part_of_kernel
-def _check_random(bits: Any, period: Any, elements: Any, body: Any) -> Any:
-    count = _random_count(body, period, elements)
-    if count < 0:
-        return _VALUE
-    if body.size != 16 + count * (bits // 8):
-        return _BODY
-    return _check_floats(body[16:]) if bits == 32 else _check_words(body[16:], _BRAIN_INFINITY)
-
-
-@part_of_kernel
-def _rows(columns: Any, column: Any, elements: Any) -> Any:
-    """Return the number of matrix rows touched by a segment that begins in ``column``."""
-    return (column + elements + columns - 1) // columns
-
-
-@part_of_kernel
-def _has_factors(rank: Any, columns: Any, column: Any, elements: Any, size: Any) -> Any:
-    """True if a LOW_RANK body has the size of its two factors."""
-    return column < columns and size == 4 + 4 * rank * (_rows(columns, column, elements) + columns)
-
-
-@part_of_kernel
-def _check_low_rank(rank: Any, columns: Any, elements: Any, body: Any) -> Any:
-    column = word(body, 0)
-    if not _has_factors(rank, columns, column, elements, body.size):
-        return _BODY
-    split = 4 + 4 * rank * _rows(columns, column, elements)
-    most_p, most_q = _largest(body[4:split]), _largest(body[split:])
-    return _NONE if most_p * most_q * rank <= PRODUCT_LARGEST else _NON_FINITE
-
-
-@part_of_kernel
-def _largest(body: Any) -> Any:
-    """Return the largest magnitude of float32 values; NaN or Inf if one of them is."""
-    bits, most = body.view(np.uint32), _U(0)
-    for i in range(bits.size):
-        most = max(most, _U(bits[i] & _U(0x7FFFFFFF)))
-    return np.float64(_U(most).view(np.float32))
-
-
-@part_of_kernel
-def _check_body(kind: Any, bits: Any, phase: Any, parameter: Any, elements: Any, body: Any) -> Any:
-    """Return the defect of a body whose size matches its header."""
-    if kind == _RAW32:
-        return _check_floats(body)
-    if kind == _RAW16:
-        return _check_words(body, _HALF_INFINITY)
-    if kind == _BRAIN16:
-        return _check_words(body, _BRAIN_INFINITY)
-    if kind == _SPARSE:
-        return _check_sparse(bits, phase, parameter, elements, body)
-    if kind == _RANDOM:
-        return _check_random(bits, parameter, elements, body)
-    if kind == _LOW_RANK:
-        return _check_low_rank(bits, parameter, elements, body)
-    return _check_integers(bits, phase, parameter, elements, body)
-
-
-@part_of_kernel
-def _is_padded(payload: Any, stop: Any) -> Any:
-    """True if all bytes between the end of a body and the next multiple of 4 are zero."""
-    bad = np.uint8(0)
-    for i in range(stop, (stop + 3) // 4 * 4):
-        bad |= payload[i]
-    return bad == 0
-
-
-@kernel(BYTES, types.int64, result=types.int64, interpreted=numpy_decoding.check)
-def check_payload(payload: Any, elements: Any) -> Any:
-    """Return the defect of a payload, plus 256 times the offset of the defective segment.
-
-    Structural defects take precedence over NON_FINITE, wherever they are.
-    """
-    at, done, size, result = _I(0), _I(0), _I(payload.size), _I(0)
-    while at < size:
-        if size - at < _HEADER:
-            return at * 256 + _LENGTH
-        kind, bits = _I(payload[at]), _I(payload[at + 1])
-        phase = _I(payload[at + 2]) | (_I(payload[at + 3]) << 8)
-        count, length, parameter = word(payload, at + 4), word(payload, at + 8), word(payload, at + 12)
-        start = at + _HEADER
-        stop = start + length
-        if count == 0 or count > elements - done or (stop + 3) // 4 * 4 > size:
-            return at * 256 + _LENGTH
-        defect = _structure(kind, bits, phase, count, length, parameter)
-        if defect == _NONE:
-            defect = _check_body(kind, bits, phase, parameter, count, payload[start:stop])
-        if defect in (_NONE, _NON_FINITE) and not _is_padded(payload, stop):
-            defect = _PADDING
-        if defect == _NON_FINITE:
-            result = at * 256 + defect if result == 0 else result
-        elif defect != _NONE:
-            return at * 256 + defect
-        done, at = done + count, (stop + 3) // 4 * 4
-    return result if done == elements else at * 256 + _LENGTH
-
-
-@part_of_kernel
+@interpreted_by(_words_by_numpy)
 def _add_words(kind: Any, body: Any, out: Any) -> None:
     """Add the values of RAW16 or BRAIN16."""
     words = body.view(np.uint16)
-    if kind == _RAW16:
+    if kind == RAW16:
         for i in range(out.size):
             out[i] += widen_half_one(words[i])
     else:
         for i in range(out.size):
             out[i] += widen_brain_one(words[i])
+
+
+def _unpacked(codes: Bytes, bits: int, elements: int) -> NDArray[np.int8]:
+    """Return signed codes as int8, by numpy."""
+    if bits == 8:
+        return codes.view(np.int8)
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    fields = (codes[:, None] >> shifts).reshape(-1)[:elements]
+    return (fields << np.uint8(8 - bits)).view(np.int8) >> np.int8(8 - bits)
+
+
+def _per_element(scales: Bytes, phase: int, block: int, elements: int) -> Floats:
+    """Repeat the scale of each block for each of its elements, by numpy."""
+    return np.repeat(scales.view(np.float32), block)[phase : phase + elements]
 
 
 @part_of_kernel
@@ -324,7 +141,13 @@ def _add_block(codes: Any, scale: Any, out: Any) -> None:
         out[i] += _F(codes[i]) * scale
 
 
-@part_of_kernel
+def _integers_by_numpy(bits: int, phase: int, block: int, body: Bytes, out: Floats) -> None:
+    scales = 4 * block_count(phase, out.size, block)
+    each = _per_element(body[:scales], phase, block, out.size)
+    out += _unpacked(body[scales:], bits, out.size).astype(np.float32) * each
+
+
+@interpreted_by(_integers_by_numpy)
 def _add_integers(bits: Any, phase: Any, block: Any, body: Any, out: Any) -> None:
     """Add code * scale."""
     blocks = block_count(phase, out.size, block)
@@ -342,7 +165,11 @@ def _add_integers(bits: Any, phase: Any, block: Any, body: Any, out: Any) -> Non
         start = stop
 
 
-@part_of_kernel
+def _floats_by_numpy(body: Bytes, out: Floats) -> None:
+    out += body.view(np.float32)
+
+
+@interpreted_by(_floats_by_numpy)
 def _add_floats(body: Any, out: Any) -> None:
     values = body.view(np.float32)
     for i in range(out.size):
@@ -368,7 +195,15 @@ def _places(gaps: Any, position: Any, where: Any) -> Any:
     return position, count
 
 
-@part_of_kernel
+def _at_gaps_by_numpy(gaps: Bytes, count: int, values: AnyArray, out: Floats) -> bool:
+    where = places_by_numpy(gaps)
+    if where.size != count or values.size < count or (where[-1:] >= out.size).any():
+        return False
+    out[where] += values[:count]
+    return True
+
+
+@interpreted_by(_at_gaps_by_numpy)
 def _add_at_gaps(gaps: Any, count: Any, values: Any, out: Any) -> Any:
     """Add float32 values at the positions that ``gaps`` encode.
 
@@ -386,7 +221,17 @@ def _add_at_gaps(gaps: Any, count: Any, values: Any, out: Any) -> Any:
     return k == count
 
 
-@part_of_kernel
+def _codes_at_gaps_by_numpy(
+    gaps: Bytes, count: int, codes: AnyArray, scales: Floats, phase: int, chunk: int, out: Floats
+) -> bool:
+    where = places_by_numpy(gaps)
+    if where.size != count or codes.size < count or (where[-1:] >= out.size).any():
+        return False
+    out[where] += codes[:count].astype(np.float32) * scales[(where + phase) // chunk]
+    return True
+
+
+@interpreted_by(_codes_at_gaps_by_numpy)
 def _add_codes_at_gaps(gaps: Any, count: Any, codes: Any, scales: Any, phase: Any, chunk: Any, out: Any) -> Any:
     """Add codes times the scale of the chunk of each position. Return as ``_add_at_gaps``."""
     position, k, elements, present = _I(-1), _I(0), _I(out.size), min(_I(count), _I(codes.size))
@@ -404,12 +249,22 @@ def _add_codes_at_gaps(gaps: Any, count: Any, codes: Any, scales: Any, phase: An
     return k == count
 
 
-@part_of_kernel
+def _sizes_by_numpy(packed: Bytes, out: NDArray[np.int8]) -> None:
+    out[:] = SIGNED_SIZES[_unpacked(packed, 2, out.size) & 3]
+
+
+@interpreted_by(_sizes_by_numpy)
 def _signed_sizes(packed: Any, out: Any) -> None:
     """Map 2-bit codes to 1, 2, -1 or -2."""
     for i in range(out.size):
         code = _I(packed[i >> 2] >> np.uint8(2 * (i & 3))) & 3
         out[i] = (1 + (code & 1)) * (1 - (code & 2))
+
+
+@interpreted_by(lambda brains, out: widen_by_numpy(brains.view(_BFLOAT16), out))
+def _widen_brains(brains: Any, out: Any) -> None:
+    for i in range(out.size):
+        out[i] = widen_brain_one(brains[i])
 
 
 @part_of_kernel
@@ -423,9 +278,8 @@ def _add_sparse(bits: Any, phase: Any, chunk: Any, body: Any, out: Any) -> Any:
     if bits == 32:
         return _add_at_gaps(gaps, count, values.view(np.float32), out)
     if bits == 16:
-        wide, brains = np.empty(count, np.float32), values.view(np.uint16)
-        for i in range(count):
-            wide[i] = widen_brain_one(brains[i])
+        wide = np.empty(count, np.float32)
+        _widen_brains(values.view(np.uint16), wide)
         return _add_at_gaps(gaps, count, wide, out)
     if bits == 8:
         return _add_codes_at_gaps(gaps, count, values.view(np.int8), scales, phase, chunk, out)
@@ -445,7 +299,13 @@ def _add_some_signs(signs: Any, start: Any, scale: Any, first: Any, last: Any, o
         out[i] += _U(scale ^ _U(_U(_U(signs[at >> 3]) >> _U(at & 7)) << _U(31))).view(np.float32)
 
 
-@part_of_kernel
+def _signs_by_numpy(phase: int, block: int, body: Bytes, out: Floats) -> None:
+    scales = 4 * block_count(phase, out.size, block)
+    each = _per_element(body[:scales], phase, block, out.size)
+    out += np.where(np.unpackbits(body[scales:], count=out.size, bitorder="little"), -each, each)
+
+
+@interpreted_by(_signs_by_numpy)
 def _add_signs(phase: Any, block: Any, body: Any, out: Any) -> None:
     """Add each block's scale with the element's sign."""
     blocks = block_count(phase, out.size, block)
@@ -466,10 +326,30 @@ def _add_signs(phase: Any, block: Any, body: Any, out: Any) -> None:
         start = stop
 
 
+def _at_places_by_numpy(low: Any, high: Any, period: int, position: int, values: Floats, out: Floats) -> bool:
+    where = places(low, high, period, position, position + out.size) - position
+    if where.size != values.size:
+        return False
+    out[where] += values
+    return True
+
+
+@interpreted_by(_at_places_by_numpy)
+def _add_at_places(low: Any, high: Any, period: Any, position: Any, values: Any, out: Any) -> Any:
+    """Add one value to each position drawn from the key. Return False if their numbers differ."""
+    k = _I(0)
+    for number in range(position // period, (position + out.size - 1) // period + 1):
+        at = place(low, high, _I(number), period) - position
+        if 0 <= at < out.size and k < values.size:
+            out[at] += values[k]
+            k += 1
+    return k == values.size
+
+
 @part_of_kernel
 def _add_random(bits: Any, period: Any, body: Any, out: Any) -> Any:
     """Add the values that were sent. Return False if their number differs from that of the positions."""
-    count, position = _random_count(body, period, out.size), _long_word(body, 8)
+    count, position = random_count(body, period, out.size), long_word(body, 8)
     low, high = _U(word(body, 0)), _U(word(body, 4))
     values = body[16:]
     if count < 0 or values.size != count * (bits // 8) or not 0 <= position < _POSITION_STOP:
@@ -478,25 +358,17 @@ def _add_random(bits: Any, period: Any, body: Any, out: Any) -> Any:
     if bits == 32:
         wide[:] = values.view(np.float32)
     else:
-        brains = values.view(np.uint16)
-        for i in range(count):
-            wide[i] = widen_brain_one(brains[i])
-    k = _I(0)
-    for number in range(position // period, (position + out.size - 1) // period + 1):
-        at = place(low, high, _I(number), period) - position
-        if 0 <= at < out.size and k < count:
-            out[at] += wide[k]
-            k += 1
-    return k == count
+        _widen_brains(values.view(np.uint16), wide)
+    return _add_at_places(low, high, period, position, wide, out)
 
 
 @part_of_kernel
 def _add_low_rank(rank: Any, columns: Any, body: Any, out: Any) -> Any:
     """Add rows of the product. Return False if the factors do not have its size."""
     column = word(body, 0)
-    if not _has_factors(rank, columns, column, out.size, body.size):
+    if not has_factors(rank, columns, column, out.size, body.size):
         return False
-    split = 4 + 4 * rank * _rows(columns, column, out.size)
+    split = 4 + 4 * rank * rows_of(columns, column, out.size)
     add_product(body[4:split].view(np.float32), body[split:].view(np.float32), rank, columns, column, out)
     return True
 
@@ -504,35 +376,37 @@ def _add_low_rank(rank: Any, columns: Any, body: Any, out: Any) -> Any:
 @part_of_kernel
 def _add_body(kind: Any, bits: Any, phase: Any, parameter: Any, body: Any, out: Any) -> Any:
     """Add a segment with a checked structure. Return False if its body turns out to be invalid."""
-    if kind == _RAW32:
+    if kind == RAW32:
         _add_floats(body, out)
-    elif kind == _INTEGER:
+    elif kind == INTEGER:
         _add_integers(bits, phase, parameter, body, out)
-    elif kind == _SPARSE:
+    elif kind == SPARSE:
         return _add_sparse(bits, phase, parameter, body, out)
-    elif kind == _ONE_BIT:
+    elif kind == ONE_BIT:
         _add_signs(phase, parameter, body, out)
-    elif kind == _RANDOM:
+    elif kind == RANDOM:
         return _add_random(bits, parameter, body, out)
-    elif kind == _LOW_RANK:
+    elif kind == LOW_RANK:
         return _add_low_rank(bits, parameter, body, out)
     else:
         _add_words(kind, body, out)
     return True
 
 
-@kernel(BYTES, OUT, result=types.boolean, interpreted=numpy_decoding.accumulate)
+def _add_by_numpy(payload: Bytes, out: Floats) -> bool:
+    return bool(add_payload.function(payload.copy(), out))  # The original may change meanwhile.
+
+
+@kernel(BYTES, OUT, result=types.boolean, interpreted=_add_by_numpy)
 def add_payload(payload: Any, out: Any) -> Any:
     """Add a payload's values to ``out``. Return False, with part of it added, if the payload is invalid."""
     at, done, size, elements = _I(0), _I(0), _I(payload.size), _I(out.size)
-    while size - at >= _HEADER:
-        kind, bits = _I(payload[at]), _I(payload[at + 1])
-        phase = _I(payload[at + 2]) | (_I(payload[at + 3]) << 8)
-        count, length, parameter = word(payload, at + 4), word(payload, at + 8), word(payload, at + 12)
-        start = at + _HEADER
+    while size - at >= HEADER_BYTES:
+        kind, bits, phase, count, length, parameter = header(payload, at)
+        start = at + HEADER_BYTES
         if count == 0 or count > elements - done or length > size - start:
             return False
-        if _structure(kind, bits, phase, count, length, parameter) != _NONE:
+        if structure(kind, bits, phase, count, length, parameter) != NONE:
             return False
         if not _add_body(kind, bits, phase, parameter, payload[start : start + length], out[done : done + count]):
             return False
@@ -540,5 +414,5 @@ def add_payload(payload: Any, out: Any) -> Any:
     return at == size and done == elements
 
 
-#: Kernels of this module.
+#: Kernels behind ``check`` and ``accumulate``.
 KERNELS: Final = (check_payload, add_payload)

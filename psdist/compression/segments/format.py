@@ -24,6 +24,18 @@ class Kind(IntEnum):
     LOW_RANK = 8
 
 
+class Defect(IntEnum):
+    """Defect of a segment."""
+
+    NONE = 0
+    LENGTH = 1
+    HEADER = 2
+    BODY = 3
+    PADDING = 4
+    VALUE = 5
+    NON_FINITE = 6
+
+
 #: kind, bits, phase, elements, bytes of the body without its padding, parameter.
 HEADER: Final = Struct("<BBHIII")
 HEADER_BYTES: Final = 16

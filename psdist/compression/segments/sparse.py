@@ -3,31 +3,38 @@
 Large vectors are read once: the last residual is added tile by tile, and each tile is searched while it is in the
 cache. After that only the kept values are needed.
 
-``numpy_sparse`` is the same without a compiler, byte for byte. Magnitudes are compared as float32 bits without the
+The numpy version of each kernel gives the same bytes. Magnitudes are compared as float32 bits without the
 sign, which sort in the same order. Ties keep the first; zeros are never kept. The kept elements of a tensor, and its
 scales, do not depend on how the tensor is divided into slices.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from psdist.compression.casts import narrow_brain_one, widen_brain_one
-from psdist.compression.compiled import FLOAT, IN, OUT, kernel, part_of_kernel
-from psdist.compression.deferred import types
-from psdist.compression.segments import numpy_sparse
-from psdist.compression.segments.integers import OUT_BYTES, pack
+from psdist.compression.casts import narrow_brain_one, narrow_by_numpy, widen_brain_one, widen_by_numpy
+from psdist.compression.dtypes import NUMPY_DTYPES
+from psdist.compression.kernel_runtime import FLOAT, IN, OUT, kernel, part_of_kernel, types
+from psdist.compression.segments.dense import MAGIC, OUT_BYTES, pack, round_by_numpy
+
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+Positions = NDArray[np.int64]
 
 _U, _L, _I, _F, _S = np.uint32, np.uint64, np.int64, np.float32, np.int8
 _MAGNITUDE, _INFINITY, _SIGN = _U(0x7FFFFFFF), _U(0x7F800000), _U(0x80000000)
 _BRAIN_INFINITY, _BRAIN_MAGNITUDE = np.uint16(0x7F80), np.uint16(0x7FFF)
-_MAGIC: Final = np.float32(1.5 * 2.0**23)
 _LARGEST = _F(np.finfo(np.float32).max)
+#: Multiples of the scale that 2-bit codes stand for.
+SIGNED_SIZES: Final = np.array([1, 2, -1, -2], np.float32)
 _TOP8, _TOP2 = _F(_LARGEST / _F(128)), _F(_LARGEST / _F(2))
 _LIMIT8, _ONE_AND_HALF, _ZERO = _F(127.0), _F(1.5), _F(0.0)
-_SPLIT: Final = numpy_sparse.SPLIT
+#: Among 2-bit values, those above this multiple of the mean magnitude count as large while the scale is computed.
+_SPLIT: Final = 1.2
 #: Elements whose marks are tested together, as one number: most groups have no kept element.
 _GROUP: Final = 8
 #: Size of a sample: number of runs, and elements per run. A run fills a cache line; single elements would touch as
@@ -38,6 +45,133 @@ _RUN: Final = 16
 _MARGIN: Final = _I(1 << 20)
 #: Elements that are summed and then searched while they are in the first-level cache.
 _TILE: Final = 4096
+
+# --- by numpy ---------------------------------------------------------------------------------------------------------
+
+
+def _magnitudes(values: Floats) -> NDArray[np.uint32]:
+    """Return the bits without the sign, which sort in the order of magnitudes."""
+    return values.view(np.uint32) & _MAGNITUDE
+
+
+def _sums(values: Floats, addend: Floats, factor: float, sums: Floats) -> Floats:
+    np.add(values, addend * _F(factor), out=sums)
+    return sums
+
+
+def _select_chunks_by_numpy(values: Floats, chunk: int, kept: int) -> Positions:
+    found = [np.empty(0, np.int64)]
+    for begin in range(0, values.size, chunk):
+        magnitudes = _magnitudes(values[begin : begin + chunk])
+        if magnitudes.max() >= _INFINITY:
+            return np.full(1, -1, np.int64)
+        found.append(_largest(magnitudes, -(-kept * magnitudes.size // chunk)) + begin)
+    return np.concatenate(found)
+
+
+def _add_and_select_chunks_by_numpy(
+    values: Floats, addend: Floats, factor: float, chunk: int, kept: int, sums: Floats
+) -> Positions:
+    return _select_chunks_by_numpy(_sums(values, addend, factor, sums), chunk, kept)
+
+
+def _select_largest_by_numpy(values: Floats, kept: int) -> Positions:
+    magnitudes = _magnitudes(values)
+    return np.full(1, -1, np.int64) if magnitudes.max() >= _INFINITY else _largest(magnitudes, kept)
+
+
+def _add_and_select_largest_by_numpy(
+    values: Floats, addend: Floats, factor: float, kept: int, sums: Floats
+) -> Positions:
+    return _select_largest_by_numpy(_sums(values, addend, factor, sums), kept)
+
+
+def _largest(magnitudes: NDArray[np.uint32], kept: int) -> Positions:
+    """Return the positions of the ``kept`` largest. Ties keep the first; zeros are never kept."""
+    threshold = max(int(np.partition(magnitudes, magnitudes.size - kept)[magnitudes.size - kept]), 1)
+    chosen = magnitudes > threshold
+    ties = np.flatnonzero(magnitudes == threshold)[: kept - np.count_nonzero(chosen)]
+    chosen[ties] = True
+    return np.flatnonzero(chosen)
+
+
+def _write_by_numpy(
+    kept: Floats, where: Positions, start: int, stop: int, bits: int, chunk: int, out: Bytes, residual: Floats
+) -> int:
+    part = slice(*np.searchsorted(where, [start, stop]))
+    inside, values = where[part], kept[part]
+    if chunk:
+        decoded, scales, packed = _scaled_by_numpy(kept, where, start, stop, bits, chunk, part)
+    else:
+        decoded, scales, packed = _plain_by_numpy(values, bits)
+    gaps = _gaps_by_numpy(inside - start)
+    if residual.size:
+        residual[inside] = values - decoded
+    size = 4 + scales.size + packed.size + gaps.size
+    if bits == 32 and size > 4 * (stop - start):
+        return -1
+    body = np.concatenate([np.array([inside.size], "<u4").view(np.uint8), scales, packed, gaps])
+    out[:size] = body
+    return size
+
+
+def _gaps_by_numpy(places: Positions) -> Bytes:
+    """Encode the gaps between positions: a byte of 255 stands for 255 elements without a value."""
+    gaps = np.diff(places, prepend=-1) - 1
+    ends = np.cumsum(gaps // 255 + 1) - 1
+    written = np.full(ends[-1] + 1 if ends.size else 0, 255, np.uint8)
+    written[ends] = gaps % 255
+    return written
+
+
+def _plain_by_numpy(kept: Floats, bits: int) -> tuple[Floats, Bytes, Bytes]:
+    """Return decoded values, no scales, and the bytes of 32- or 16-bit values."""
+    nothing = np.empty(0, np.uint8)
+    if bits == 32:
+        return kept, nothing, kept.view(np.uint8)
+    brains = np.empty(kept.size, NUMPY_DTYPES["bfloat16"])
+    narrow_by_numpy(kept, brains)
+    words = brains.view(np.uint16)
+    words[(words & 0x7FFF) == 0x7F80] -= 1
+    decoded = np.empty(kept.size, np.float32)
+    widen_by_numpy(brains, decoded)
+    return decoded, nothing, words.view(np.uint8)
+
+
+def _scaled_by_numpy(
+    kept: Floats, where: Positions, start: int, stop: int, bits: int, chunk: int, part: slice
+) -> tuple[Floats, Bytes, Bytes]:
+    """Return the decoded values at the positions ``part``, the scales of chunks, and codes of 8 or 2 bits."""
+    first = start // chunk
+    borders = np.searchsorted(where, np.arange(first, -(-stop // chunk) + 1) * chunk)
+    scale_of = _scale8_by_numpy if bits == 8 else _scale2_by_numpy
+    scales = np.array([scale_of(kept[a:b]) for a, b in pairwise(borders)], np.float32)
+    kept, each = kept[part], scales[where[part] // chunk - first]
+    if bits == 8:
+        codes = round_by_numpy(np.where(each > 0, kept / each, _ZERO), 127)
+        return codes.astype(np.float32) * each, scales.view(np.uint8), codes.view(np.uint8)
+    codes = ((kept < 0) * 2 + (np.abs(kept) > _ONE_AND_HALF * each)).astype(np.int8)
+    packed = np.empty(-(-codes.size // 4), np.uint8)
+    pack(codes, 2, packed)
+    return SIGNED_SIZES[codes] * each, scales.view(np.uint8), packed
+
+
+def _scale8_by_numpy(kept: Floats) -> Any:
+    most = np.abs(kept).max(initial=np.float32(0))
+    return np.minimum(most / np.float32(127), _LARGEST / np.float32(128))
+
+
+def _scale2_by_numpy(kept: Floats) -> Any:
+    magnitudes = np.abs(kept.astype(np.float64))
+    if not kept.size:
+        return np.float32(0)
+    split = np.cumsum(magnitudes)[-1] / kept.size * _SPLIT
+    factors = np.where(magnitudes > split, 2.0, 1.0)
+    best = np.float32(np.cumsum(magnitudes * factors)[-1] / np.sum(factors * factors))
+    return np.minimum(best, _LARGEST / np.float32(2))
+
+
+# --- compiled ---------------------------------------------------------------------------------------------------------
 
 POSITIONS = types.Array(types.int64, 1, "C")
 IN_POSITIONS = types.Array(types.int64, 1, "C", True, None, False)
@@ -192,7 +326,7 @@ def _append_chunk(bits: Any, base: Any, share: Any, guess: Any, where: Any, foun
     return count + _keep_largest(magnitudes, threshold, share, places), threshold
 
 
-@kernel(IN, types.int64, types.int64, result=POSITIONS, interpreted=numpy_sparse.select_chunks)
+@kernel(IN, types.int64, types.int64, result=POSITIONS, interpreted=_select_chunks_by_numpy)
 def select_chunks(values: Any, chunk: Any, kept: Any) -> Any:
     """Return the positions of the ``kept`` largest of each chunk, ascending; only -1 if a value is not finite.
 
@@ -212,7 +346,7 @@ def select_chunks(values: Any, chunk: Any, kept: Any) -> Any:
 
 @kernel(
     IN, IN, FLOAT, types.int64, types.int64, OUT,
-    result=POSITIONS, interpreted=numpy_sparse.add_and_select_chunks,
+    result=POSITIONS, interpreted=_add_and_select_chunks_by_numpy,
 )  # fmt: skip
 def add_and_select_chunks(values: Any, addend: Any, factor: Any, chunk: Any, kept: Any, sums: Any) -> Any:
     """Write ``values + factor * addend`` to ``sums`` while it is finite, and ``select_chunks`` from that."""
@@ -260,7 +394,7 @@ def _largest_among(bits: Any, kept: Any, floor: Any, where: Any, found: Any, cou
     return where[: _keep_largest(magnitudes, threshold, kept, where)].copy()
 
 
-@kernel(IN, types.int64, result=POSITIONS, interpreted=numpy_sparse.select_largest)
+@kernel(IN, types.int64, result=POSITIONS, interpreted=_select_largest_by_numpy)
 def select_largest(values: Any, kept: Any) -> Any:
     """Return the positions of the ``kept`` largest, ascending; fewer if all others are zeros.
 
@@ -285,7 +419,7 @@ def select_largest(values: Any, kept: Any) -> Any:
 
 @kernel(
     IN, IN, FLOAT, types.int64, OUT,
-    result=POSITIONS, interpreted=numpy_sparse.add_and_select_largest,
+    result=POSITIONS, interpreted=_add_and_select_largest_by_numpy,
 )  # fmt: skip
 def add_and_select_largest(values: Any, addend: Any, factor: Any, kept: Any, sums: Any) -> Any:
     """Write ``values + factor * addend`` to ``sums``, and ``select_largest`` from that."""
@@ -321,7 +455,7 @@ def _scale8(kept: Any) -> Any:
 def _scale2(kept: Any) -> Any:
     """Return the scale with the least squared error.
 
-    Values above SPLIT times the mean magnitude are taken as large, i.e. twice the scale.
+    Values above _SPLIT times the mean magnitude are taken as large, i.e. twice the scale.
     """
     total = 0.0
     for i in range(kept.size):
@@ -341,7 +475,7 @@ def _code8(value: Any, scale: Any) -> Any:
     x = _F(value / scale) if scale > _ZERO else _ZERO
     x = _LIMIT8 if x > _LIMIT8 else x
     x = -_LIMIT8 if x < -_LIMIT8 else x
-    return _S(_U(_F(x + _MAGIC).view(np.uint32)))
+    return _S(_U(_F(x + MAGIC).view(np.uint32)))
 
 
 @part_of_kernel
@@ -425,7 +559,7 @@ def _write_gaps(where: Any, start: Any, out: Any) -> None:
 
 @kernel(
     IN, IN_POSITIONS, types.int64, types.int64, types.int64, types.int64, OUT_BYTES, OUT,
-    result=types.int64, interpreted=numpy_sparse.write,
+    result=types.int64, interpreted=_write_by_numpy,
 )  # fmt: skip
 def write_sparse(kept: Any, where: Any, start: Any, stop: Any, bits: Any, chunk: Any, out: Any, residual: Any) -> Any:
     """Write the body for elements [start, stop) of a tensor, and the residual of kept elements to ``residual``.

@@ -2,7 +2,7 @@
 
 Without arguments, compile every kernel, including those that workers use for compression. This is ``psdist warmup``:
 the next run on this machine finds them cached. Several processes share the work. With kernel names as arguments,
-compile only these, at low priority, and stop when standard input is closed. ``background_compiler`` and those processes
+compile only these, at low priority, and stop when standard input is closed. ``BackgroundCompiler`` and those processes
 use this form.
 """
 
@@ -36,7 +36,7 @@ def main() -> None:
         os.nice(_NICENESS)
         threading.Thread(target=_end_with_input, daemon=True).start()
     from psdist.compression import segments
-    from psdist.compression.compiled import compile_all
+    from psdist.compression.kernel_runtime import compile_all
     from psdist_server.kernels import means
     from psdist_server.kernels.updates import UPDATES
 

@@ -11,13 +11,11 @@ dtype (``interpreted``, ``double``), and ``device_source`` translates it to CUDA
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 import numpy as np
 
-from psdist.compression.compiled import part_of_kernel
-from psdist.compression.deferred import when_imported
+from psdist.compression.kernel_runtime import PartOfKernel, part_of_kernel
 
 #: A float32, or an array of float32 or float64.
 F = Any
@@ -25,23 +23,12 @@ F = Any
 ZERO, ONE = np.float32(0.0), np.float32(1.0)
 
 
-def select(condition: Any, one: Any, other: Any) -> Any:
-    """Return ``one`` where the condition holds, else ``other``."""
-    return np.where(condition, one, other)
+def _choose(condition: Any, one: Any, other: Any) -> Any:
+    return one if condition else other
 
 
-def _select_compiled(condition: Any, one: Any, other: Any) -> Any:
-    """Do the same for single elements, in a form that is vectorized; numba's own ``where`` is not."""
-
-    def choose(condition: Any, one: Any, other: Any) -> Any:
-        if condition:
-            return one
-        return other
-
-    return choose
-
-
-when_imported(lambda: import_module("numba.extending").overload(select, inline="always")(_select_compiled))
+#: ``one`` where the condition holds, else ``other``. It is vectorized; numba's own ``where`` is not.
+select = PartOfKernel(_choose, np.where)
 
 
 # --- without second moments -------------------------------------------------------------------------------------------

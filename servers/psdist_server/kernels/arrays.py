@@ -24,21 +24,21 @@ import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from psdist.compression.dtypes import NUMPY_DTYPES
-from psdist.compression.pulls import pull_codec_from_text
+from psdist.compression.specifications import pull_codec_from_text
 from psdist.consistency import sums
 from psdist.errors import InternalError, InvalidArgumentError
 from psdist.hyperparameters import Settings
-from psdist.types import GroupRange, ParametersEntry
+from psdist.types import ITEM_BYTES, WORDS, GroupRange, MasterDType, ParametersEntry, Slicing
 from psdist_server.core.lags import LagTable, Ranges, pieces
 from psdist_server.kernels import means
-from psdist_server.kernels.interpreted import BLOCK, CODES
+from psdist_server.kernels.interpreted import BLOCK, CODES, division_by
 from psdist_server.kernels.memory import AnonymousMemory, WeightsMemory, joined
 from psdist_server.kernels.optimizers import Rule
 from psdist_server.kernels.published import PublishedWeights
@@ -311,15 +311,15 @@ class DenseParameters:
         if weights:
             bad = _combine_weighted(mean, parts, weights, self.sums)
         else:
-            bad = _combine_encoded(mean, parts, self.sums) if is_encoded else _combine(mean, parts, self.sums)
+            bad = _combine(mean, parts, self.sums, is_encoded)
         return (None, 0.0, bad) if len(bad) == len(parts) else (mean, means.sum_squares(mean), bad)
 
     def carry_out(self, works: Sequence[tuple[int, UpdateWork]]) -> list[Applied]:
         """Run updates of slices in one batch, of own shards and of copies. Called in a kernel thread, or on the
         loop."""
-        started = time.perf_counter()
-        updates = [work.update for _, work in works]
-        for update in updates:
+        started, updates = time.perf_counter(), []
+        for _, work in works:
+            updates.append(update := work.update)
             if update.copy is not None:
                 self.copy_slice(update.index, update.copy)
             if update.assigned is not None:  # ``apply`` ends the write.
@@ -332,9 +332,10 @@ class DenseParameters:
 
     def apply(self, updates: Sequence[Update]) -> list[Bad]:
         """Run updates of different slices. Returns the positions of the parts left out of each."""
-        if any(update.is_encoded or update.weights for update in updates):
-            # One by one, so that the sum of a slice stays in the cache from decoding to use.
-            return [self._apply_alone(update) for update in updates]
+        for update in updates:
+            if update.is_encoded or update.weights:
+                # One by one, so that the sum of a slice stays in the cache from decoding to use.
+                return [self._apply_alone(one) for one in updates]
         return self._apply(updates)
 
     def _apply_alone(self, update: Update) -> Bad:
@@ -365,19 +366,21 @@ class DenseParameters:
         for number, update in enumerate(updates):
             if update.parts:
                 sequence[update.index] = 2 * update.step + 1
-                is_plain = not update.absent and not self.lags.of(update.index)
-                segments = self._segments if is_plain else None
-                for segment in segments[update.index] if segments else self._segments_of(update.index, update.absent):
+                segments = self._segments[update.index]
+                if update.absent or self.lags.of(update.index):
+                    segments = self._segments_of(update.index, update.absent)
+                for segment in segments:
                     key = (update.step, update.lr_scale, id(update.settings), segment.group, segment.lag)
                     by_scalars.setdefault(key, []).append((number, update, segment))
-        bad: list[set[int]] = [set() for _ in updates]
+        bad: dict[int, set[int]] = {}
         for (step, lr_scale, _, group, lag), jobs in by_scalars.items():
             scalars = self.rule.scalars(step, lr_scale, jobs[0][1].settings, lag)[group]
             if scalars is not None:
                 for row, parts in self._run(jobs, scalars):
-                    bad[jobs[row][0]].update(parts)
+                    bad.setdefault(jobs[row][0], set()).update(parts)
         for update in updates:
-            skip_absent(update, self.lags)
+            if update.parts and update.absent:
+                skip_absent(update, self.lags)
             if self.published is not None and update.assigned is not None:
                 self.published.begin(update.index, self.export_weights(update.index))
             elif self.published is not None and update.parts:
@@ -385,27 +388,33 @@ class DenseParameters:
             elif self.published is not None:
                 self.published.unchanged(update.index)
             sequence[update.index] = 2 * update.step + 2
-        return [tuple(sorted(parts)) for parts in bad]
+        return [tuple(sorted(bad.get(number, ()))) for number in range(len(updates))]
 
     def _run(self, jobs: Sequence[SegmentJob], scalars: tuple[np.float32, ...]) -> list[tuple[int, list[int]]]:
         """Run the kernel on segments of one group, with the same scalars. Returns the rows with bad parts, and those
         parts."""
-        most = max(len(update.parts) for _, update, _ in jobs)
+        most, arrays, segments, divisions, gradients = 1, [], [], [], []
+        for _, update, segment in jobs:
+            most = max(most, len(update.parts))
+            arrays.append(segment.addresses)
+            segments.append((segment.size, segment.start, len(update.parts)))
+            divisions.append(division_of(update, self.sums))
+            gradients.append(0 if update.mean is None else update.mean.ctypes.data)
         parts, codes = np.zeros((len(jobs), most), np.uintp), np.zeros((len(jobs), most), np.int64)
+        bad = np.zeros((len(jobs), most), np.uint8)
         for row, (_, update, _) in enumerate(jobs):
             for column, part in enumerate(update.parts):
-                parts[row, column] = means.address_of(part)
+                parts[row, column] = part.ctypes.data
                 codes[row, column] = CODES[part.dtype]
-        bad = np.zeros((len(jobs), most), np.uint8)
         self.rule.kernels[jobs[0][2].group](
-            np.array([segment.addresses for _, _, segment in jobs], np.uintp),
-            np.array([(segment.size, segment.start, len(update.parts)) for _, update, segment in jobs], np.int64),
+            np.array(arrays, np.uintp),
+            np.array(segments, np.int64),
             parts,
             codes,
-            np.array([division_of(update, self.sums) for _, update, _ in jobs], np.float32),
+            np.array(divisions, np.float32),
             _memory(),
             bad,
-            np.array([means.address_of(one.mean) if one.mean is not None else 0 for _, one, _ in jobs], np.uintp),
+            np.array(gradients, np.uintp),
             scalars,
         )
         return [(row, np.flatnonzero(bad[row]).tolist()) for row in range(len(jobs))] if bad.any() else []
@@ -413,7 +422,7 @@ class DenseParameters:
     def _addresses(self, index: int) -> list[int]:
         """Return the addresses of a slice's weights and state arrays, for the kernels."""
         first = self.slicing.bounds(index)[0]
-        return [means.address_of(array) + 4 * first for array in self._arrays()[: 1 + len(self.states)]]
+        return [array.ctypes.data + 4 * first for array in self._arrays()[: 1 + len(self.states)]]
 
     def _segments_of(self, index: int, absent: Ranges = ()) -> tuple[GroupSegment, ...]:
         """Return the segments of all elements of a slice but ``absent``."""
@@ -435,9 +444,7 @@ def _memory() -> Array:
 
 
 def skip_absent(update: Update, lags: LagTable) -> None:
-    """Count the elements that an update has skipped, and clear them in the mean that it wrote out."""
-    if not update.parts:
-        return
+    """Count the elements that an update with parts has skipped, and clear them in the mean that it wrote out."""
     lags.skip(update.index, update.absent)
     for start, stop in update.absent:
         if update.mean is not None:
@@ -448,26 +455,21 @@ def division_of(update: Update, sums: bool) -> tuple[np.float32, np.float32]:
     """Return divisor and factor of an update's sum, as the kernels take them."""
     if update.factor is not None:
         return np.float32(0.0), np.float32(update.factor)
-    return means.division_by(1 if sums else update.divisor or len(update.parts))
+    return division_by(1 if sums else update.divisor or len(update.parts))
 
 
-def _combine(out: Array, parts: Sequence[Gradient], sums: bool) -> Bad:
+def _combine(out: Array, parts: Sequence[Gradient], sums: bool, is_encoded: bool) -> Bad:
     """Write the mean of the finite parts to ``out``, or their sum. Returns the positions of the others."""
-    if means.combine(out, parts, 1 if sums else len(parts)):
+    given = [means.total(parts, out.size)] if is_encoded else parts
+    if means.combine(out, given, 1 if sums else len(parts)):
         return ()
     # Shared parts could change between check and sum, so copy them first. This path is rare.
-    copies = [part.copy() for part in parts]
-    good = [part for part in copies if means.all_finite(part)]
-    if good:  # All of them if the sum overflowed.
+    copies = [part.copy() for part in means.decoded(parts, out.size)]
+    bad = tuple(place for place, part in enumerate(copies) if not means.all_finite(part))
+    if len(bad) < len(copies):  # There is no bad part if the sum overflowed.
+        good = [part for place, part in enumerate(copies) if place not in bad]
         means.combine(out, good, 1 if sums else len(good))
-    return tuple(place for place, part in enumerate(copies) if not means.all_finite(part))
-
-
-def _combine_encoded(out: Array, parts: Sequence[Gradient], sums: bool) -> Bad:
-    """Do the same as ``_combine`` if some parts are encoded."""
-    if means.combine(out, [means.total(parts, out.size)], 1 if sums else len(parts)):
-        return ()
-    return _combine(out, means.decoded(parts, out.size), sums)
+    return bad
 
 
 def _combine_weighted(out: Array, parts: Sequence[Gradient], weights: Sequence[float], sums: bool) -> Bad:
@@ -482,6 +484,70 @@ def gradient_of(payload: memoryview, dtype: str) -> Gradient:
     other clients may have to be copied, because the kernels are compiled for aligned arrays."""
     values = np.frombuffer(payload, NUMPY_DTYPES[dtype])
     return values if values.flags.aligned else values.copy()
+
+
+def all_finite(values: Gradient, dtype: str) -> bool:
+    """Return True if no value of a contribution or of initial weights is NaN or Inf. dtype: that of the set."""
+    if WORDS[dtype] == 1:
+        return means.all_finite(values)
+    doubles: NDArray[Any] = values.view(np.float64)
+    return bool(np.isfinite(doubles).all())
+
+
+@dataclass(frozen=True, eq=False, weakref_slot=True, slots=True)
+class WrittenSlice:
+    """Written elements of a slice.
+
+    starts, sizes: int64[k], ranges of elements: ascending, without overlap.
+    values: float32[sum of sizes], finite.
+    """
+
+    starts: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    values: Array
+
+    @classmethod
+    def read(cls, written: Any, index: int, slicing: Slicing, dtype: MasterDType) -> WrittenSlice:
+        """Check the values for slice ``index``.
+
+        written: message ``Written``: first element and number of elements of each range, and all values.
+        dtype: in which servers compute.
+
+        Raises InvalidArgumentError for ranges that overlap, descend or leave the slice, for another number of values,
+        and for NaN or Inf.
+        """
+        starts, sizes = np.array(written.starts, np.int64), np.array(written.sizes, np.int64)
+        elements = slicing.size(index)
+        if starts.shape != sizes.shape or not sizes.size or sizes.min() < 1:
+            raise InvalidArgumentError(
+                f"{starts.size} starts and {sizes.size} sizes of the ranges written in slice {index}: send one of each "
+                "for every range, and no empty range"
+            )
+        stops = starts + sizes
+        odd = (starts % WORDS[dtype]).any() or (sizes % WORDS[dtype]).any()
+        if (starts[1:] < stops[:-1]).any() or stops[-1] > elements or odd:
+            raise InvalidArgumentError(
+                f"the ranges written in slice {index} must ascend without overlap and end at {elements}, where it does"
+            )
+        expected = int(sizes.sum()) * ITEM_BYTES["float32"]
+        if len(written.values) != expected:
+            raise InvalidArgumentError(
+                f"the ranges written in slice {index} have {expected} bytes in float32, not {len(written.values)}"
+            )
+        values = gradient_of(memoryview(written.values), "float32")
+        if not all_finite(values, dtype):
+            raise InvalidArgumentError(
+                f"the values written in slice {index} hold NaN or Inf: training cannot continue from these"
+            )
+        return cls(starts, sizes, values)  # type: ignore[arg-type]  # float32, as asked for above
+
+    def onto(self, weights: Array) -> Array:
+        """Return a copy of a slice's weights, float32[n], with the written elements."""
+        whole, at = weights.copy(), 0
+        for start, size in zip(self.starts.tolist(), self.sizes.tolist(), strict=True):
+            whole[start : start + size] = self.values[at : at + size]
+            at += size
+        return whole
 
 
 def _runs_of(ranges: Sequence[GroupRange], start: int, stop: int) -> Runs:

@@ -31,10 +31,9 @@ from numpy.typing import NDArray
 from psdist.device.device import Allocation, Device, DeviceKernel
 from psdist.errors import DeviceLostError
 from psdist.types import ParametersEntry
-from psdist_server.kernels import means
 from psdist_server.kernels.arrays import Array, Bad, DenseParameters, Gradient, GroupSegment, SegmentJob, division_of
 from psdist_server.kernels.device_source import ARRAYS, SCALARS, THREADS, update_source
-from psdist_server.kernels.interpreted import BLOCK, CODES, DTYPES, SUM_LANES, AnyArray
+from psdist_server.kernels.interpreted import BLOCK, CODES, DTYPES, SUM_LANES, AnyArray, division_by
 from psdist_server.kernels.updates import UPDATES
 
 #: Alignment of a slice's arrays, in elements: 256 bytes.
@@ -187,7 +186,7 @@ class DeviceParameters(DenseParameters):
             size, out = min(most, mean.size - at), np.uint64(area.out)
             area.finish()
             area.stage(parts, at, size)
-            division = means.division_by(1 if self.sums else len(parts))
+            division = division_by(1 if self.sums else len(parts))
             given: tuple[np.generic, ...] = (np.int64(size), *_staged(area), *division)
             area.launch(self._combine, size, *given, out, threads=THREADS)
             area.launch(self._sum_squares, 1, out, np.int64(size), np.uint64(area.sums), threads=THREADS)

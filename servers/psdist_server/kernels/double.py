@@ -12,15 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from psdist.errors import DTypeMismatchError
-from psdist.types import WORDS, ParametersEntry
+from psdist.types import ParametersEntry
 from psdist_server.core.lags import pieces
-from psdist_server.kernels import means
 from psdist_server.kernels.arrays import Array, Bad, DenseParameters, Gradient, Update, skip_absent
 from psdist_server.kernels.optimizers import Rule
 
@@ -124,11 +123,3 @@ def _mean_of(update: Update, sums: bool) -> _Mean:
             else:
                 mean = total if sums else total / (update.divisor or len(good))
     return _Mean(mean if np.isfinite(mean).all() else None, left_out)
-
-
-def all_finite(values: Gradient, dtype: str) -> bool:
-    """Return True if no value of a contribution or of initial weights is NaN or Inf. dtype: that of the set."""
-    if WORDS[dtype] == 1:
-        return means.all_finite(values)
-    doubles: NDArray[Any] = values.view(np.float64)
-    return bool(np.isfinite(doubles).all())

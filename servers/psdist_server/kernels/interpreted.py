@@ -9,13 +9,14 @@ Invariant: Each contribution is copied before its values are examined, as it may
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from psdist.compression import numpy_casts
+from psdist.compression.casts import widen_by_numpy
 from psdist.compression.dtypes import NUMPY_DTYPES
 
 Floats = NDArray[np.float32]
@@ -33,6 +34,15 @@ BLOCK: Final = 4096  # elements; 16 KiB of float32 stay in the first-level cache
 _PIECE: Final = 16 * BLOCK
 
 _BY_CODE: Final = tuple(DTYPES.values())
+_FLOAT32: Final = 0
+
+
+def division_by(number: float) -> tuple[np.float32, np.float32]:
+    """Return the divisor and factor by which kernels divide by a positive ``number``. Multiplying by a power of two's
+    inverse equals dividing by it, bit for bit, and is cheaper."""
+    if math.frexp(number)[0] == 0.5 and 2.0**-64 < number < 2.0**64:
+        return np.float32(0.0), np.float32(1.0 / number)
+    return np.float32(number), np.float32(0.0)
 
 
 def update(
@@ -48,59 +58,59 @@ def update(
     scalars: tuple[np.float32, ...],
 ) -> None:
     """Run a fused update. element: its arithmetic. ``memory`` is unused."""
-    with np.errstate(all="ignore"):
-        for k, (size, start, count) in enumerate(segments.tolist()):
-            contributions = _Contributions(parts[k, :count], codes[k, :count], divisions[k], bad[k])
-            mean = (
-                _array(int(means[k]) + start * 4, size, DTYPES["float32"])
-                if means[k] and size
-                else np.empty(size, np.float32)
-            )
-            for at, stop in _pieces(size, _PIECE):
-                gradient = mean[at:stop] = contributions.mean(start + at, stop - at)
-                if np.isfinite(gradient).all():
-                    _apply(element, arrays[k], at, gradient, scalars)
-                    continue
-                for begin, end in _pieces(stop - at, BLOCK):
-                    block = contributions.finite_mean(start + at + begin, end - begin)
-                    mean[at + begin : at + end] = np.nan if block is None else block
-                    if block is not None:
-                        _apply(element, arrays[k], at + begin, block, scalars)
+    for k, (size, start, count) in enumerate(segments.tolist()):
+        own = _views(arrays[k].tolist(), [_FLOAT32] * arrays.shape[1], 0, size)
+        given = _views(parts[k, :count].tolist(), codes[k].tolist(), start, size)
+        mean = _views([int(means[k])], [_FLOAT32], start, size)[0] if means[k] else np.empty(size, np.float32)
+        for at in range(0, size, _PIECE):
+            piece = slice(at, min(size, at + _PIECE))
+            gradient = mean[piece] = _mean(given, piece, divisions[k])
+            if np.isfinite(gradient).all():
+                _apply(element, own, piece, gradient, scalars)
+                continue
+            for begin in range(at, piece.stop, BLOCK):
+                block = slice(begin, min(begin + BLOCK, piece.stop))
+                found = _finite_mean(given, block, divisions[k], bad[k])
+                mean[block] = np.nan if found is None else found
+                if found is not None:
+                    _apply(element, own, block, found, scalars)
+
+
+def _apply(
+    element: Callable[..., Any], own: list[AnyArray], piece: slice, gradient: Floats, scalars: tuple[np.float32, ...]
+) -> None:
+    """Update the elements ``piece`` of weights and state."""
+    old = [array[piece] for array in own]
+    new = element(*old, gradient, *scalars)
+    for array, values in zip(old, new if isinstance(new, tuple) else (new,), strict=True):
+        array[...] = values
 
 
 def combine(out: Floats, addresses: AnyArray, codes: AnyArray, divisor: np.float32, factor: np.float32) -> bool:
     """Do the same as ``means._combine``."""
-    contributions = _Contributions(addresses, codes, (divisor, factor), np.zeros(len(codes), np.uint8))
-    finite = True
-    with np.errstate(all="ignore"):
-        for at, stop in _pieces(out.size, _PIECE):
-            out[at:stop] = contributions.mean(at, stop - at)
-            finite = finite and bool(np.isfinite(out[at:stop]).all())
-    return finite
+    given, is_finite = _views(addresses.tolist(), codes.tolist(), 0, out.size), True
+    for at in range(0, out.size, _PIECE):
+        piece = slice(at, at + _PIECE)
+        out[piece] = _mean(given, piece, (divisor, factor))
+        is_finite = is_finite and bool(np.isfinite(out[piece]).all())
+    return is_finite
 
 
-def add_elements(out: Floats, address: int, code: int) -> None:
-    """Do the same as ``means._add_elements``."""
-    part = _Contributions(np.array([address]), np.array([code]), (0, 1), np.zeros(1, np.uint8))
-    with np.errstate(all="ignore"):
-        for at, stop in _pieces(out.size, _PIECE):
-            out[at:stop] += part.copy(0, at, stop - at)
-
-
-def add_weighted(out: Floats, address: int, code: int, weight: np.float32) -> None:
-    """Do the same as ``means._add_weighted``."""
-    part = _Contributions(np.array([address]), np.array([code]), (0, 1), np.zeros(1, np.uint8))
-    with np.errstate(all="ignore"):
-        for at, stop in _pieces(out.size, _PIECE):
-            out[at:stop] += np.float32(weight) * part.copy(0, at, stop - at)
+def add_elements(out: Floats, address: int, code: int, weight: np.float32 | None = None) -> None:
+    """Do the same as ``means._add_elements``, and with a weight as ``means._add_weighted``."""
+    (given,) = _views([address], [code], 0, out.size)
+    for at in range(0, out.size, _PIECE):
+        values = _copied(given[at : at + _PIECE])
+        out[at : at + _PIECE] += values if weight is None else np.float32(weight) * values
 
 
 def sum_squares(values: Floats) -> float:
     """Do the same as ``means._sum_squares``."""
     lanes = np.zeros(SUM_LANES, np.float64)
-    for at, stop in _pieces(values.size, _PIECE):
-        squares = np.zeros(-(-(stop - at) // SUM_LANES) * SUM_LANES, np.float64)
-        np.square(values[at:stop], out=squares[: stop - at], dtype=np.float64)
+    for at in range(0, values.size, _PIECE):
+        piece = values[at : at + _PIECE]
+        squares = np.zeros(-(-piece.size // SUM_LANES) * SUM_LANES, np.float64)
+        np.square(piece, out=squares[: piece.size], dtype=np.float64)
         for row in squares.reshape(-1, SUM_LANES):
             lanes += row
     while lanes.size > 1:
@@ -110,73 +120,53 @@ def sum_squares(values: Floats) -> float:
 
 def all_finite(bits: AnyArray, exponent: Any) -> bool:
     """Do the same as ``means._all_finite16`` and ``_all_finite32``."""
-    return not any(((bits[at:stop] & exponent) == exponent).any() for at, stop in _pieces(bits.size, _PIECE))
+    pieces = (bits[at : at + _PIECE] for at in range(0, bits.size, _PIECE))
+    return not any(((piece & exponent) == exponent).any() for piece in pieces)
 
 
-class _Contributions:
-    """The contributions to a slice, and their divisor or factor."""
-
-    def __init__(self, addresses: AnyArray, codes: AnyArray, division: Sequence[Any], bad: AnyArray) -> None:
-        dtypes = [_BY_CODE[code] for code in codes.tolist()]
-        self._parts = list(zip(addresses.tolist(), dtypes, strict=True))
-        self._divisor, self._factor = division
-        self._bad = bad
-
-    def mean(self, start: int, size: int) -> Floats:
-        """Return the mean of ``size`` elements from ``start``: the sum in order, divided."""
-        total = self.copy(0, start, size)
-        for part in range(1, len(self._parts)):
-            total += self.copy(part, start, size)
-        mean: Floats = total * self._factor if self._divisor == 0 else total / self._divisor
-        return mean
-
-    def finite_mean(self, start: int, size: int) -> Floats | None:
-        """Return the mean of the contributions that are finite in this range, or None if it is not finite. Marks the
-        others as bad."""
-        good: list[Floats] = []
-        for part in range(len(self._parts)):
-            values = self.copy(part, start, size)
-            if np.isfinite(values).all():
-                good.append(values)
-            else:
-                self._bad[part] = 1
-        if not good:
-            return None
-        total = good[0]
-        for values in good[1:]:
-            total += values
-        by_factor = self._divisor == 0 and (len(good) == len(self._parts) or self._factor == 1)
-        block = total * self._factor if by_factor else total / np.float32(len(good))
-        return block if np.isfinite(block).all() else None
-
-    def copy(self, part: int, start: int, size: int) -> Floats:
-        """Return elements of a contribution as float32."""
-        address, dtype = self._parts[part]
-        values = _array(address + start * dtype.itemsize, size, dtype)
-        if dtype == np.float32:
-            return values.copy()
-        widened = np.empty(size, np.float32)
-        numpy_casts.widen(values, widened)
-        return widened
+def _views(addresses: Sequence[int], codes: Sequence[int], start: int, size: int) -> list[AnyArray]:
+    """Return views of ``size`` elements from element ``start`` of arrays at these addresses."""
+    views: list[AnyArray] = []
+    for address, code in zip(addresses, codes, strict=False):
+        dtype = _BY_CODE[code]
+        memory = (ctypes.c_uint8 * (size * dtype.itemsize)).from_address(address + start * dtype.itemsize)
+        views.append(np.frombuffer(memoryview(memory), dtype) if size else np.empty(0, dtype))
+    return views
 
 
-def _apply(
-    element: Callable[..., Any], addresses: AnyArray, at: int, gradient: Floats, scalars: tuple[np.float32, ...]
-) -> None:
-    """Update the weights and the state of a segment from element ``at`` on."""
-    float32 = DTYPES["float32"]
-    own = [_array(address + at * float32.itemsize, gradient.size, float32) for address in addresses.tolist()]
-    new = element(*own, gradient, *scalars)
-    for array, values in zip(own, new if isinstance(new, tuple) else (new,), strict=True):
-        array[...] = values
+def _copied(part: AnyArray) -> Floats:
+    """Return elements of a contribution as float32."""
+    if part.dtype == np.float32:
+        return part.copy()
+    widened = np.empty(part.size, np.float32)
+    widen_by_numpy(part, widened)
+    return widened
 
 
-def _array(address: int, size: int, dtype: np.dtype[Any]) -> AnyArray:
-    """Return a view of the elements at an address."""
-    memory = (ctypes.c_uint8 * (size * dtype.itemsize)).from_address(address)
-    array: AnyArray = np.frombuffer(memoryview(memory), dtype)
-    return array
+def _mean(given: Sequence[AnyArray], piece: slice, division: Sequence[Any]) -> Floats:
+    """Return the mean of a piece of the contributions: the sum in order, divided."""
+    total = _copied(given[0][piece])
+    for part in given[1:]:
+        total += _copied(part[piece])
+    divisor, factor = division
+    mean: Floats = total * factor if divisor == 0 else total / divisor
+    return mean
 
 
-def _pieces(size: int, most: int) -> list[tuple[int, int]]:
-    return [(at, min(size, at + most)) for at in range(0, size, most)]
+def _finite_mean(given: Sequence[AnyArray], piece: slice, division: Sequence[Any], bad: AnyArray) -> Floats | None:
+    """Return the mean of the contributions that are finite in this piece, or None if it is not finite. Marks the others
+    as bad."""
+    total: Floats | None = None
+    good = 0
+    for number, part in enumerate(given):
+        values = _copied(part[piece])
+        if not np.isfinite(values).all():
+            bad[number] = 1
+            continue
+        total, good = values if total is None else total + values, good + 1
+    if total is None:
+        return None
+    divisor, factor = division
+    by_factor = divisor == 0 and (good == len(given) or factor == 1)
+    mean: Floats = total * factor if by_factor else total / np.float32(good)
+    return mean if np.isfinite(mean).all() else None

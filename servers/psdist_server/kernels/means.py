@@ -45,7 +45,6 @@ Invariants:
 from __future__ import annotations
 
 import inspect
-import math
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -55,12 +54,25 @@ from typing import Any, Final
 import numpy as np
 
 from psdist.compression import casts, segments
-from psdist.compression.casts import INFINITY, check_output, check_vector, narrow, widen_brain_one, widen_half_one
-from psdist.compression.compiled import FLOAT, IN, IN_BITS16, IN_BITS32, OUT, Kernel, kernel, part_of_kernel
-from psdist.compression.deferred import Deferred, PartOfKernel, numba, types
+from psdist.compression.casts import INFINITY, narrow, widen_brain_one, widen_half_one
+from psdist.compression.dtypes import check_output, check_vector
+from psdist.compression.kernel_runtime import (
+    FLOAT,
+    IN,
+    IN_BITS16,
+    IN_BITS32,
+    OUT,
+    Deferred,
+    Kernel,
+    PartOfKernel,
+    kernel,
+    numba,
+    part_of_kernel,
+    types,
+)
 from psdist.errors import DTypeMismatchError, InvalidArgumentError
 from psdist_server.kernels import interpreted
-from psdist_server.kernels.interpreted import BLOCK, CODES, DTYPES, SUM_LANES, AnyArray, Floats
+from psdist_server.kernels.interpreted import BLOCK, CODES, DTYPES, SUM_LANES, AnyArray, Floats, division_by
 
 #: The values of ``CODES``, as separate numbers because numba accepts only these as constants.
 _FLOAT32, _FLOAT16, _BFLOAT16 = range(3)
@@ -212,23 +224,9 @@ def combine(out: Floats, parts: Sequence[AnyArray], divisor: float) -> bool:
         check_vector("part", part, part.dtype, out.size)
         if part.dtype not in CODES:
             raise DTypeMismatchError(f"part has dtype {part.dtype}: use one of {', '.join(DTYPES)}", dtype=part.dtype)
-    addresses = np.array([address_of(part) for part in parts], np.uintp)
+    addresses = np.array([part.ctypes.data for part in parts], np.uintp)
     codes = np.array([CODES[part.dtype] for part in parts], np.int64)
     return bool(_combine(out, addresses, codes, *division_by(divisor)))
-
-
-def address_of(array: AnyArray) -> int:
-    """Return the address of the array's memory."""
-    address: int = array.__array_interface__["data"][0]
-    return address
-
-
-def division_by(number: float) -> tuple[np.float32, np.float32]:
-    """Return the divisor and factor by which kernels divide by a positive ``number``. Multiplying by a power of two's
-    inverse equals dividing by it, bit for bit, and is cheaper."""
-    if math.frexp(number)[0] == 0.5 and 2.0**-64 < number < 2.0**64:
-        return np.float32(0.0), np.float32(1.0 / number)
-    return np.float32(number), np.float32(0.0)
 
 
 @kernel(IN, result=types.float64, interpreted=interpreted.sum_squares)
@@ -415,7 +413,7 @@ def _add_all(parts: Sequence[AnyArray], weights: Sequence[float], out: Floats) -
     out.fill(0.0)
     for part, weight in zip(parts, weights, strict=True):
         values = _decoded(part, out.size) if is_encoded(part) else part
-        _add_weighted(out, address_of(values), CODES[values.dtype], np.float32(weight))
+        _add_weighted(out, values.ctypes.data, CODES[values.dtype], np.float32(weight))
 
 
 def decoded(parts: Sequence[AnyArray], size: int) -> list[AnyArray]:
@@ -433,7 +431,7 @@ def _add(part: AnyArray, out: Floats) -> None:
     if is_encoded(part):
         segments.accumulate(part, out)
     else:
-        _add_elements(out, address_of(part), CODES[part.dtype])
+        _add_elements(out, part.ctypes.data, CODES[part.dtype])
 
 
 @kernel(OUT, types.uintp, types.int64, interpreted=interpreted.add_elements)
@@ -443,7 +441,7 @@ def _add_elements(out: Any, address: Any, code: Any) -> None:
         add_to_block(out[start : start + BLOCK], address, code, start, False)
 
 
-@kernel(OUT, types.uintp, types.int64, FLOAT, interpreted=interpreted.add_weighted)
+@kernel(OUT, types.uintp, types.int64, FLOAT, interpreted=interpreted.add_elements)
 def _add_weighted(out: Any, address: Any, code: Any, weight: Any) -> None:
     """Add a contribution that is not encoded, multiplied by its weight. It is read once."""
     block = np.empty(BLOCK, np.float32)

@@ -97,13 +97,17 @@ class Rule:
         known = self._scalars_kept
         if known is not None and known[0] == (step, lr_scale, settings, lag):
             return known[1]
-        groups = [dict(values) for values in self._groups]
-        for group, name, value in settings:
-            groups[group][name] = value
+        groups = self._groups
+        if settings:
+            groups = tuple(map(dict, groups))
+            for group, name, value in settings:
+                groups[group][name] = value
+        made: list[tuple[np.float32, ...] | None] = []
         with np.errstate(over="ignore"):
-            made = tuple(self._group_scalars(*one, step, float(lr_scale), lag) for one in enumerate(groups))
-        self._scalars_kept = ((step, lr_scale, settings, lag), made)
-        return made
+            for group, values in enumerate(groups):
+                made.append(self._group_scalars(group, values, step, float(lr_scale), lag))
+        self._scalars_kept = (step, lr_scale, settings, lag), tuple(made)
+        return self._scalars_kept[1]
 
     def _group_scalars(
         self, group: int, values: Values, step: int, lr_scale: float, lag: int

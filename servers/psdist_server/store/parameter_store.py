@@ -49,8 +49,7 @@ from psdist_server.core.events import (
 from psdist_server.core.lags import Lags
 from psdist_server.core.replication import BackupReplication, Replicated, RoomFreed, ShardFenced, not_primary
 from psdist_server.core.role_changes import RoleChanges, make_shard
-from psdist_server.kernels.arrays import Array, DenseParameters, gradient_of
-from psdist_server.kernels.double import all_finite
+from psdist_server.kernels.arrays import Array, DenseParameters, all_finite, gradient_of
 from psdist_server.kernels.pool import KernelLauncher, KernelPool
 from psdist_server.store.applier import Aggregated, Applier, Updated
 from psdist_server.store.backup_shards import BackupShards

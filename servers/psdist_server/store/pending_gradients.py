@@ -32,10 +32,8 @@ from psdist_server.core.contributions import (
 from psdist_server.core.events import Forget
 from psdist_server.core.lags import RangeEdges, Ranges, common, within
 from psdist_server.kernels import means
-from psdist_server.kernels.arrays import Array, Bad, Gradient, Update, gradient_of
-from psdist_server.kernels.double import all_finite
+from psdist_server.kernels.arrays import Array, Bad, Gradient, Update, WrittenSlice, all_finite, gradient_of
 from psdist_server.kernels.means import is_encoded
-from psdist_server.kernels.written_slice import WrittenSlice
 from psdist_server.store.rpc_call import Call
 from psdist_server.store.statistics import Counters
 

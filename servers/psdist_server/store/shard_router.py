@@ -25,8 +25,7 @@ from psdist_server.core.events import (
     SliceRecord,
 )
 from psdist_server.core.replication import ShardFenced, not_primary
-from psdist_server.kernels.arrays import DenseParameters, Gradient
-from psdist_server.kernels.written_slice import WrittenSlice
+from psdist_server.kernels.arrays import DenseParameters, Gradient, WrittenSlice
 from psdist_server.store.pending_gradients import PendingGradient, PendingGradients
 from psdist_server.store.rpc_call import Call, CallTable
 from psdist_server.store.statistics import Counters, SliceSpans

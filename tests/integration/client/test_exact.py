@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from psdist import AsyncClient, AsyncParameters, optim
-from psdist.compression.background_compiler import LARGE_ELEMENTS
+from psdist.compression.kernel_runtime import LARGE_ELEMENTS
 from psdist.consistency import BSP
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.optim import Optimizer

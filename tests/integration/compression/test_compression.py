@@ -31,7 +31,7 @@ from psdist.compression import (
     PowerSGD,
     RandomK,
     TopK,
-    automatic,
+    regions,
 )
 from psdist.consistency import ASP, BSP, SSP, Consistency
 from psdist.launcher.embedded import EmbeddedCluster
@@ -302,7 +302,7 @@ async def test_a_codec_is_chosen_by_the_speed_of_the_links(
 
     measure_links = automatic_compression._measure_links
     monkeypatch.setattr(automatic_compression, "_measure_links", measure)
-    monkeypatch.setattr(automatic, "_SMALL_ELEMENTS", 1)
+    monkeypatch.setattr(regions, "_SMALL_ELEMENTS", 1)
     workers, codecs = Workers(cluster, transport), (Int4(), Int4()) if codec == "Int4" else (Float32(), Float32())
     try:
         expected = reference_run(codecs, 2)

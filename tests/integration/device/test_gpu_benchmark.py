@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import gpu, gpu_codecs, gpu_runs, gpu_updates
 from psdist.compression import Int8
-from psdist.compression.device.memory import DeviceVector
+from psdist.device.memory import DeviceVector
 from tests.support.host_device import HostDevice, needs_compiler
 
 _ROOT = Path(__file__).resolve().parents[3]

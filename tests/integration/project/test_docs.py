@@ -18,8 +18,8 @@ import pytest
 import psdist
 from psdist import compression
 from psdist.cli import run
-from psdist.compression import pulls
-from psdist.compression.device.sparse_coders import coder_of
+from psdist.compression.specifications import PULL_CODECS
+from psdist.device.coders import coder_of
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.metrics.report import MEASURED
 from tests.flag_reference import time_limits
@@ -316,7 +316,7 @@ def test_the_page_on_compression_has_each_codec_with_its_defaults() -> None:
         ]  # fmt: skip
         if text and name != "Auto":
             codec = classes[name]()
-            assert (weights == "yes") == (name in pulls._CODECS)
+            assert (weights == "yes") == (name in PULL_CODECS)
             assert (gpu != "no") == (coder_of(codec) is not None)
             assert (feedback == "none") == (not isinstance(codec, compression.Compressor))
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from psdist import AsyncClient, optim
-from psdist.compression.background_compiler import LARGE_ELEMENTS
+from psdist.compression.kernel_runtime import LARGE_ELEMENTS
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.settings.config import TransportName
 from psdist.types import choose_slice_elements

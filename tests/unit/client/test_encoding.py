@@ -19,9 +19,8 @@ from psdist.client import encoding
 from psdist.client.core.buckets import ReadySlices
 from psdist.client.encoding import EncodedPush, Encoding, _run_in_threads
 from psdist.client.participation import Participation
-from psdist.client.process import codec_kernels
 from psdist.client.reporting.phase_timer import PhaseTimer
-from psdist.compression import Codec, Float16, Int8, PerTensor, RandomK
+from psdist.compression import Codec, Float16, Int8, PerTensor, RandomK, segments
 from psdist.types import Layout, Slicing, TensorSpec
 from psdist.v1 import common_pb2
 from psdist.v1 import scheduler_pb2 as pb
@@ -541,7 +540,7 @@ class LoadingCompiler:
 
 async def test_a_push_waits_for_kernels_that_are_being_loaded(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler, elements = LoadingCompiler(), []
-    monkeypatch.setattr(codec_kernels, "prepare", lambda size: elements.append(size) or compiler)
+    monkeypatch.setattr(segments, "prepare_kernels", lambda size: elements.append(size) or compiler)
     setup = await start()
     for given_up in True, False:
         call = asyncio.create_task(setup.weights.push(gradient(0)))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psdist.compression import BFloat16, Chain, ChunkedTopK, Codec, Int2, Int4, Int8, OneBit, PowerSGD, RandomK, TopK
-from psdist.compression.pulls import pull_codec_from_text, pull_codec_to_text
+from psdist.compression.specifications import pull_codec_from_text, pull_codec_to_text
 from psdist.errors import InvalidArgumentError, LimitExceededError, PsdistError, UnknownCodecError
 
 integers = {"block": st.integers(16, 65536), "stochastic": st.booleans(), "seed": st.integers(0, 2**63 - 1)}

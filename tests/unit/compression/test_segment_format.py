@@ -32,8 +32,8 @@ from psdist.compression.segments import (
     prepare,
     regions,
 )
+from psdist.compression.segments.encoding import PreparedLowRank
 from psdist.compression.segments.format import Kind
-from psdist.compression.segments.prepared import PreparedLowRank
 from psdist.types import TensorSpec
 from tests.support import segment_reference as reference
 

@@ -30,6 +30,7 @@ from psdist.compression import (
     resolve,
 )
 from psdist.compression.segments import (
+    KERNELS,
     PushNumber,
     Region,
     accumulate,
@@ -41,7 +42,6 @@ from psdist.compression.segments import (
     regions,
 )
 from psdist.compression.segments.format import Kind
-from psdist.compression.segments.warm_up import KERNELS
 from psdist.errors import (
     InvalidArgumentError,
     MalformedPayloadError,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from psdist.client.device import arrays as device_arrays
 from psdist.client.device.arrays import CupyArrays, is_on_device, number_of
-from psdist.compression.device.memory import DeviceVector
+from psdist.device.memory import DeviceVector
 from psdist.errors import (
     DeviceLostError,
     DeviceUnavailableError,

@@ -123,7 +123,7 @@ def resident(dense: DenseParameters) -> tuple[int, int]:
     """KiB of memory that this process's parameters have: the file's, and that of the two states."""
     assert dense.weights.arena is not None
     file = os.fstat(dense.weights.arena.fd).st_blocks // 2 - dense.weights.arena.offset // 1024
-    wanted = {means.address_of(state) for state in dense.states}
+    wanted = {state.ctypes.data for state in dense.states}
     states, inside, size = 0, False, dense.states[0].nbytes
     for line in Path("/proc/self/smaps").read_text().splitlines():
         fields = line.split()

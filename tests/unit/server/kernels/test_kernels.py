@@ -11,7 +11,8 @@ import numba
 import numpy as np
 import pytest
 
-from psdist.compression import casts, compiled
+from psdist.compression import casts, kernel_runtime
+from psdist.compression.kernel_runtime import resolve
 from psdist.errors import DTypeMismatchError, InvalidArgumentError, ShapeMismatchError
 from psdist_server.kernels import means
 from psdist_server.kernels.updates import UPDATES
@@ -82,7 +83,7 @@ def test_compiles_where_no_cache_can_be_written(monkeypatch: pytest.MonkeyPatch)
         for i in range(values.size):
             values[i] = values[i] / np.float32(2.0)
 
-    kernel, values = compiled.Kernel(halve, (compiled.OUT,)), floats(3)
+    kernel, values = kernel_runtime.Kernel(halve, (kernel_runtime.OUT,)), floats(3)
     kernel(values)
     assert values.tolist() == [0.5, 0.5, 0.5]
 
@@ -91,15 +92,15 @@ KERNELS = {
     f"{module.__name__}.{one.__name__}": one
     for module in (means, casts)
     for one in vars(module).values()
-    if isinstance(one, compiled.Kernel)
+    if isinstance(one, kernel_runtime.Kernel)
 }
 
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
-def test_loop_is_vectorized(kernel: compiled.Kernel) -> None:
+def test_loop_is_vectorized(kernel: kernel_runtime.Kernel) -> None:
     """No kernel works on one element at a time: a changed expression easily does that, and costs 4 to 16 times."""
     # Compiled again, because numba cannot show code that it loaded from its cache.
-    recompiled = numba.njit([kernel.signature], nogil=True, error_model="numpy")(compiled.resolve(kernel.function))
+    recompiled = numba.njit([kernel.signature], nogil=True, error_model="numpy")(resolve(kernel.function))
     code = recompiled.inspect_llvm(recompiled.signatures[0])
     assert re.search(r"load <\d+ x (float|i32|i16)>", code)
 
@@ -107,7 +108,7 @@ def test_loop_is_vectorized(kernel: compiled.Kernel) -> None:
 @pytest.mark.parametrize("name", UPDATES)
 def test_update_is_vectorized(name: str) -> None:
     """A fused kernel's work on one block, alone, since the compiled kernel contains other loops, too."""
-    element = compiled.part_of_kernel(UPDATES[name].element).value
+    element = kernel_runtime.part_of_kernel(UPDATES[name].element).value
     scalars = UPDATES[name].signature.args[-1]
     arrays = element.py_func.__code__.co_argcount - scalars.count
 
@@ -128,7 +129,7 @@ def test_update_is_vectorized(name: str) -> None:
             w[i], a[i], b[i], c[i] = element(w[i], a[i], b[i], c[i], g[i], *s)
 
     loop = {2: one, 3: two, 4: three, 5: four}[arrays]
-    signature = compiled.types.void(*[compiled.OUT] * arrays, scalars).value
+    signature = kernel_runtime.types.void(*[kernel_runtime.OUT] * arrays, scalars).value
     code = numba.njit([signature], error_model="numpy")(loop).inspect_llvm(signature.args)
     assert re.search(r"load <\d+ x float>", code)
 
@@ -136,5 +137,5 @@ def test_update_is_vectorized(name: str) -> None:
 def test_fused_updates_are_vectorized_too() -> None:
     """Not the sum of contributions alone: the root shows it where there is one."""
     for kernel in (UPDATES["adam"], UPDATES["ftrl"]):  # Each takes seconds to compile; the others are made like them.
-        recompiled = numba.njit([kernel.signature], nogil=True, error_model="numpy")(compiled.resolve(kernel.function))
+        recompiled = numba.njit([kernel.signature], nogil=True, error_model="numpy")(resolve(kernel.function))
         assert re.search(r"sqrt\.v\d+f32", recompiled.inspect_llvm(recompiled.signatures[0])), kernel.__name__

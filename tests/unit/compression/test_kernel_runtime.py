@@ -16,12 +16,12 @@ import numba
 import numpy as np
 import pytest
 
-from psdist.compression import compiled
-from psdist.compression.compiled import compile_all
+from psdist.compression import kernel_runtime
+from psdist.compression.kernel_runtime import compile_all
 
 #: Module of kernels with its own cache directory.
 MODULE = """
-from psdist.compression.compiled import IN, OUT, kernel
+from psdist.compression.kernel_runtime import IN, OUT, kernel
 
 @kernel(IN, OUT)
 def double(values, out):
@@ -36,7 +36,7 @@ def triple(values, out):
 #: Compiles both, and prints for each whether it came from the cache.
 SCRIPT = """
 import some_kernels
-from psdist.compression.compiled import compile_all
+from psdist.compression.kernel_runtime import compile_all
 kernels = [some_kernels.double, some_kernels.triple]
 compile_all(kernels)
 print(*[sum(kernel.compile().stats.cache_hits.values()) for kernel in kernels])
@@ -89,7 +89,7 @@ def test_a_kernel_that_another_compiles_comes_last(module: Path) -> None:
 def test_a_process_that_stands_still_is_not_waited_for_for_ever(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import some_kernels
 
-    monkeypatch.setattr(compiled, "LOCK_SECONDS", 0.01)
+    monkeypatch.setattr(kernel_runtime, "LOCK_SECONDS", 0.01)
     other = _lock(module, "double")
     try:
         compile_all([some_kernels.double])
@@ -112,7 +112,7 @@ def test_what_was_compiled_of_other_files_is_not_used(module: Path) -> None:
     """A called function is in another file, which numba does not check."""
     helper, script = module / "some_helpers.py", module / "script.py"
     (module / "some_kernels.py").write_text(
-        "from psdist.compression.compiled import IN, OUT, kernel\n"
+        "from psdist.compression.kernel_runtime import IN, OUT, kernel\n"
         "from some_helpers import changed\n"
         "@kernel(IN, OUT)\n"
         "def change(values, out):\n"
@@ -130,7 +130,7 @@ def test_what_was_compiled_of_other_files_is_not_used(module: Path) -> None:
     said = []
     for factor in (2, 2, 3):
         helper.write_text(
-            "from psdist.compression.compiled import part_of_kernel\n"
+            "from psdist.compression.kernel_runtime import part_of_kernel\n"
             f"@part_of_kernel\ndef changed(value):\n    return {factor} * value\n"
         )
         said.append(subprocess.run([sys.executable, script], env=environ, capture_output=True, text=True, check=True))

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from psdist.compression import BFloat16, ChunkedTopK, Codec, Float16, Float32, Int2, Int4, Int8, PerTensor, TopK
-from psdist.compression.device.launcher import Launcher
-from psdist.compression.device.tables import SegmentRange, table
 from psdist.compression.regions import Region
+from psdist.device.coders import SegmentRange, table
+from psdist.device.memory import Launcher
 from psdist.errors import NonFiniteGradientError
 from tests.support.device_encoders import CODECS, LAYOUT, BothEncoders, each_tensor, layout_of, on_device, worst_cases
 from tests.support.host_device import HostDevice, needs_compiler

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psdist.compression import casts, numpy_casts, resolve
+from psdist.compression import casts, resolve
 from psdist.compression.dtypes import NUMPY_DTYPES
 
 DTYPES = ["float16", "bfloat16"]
@@ -22,13 +22,13 @@ def test_both_casts_give_the_same_bytes(size: int, seed: int, dtype: str) -> Non
     values = np.where(np.isnan(values), np.float32(1), values)
     ours, theirs = np.empty(size, NUMPY_DTYPES[dtype]), np.empty(size, NUMPY_DTYPES[dtype])
     casts.narrow(values, ours)
-    numpy_casts.narrow(values, theirs)
+    casts.narrow_by_numpy(values, theirs)
     assert ours.tobytes() == theirs.tobytes()
     with np.errstate(over="ignore"):
         assert ours.tobytes() == values.astype(NUMPY_DTYPES[dtype]).tobytes()
     back, again = np.empty(size, np.float32), np.empty(size, np.float32)
     casts.widen(ours, back)
-    numpy_casts.widen(ours, again)
+    casts.widen_by_numpy(ours, again)
     assert back.tobytes() == again.tobytes() == ours.astype(np.float32).tobytes()
 
 
@@ -50,10 +50,10 @@ def test_without_a_cast_nothing_is_copied() -> None:
 def test_numba_is_loaded_only_for_many_16_bit_payloads(codec: str | None) -> None:
     code = (
         "import sys, numpy as np, threading\nimport psdist.client.transport.requests\n"
-        "from psdist.compression import background_compiler, resolve\n"
+        "from psdist.compression import kernel_runtime, resolve\n"
         f"codec, values = resolve({codec!r}), np.ones(1000, np.float32)\n"
         "first = codec.encode(values).tobytes()\nprint('numba' in sys.modules)\n"
-        "background_compiler._WORTH_SECONDS = 0\n"
+        "kernel_runtime._WORTH_SECONDS = 0\n"
         "assert codec.encode(values).tobytes() == first\n"
         "[one.join() for one in threading.enumerate() if one.name == 'psdist-compile']\n"
         "assert codec.encode(values).tobytes() == first\nprint('numba' in sys.modules)"

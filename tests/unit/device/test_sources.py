@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from psdist.compression.device.launcher import codec_source
 from psdist.device.compile import ARCHITECTURES, compile_source, nvrtc
+from psdist.device.memory import codec_source
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -17,15 +17,22 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from psdist.compression.device.coders import Coder, PlacedSegments, PushMemory, PushNumbers, SegmentHeader, Selected
-from psdist.compression.device.launcher import Launcher
-from psdist.compression.device.memory import DeviceVector, DoubleVector, GrowingBuffer, PinnedPool
-from psdist.compression.device.sparse_coders import coder_of
-from psdist.compression.device.tables import SegmentRange, uncovered_parts
 from psdist.compression.regions import Region
+from psdist.compression.segments import PushNumber
+from psdist.compression.segments.encoding import non_finite
 from psdist.compression.segments.format import HEADER, HEADER_BYTES, padded
-from psdist.compression.segments.prepared import non_finite
+from psdist.device.coders import (
+    Coder,
+    PlacedSegments,
+    PushWork,
+    SegmentHeader,
+    SegmentRange,
+    Selected,
+    coder_of,
+    uncovered_parts,
+)
 from psdist.device.device import Device
+from psdist.device.memory import DeviceVector, DoubleVector, GrowingBuffer, Launcher, PinnedPool
 
 #: One number per region.
 Words = NDArray[np.uint32]
@@ -48,14 +55,14 @@ class DevicePush(NamedTuple):
     """One push.
 
     values: its gradient.
-    residual, velocity: see ``PushMemory``.
+    residual, velocity: see ``PushWork``.
     forgotten: uint32[regions], flags of the discarded residuals and velocities. Updated by ``encode``.
     """
 
     values: DeviceVector
     residual: DoubleVector | None
     velocity: DoubleVector | None
-    numbers: PushNumbers
+    numbers: PushNumber
     forgotten: Words
 
 
@@ -81,7 +88,7 @@ class LaunchedBatch(NamedTuple):
     ends: offset of each segment in the output at address ``out``, followed by the end of the last one.
     """
 
-    memory: PushMemory
+    work: PushWork
     headers: list[SegmentHeader]
     ends: list[int]
     out: int
@@ -141,9 +148,9 @@ class DeviceEncoder:
     ) -> tuple[list[memoryview], Words]:
         segments = [segment for one in slices for segment in one]
         batch = self._launch(push, segments)
-        self._check_uncovered(batch.memory, segments, new)
+        self._check_uncovered(batch.work, segments, new)
         flags, taken = np.empty(len(self._regions), np.uint32), self._pinned.take(batch.ends[-1])
-        self._run.copy_out(flags, batch.memory.flags)
+        self._run.copy_out(flags, batch.work.flags)
         self._run.copy_out(taken, batch.out)
         self._run.wait()
         _write_headers(taken, segments, batch.headers, batch.ends)
@@ -158,8 +165,8 @@ class DeviceEncoder:
         flags = self._run.scratch(4 * len(self._regions))
         self._run.clear(flags, 4 * len(self._regions))
         forgotten = self._run.upload(push.forgotten)
-        memory = PushMemory(push.values, push.residual, push.velocity, flags, forgotten)
-        batches = [batch for coder in self._coders.values() if (batch := self._select(push, memory, coder, segments))]
+        work = PushWork(self._run, push.numbers, push.values, push.residual, push.velocity, flags, forgotten)
+        batches = [batch for coder in self._coders.values() if (batch := self._select(work, coder, segments))]
         headers = self._headers(segments, batches)
         ends = np.cumsum([0, *(HEADER_BYTES + padded(header.size) for header in headers)]).tolist()
         out = self._out.address(ends[-1])
@@ -167,12 +174,10 @@ class DeviceEncoder:
         for batch in batches:
             outs = [out + ends[i] + HEADER_BYTES for i in batch.numbers]
             placed = PlacedSegments([segments[i] for i in batch.numbers], outs)
-            batch.coder.launch(self._run, memory, placed, push.numbers, batch.selected)
-        return LaunchedBatch(memory, headers, ends, out)
+            batch.coder.launch(work, placed, batch.selected)
+        return LaunchedBatch(work, headers, ends, out)
 
-    def _select(
-        self, push: DevicePush, memory: PushMemory, coder: Coder, segments: Sequence[SegmentRange]
-    ) -> CodecBatch | None:
+    def _select(self, push: PushWork, coder: Coder, segments: Sequence[SegmentRange]) -> CodecBatch | None:
         """Return the segments of one coder, with its choice of elements; None if it has none."""
         numbers = [i for i, segment in enumerate(segments) if self.coder(segment.region) is coder]
         if not numbers:
@@ -182,7 +187,7 @@ class DeviceEncoder:
             for segment in mine:
                 start = segment.region.start
                 self._run.clear_vector(push.residual.after, start + segment.start, start + segment.stop)
-        return CodecBatch(coder, numbers, coder.select(self._run, memory, mine, push.numbers))
+        return CodecBatch(coder, numbers, coder.select(push, mine))
 
     def _headers(self, segments: Sequence[SegmentRange], batches: Sequence[CodecBatch]) -> list[SegmentHeader]:
         """Return the headers of all segments. Waits for the sizes of sparse ones."""
@@ -197,13 +202,13 @@ class DeviceEncoder:
             totals[batch.numbers] = mine
         return [self.coder(one.region).header(one, row) for one, row in zip(segments, totals.tolist(), strict=True)]
 
-    def _check_uncovered(self, memory: PushMemory, segments: Sequence[SegmentRange], new: Sequence[int]) -> None:
+    def _check_uncovered(self, push: PushWork, segments: Sequence[SegmentRange], new: Sequence[int]) -> None:
         """Check the elements of new regions outside ``segments``: a residual is discarded for a region as a whole."""
         regions = {number: self._regions[number] for number in new if self.coder(self._regions[number]).feeds_back}
         for coder in self._coders.values():
             mine = {number: region for number, region in regions.items() if self.coder(region) is coder}
             if parts := uncovered_parts(segments, mine):
-                coder.check(self._run, memory, parts)
+                coder.check(push, parts)
 
 
 def _write_headers(

@@ -1,4 +1,4 @@
-// Shared by all encoders of segments (psdist/compression/device). A segment is a range of one tensor, the region; a table
+// Shared by all encoders of segments (psdist/device). A segment is a range of one tensor, the region; a table
 // has one row per segment. A task is a piece of a segment: a quantization block, a chunk or a tile. Kernels are
 // launched with one warp or one block of threads per task of the whole table.
 
@@ -6,7 +6,7 @@
 #define INFINITY_BITS 0x7F800000u
 #define ROUND_TO_WHOLE 12582912.0f  // 1.5 * 2 ** 23: adding it rounds to an integer, ties to even.
 
-// Row of the table, as written by psdist/compression/device/tables.py.
+// Row of the table, as written by psdist/device/coders.py.
 struct Row {
     u64 base;    // elements of the flat vector before the region
     u64 size;    // elements of the region
