@@ -220,8 +220,9 @@ class GrpcWorker(WorkerChannel):
         while (request := await rpc.requests.get()) is not None:
             yield request
             # A write after the end of the stream hides the status (grpc issue 36066): a refusal may be on its way.
-            for _ in range(2):
-                await statistics(b"", metadata=self.metadata)
+            with suppress(grpc.aio.AioRpcError):
+                for _ in range(2):
+                    await statistics(b"", metadata=self.metadata)
             if rpc.stream.done():
                 break
         rpc.is_sent.set()
