@@ -142,11 +142,9 @@ class ChainMoves:
     plan: Plan
 
     def needs(self, peer: int) -> bool:
-        """See ``Moves``."""
         return False
 
     def slowest(self) -> list[int]:
-        """See ``Moves``."""
         return list(self.plan.peers)
 
 
@@ -187,14 +185,12 @@ class HostChain:
         self._forth, self._back, self._chain = made
 
     def fits(self, plan: Plan) -> bool:
-        """See ``GroupRoute``."""
         if plan.whole is None or plan.whole[0].nbytes < CHAIN_BYTES_MIN:
             return False
         is_rounded_once = plan.whole[0].dtype in (np.float16, BFLOAT16) and plan.call.op in _ROUNDED_ONCE
         return not is_rounded_once
 
     def moves(self, plan: Plan) -> ChainMoves:
-        """See ``GroupRoute``."""
         return ChainMoves(plan)
 
     def abandon(self, error: PsdistError) -> None:

@@ -330,7 +330,6 @@ class AsyncWorkerGroup:
         await self._call(plans.barrier(self.rank, self.size), timeout)
 
     def preparing(self) -> AbstractContextManager[None]:
-        """See ``GroupCalls``."""
         return self._session.waits.group_calls.preparing()
 
     @property

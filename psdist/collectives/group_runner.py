@@ -350,7 +350,6 @@ class GroupRunner:
         return self._machine.waiting_for(call_id)
 
     def lacks(self, check: scheduler_pb2.CheckCall) -> bool:
-        """See ``GroupFrames``."""
         peer = self._by_worker.get((check.worker_id, check.incarnation))
         return peer is not None and not self.has_ended and self._counts.lacks(check, peer)
 
@@ -361,11 +360,9 @@ class GroupRunner:
             self._carry_out(self._machine.expire(call_id, timeout))
 
     def abandon(self, error: PsdistError) -> None:
-        """See ``GroupFrames``."""
         self._carry_out(self._machine.on_failure(error))
 
     def farewell(self, key: bytes) -> bytes:
-        """See ``GroupFrames``."""
         return messages.encode(key, self._machine.farewell(self._machine.rank))
 
     def end(self, error: PsdistError) -> None:
@@ -448,7 +445,6 @@ class GroupRunner:
     # --- frames -------------------------------------------------------------------------------------------------------
 
     def open(self, key: bytes, members: list[WorkerEntry]) -> None:
-        """See ``GroupFrames``."""
         self.key, self.members = key, members
         self.route.open(key, members)
         self._counts.open(key, members)
@@ -458,13 +454,11 @@ class GroupRunner:
         self._carry_out(unopened)
 
     def place(self, sender: Sender, part: pb.CollectivePart, size: int) -> Bytes | None:
-        """See ``GroupFrames``."""
         peer = self._rank_of(sender)
         lane = messages.lane_of(part.lane, peer, self._machine.rank)
         return self._machine.place(peer, lane, part.lane.number, part.part, size)
 
     def on_frame(self, sender: Sender, frame: pb.PeerFrame, data: Bytes) -> None:
-        """See ``GroupFrames``."""
         peer = self._rank_of(sender)
         try:
             self._process(peer, frame, data)
@@ -493,7 +487,6 @@ class GroupRunner:
                 self._carry_out(self._machine.on_peer_failure(peer, error, frame.failure.completed))
 
     def on_lost(self, worker: Sender, reason: str) -> None:
-        """See ``GroupFrames``."""
         if (rank := self._by_worker.get(worker)) is not None:
             self._carry_out(self._machine.on_lost(rank, reason))
 

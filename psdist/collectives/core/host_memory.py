@@ -154,11 +154,9 @@ class HostMemory:
         self._slots = [[memory[start : start + self.piece_bytes] for start in starts] for memory in memories]
 
     def fits(self, plan: Plan) -> bool:
-        """See ``GroupRoute``."""
         return fits(plan)
 
     def moves(self, plan: Plan) -> HostMoves:
-        """See ``GroupRoute``."""
         return HostMoves(plan, self)
 
     def completed(self, rank: int) -> int:
@@ -207,11 +205,9 @@ class HostMoves:
         return bool(self._in_place)
 
     def needs(self, peer: int) -> bool:
-        """See ``Moves``."""
         return self._memory.completed(peer) < self.last
 
     def slowest(self) -> list[int]:
-        """See ``Moves``."""
         completed = {peer: self._memory.completed(peer) for peer in self.peers}
         return [peer for peer, steps in completed.items() if steps == min(completed.values())]
 
