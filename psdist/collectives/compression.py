@@ -34,6 +34,9 @@ EncodeResult = Callable[[int], bytes]
 
 #: Elements of a slice, whose payload is at most one part.
 SLICE_ELEMENTS: Final = 1 << 17
+#: Number of ranks from which a result is encoded again: fewer receive no less by contributions alone.
+_RANKS_MIN: Final = 3
+_LABEL: Final = 100
 
 
 class CompressedPlan(Plan):
@@ -133,11 +136,6 @@ class CompressedPlan(Plan):
             segments.accumulate(payload, out)
         if divisor != 1:
             np.true_divide(out, divisor, out=out)
-
-
-#: Number of ranks from which a result is encoded again: fewer receive no less by contributions alone.
-_RANKS_MIN: Final = 3
-_LABEL: Final = 100
 
 
 class AllReduceCompression:

@@ -48,13 +48,23 @@ _PAUSE_MILLISECONDS: Final = 5
 #: Looks at a counter before it sleeps. Other processes run in between, and an idle processor needs longer to wake.
 _LOOKS: Final = 20
 _LOW_BITS: Final = 2**32 - 1
+#: Reductions of 16-bit floats that have no partial result of the array's dtype.
+_ROUNDED_ONCE: Final = ("sum", "avg", "product")
+#: Messages of a direction that are under way at a time.
+_AHEAD: Final = 3
 
 #: Called on the loop, with an error or None, unless the movement was stopped.
 Done = Callable[[Exception | None], None]
+#: Part of an all-reduce: this rank's array, and the memory for the result.
+Block = tuple[Array, Array]
 
 
 class Mover:
-    """Thread for the calls of one group, which are moved one after another. Used on the loop."""
+    """Thread that moves the calls of one group, one after another, through memory of the host. Used on the loop.
+
+    It waits for other ranks without the event loop, because a message costs two loops more than a piece costs the
+    processor. It never waits long for one change, so that ``stop`` is quick.
+    """
 
     def __init__(self, memory: HostMemory) -> None:
         self._memory = memory
@@ -110,16 +120,6 @@ class Mover:
                 os.sched_yield()
             else:
                 processes.wait(self._memory.addresses[peer], completed & _LOW_BITS, _PAUSE_MILLISECONDS)
-
-
-#: Reductions of 16-bit floats that have no partial result of the array's dtype.
-_ROUNDED_ONCE: Final = ("sum", "avg", "product")
-
-
-#: Part of an all-reduce: this rank's array, and the memory for the result.
-Block = tuple[Array, Array]
-#: Messages of a direction that are under way at a time.
-_AHEAD: Final = 3
 
 
 class PartOfGroup(Protocol):

@@ -35,6 +35,8 @@ from psdist.wire import limits
 from psdist.wire.limits import BUFFER_BYTES_MAX, BUFFERS_MAX, DIMENSIONS_MAX
 
 logger = logging.getLogger("psdist")
+#: Longest wait for the others' memory: for a rank that hands it to another one first.
+MAP_SECONDS: Final = 2 * fd_passing.HANDOVER_SECONDS
 
 
 def are_on_one_host(members: Sequence[WorkerEntry]) -> bool:
@@ -149,10 +151,6 @@ class HostSharing:
         if len(self._arenas) == len(self._others) + 1:
             memories = [self._arenas[one].flat.view(np.uint8)[: self._nbytes] for one in range(len(self._arenas))]
             self._end(memories)
-
-
-#: Longest wait for the others' memory: for a rank that hands it to another one first.
-MAP_SECONDS: Final = 2 * fd_passing.HANDOVER_SECONDS
 
 
 @dataclass(frozen=True, slots=True)

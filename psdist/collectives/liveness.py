@@ -19,6 +19,8 @@ from psdist.v1 import worker_pb2 as pb
 LOOKS: Final = 8
 #: Pauses between two looks, in intervals, after which this process itself was stopped or starved.
 _OWN_STALL: Final = 3.0
+#: Pauses between two looks, within which an acknowledgement must arrive.
+_ACKNOWLEDGED: Final = 2.0
 
 
 class PeerSilence:
@@ -43,10 +45,6 @@ class PeerSilence:
         elif gap > _OWN_STALL * self._interval:
             self._since += gap
         return 0.0 if self._since is None else now - self._since
-
-
-#: Pauses between two looks, within which an acknowledgement must arrive.
-_ACKNOWLEDGED: Final = 2.0
 
 
 class PeerLiveness:

@@ -46,6 +46,15 @@ from psdist.collectives.core.plans import (
 from psdist.collectives.core.reductions import combine
 from psdist.wire.limits import HOST_MEMORY_BYTES_MIN, IN_PLACE_PIECE_BYTES, LARGE_GROUP_PIECE_BYTES, PIECE_BYTES
 
+#: Beginning of the slots in a rank's memory. Before it there is the number of steps that the rank has completed.
+_HEADER_BYTES: Final = 64
+_SLOTS: Final = 4
+#: Calls in which a rank has the same data for all that take it.
+_SAME_FOR_ALL: Final = frozenset({"all_gather", "broadcast", "gather", "reduce"})
+#: Other calls in which all ranks have equal amounts of data.
+_EVEN: Final = frozenset({"all_reduce", "reduce_scatter", "scatter"})
+_ALIGNMENT: Final = 64
+
 
 @dataclass(frozen=True, slots=True)
 class _Buffer:
@@ -99,16 +108,6 @@ def _owner(array: Bytes) -> Array:
     while isinstance(array.base, np.ndarray):
         array = array.base
     return array
-
-
-#: Beginning of the slots in a rank's memory. Before it there is the number of steps that the rank has completed.
-_HEADER_BYTES: Final = 64
-_SLOTS: Final = 4
-#: Calls in which a rank has the same data for all that take it.
-_SAME_FOR_ALL: Final = frozenset({"all_gather", "broadcast", "gather", "reduce"})
-#: Other calls in which all ranks have equal amounts of data.
-_EVEN: Final = frozenset({"all_reduce", "reduce_scatter", "scatter"})
-_ALIGNMENT: Final = 64
 
 
 def fits(plan: Plan) -> bool:
