@@ -19,8 +19,8 @@ from psdist import optim
 from psdist.errors import InvalidArgumentError
 from psdist.hyperparameters import Setting, Settings, by_group
 from psdist.types import GroupRange
-from psdist_server.kernels import means
 from psdist_server.kernels.arrays import DenseParameters, Update
+from psdist_server.kernels.interpreted import BLOCK, DTYPES
 from psdist_server.kernels.optimizers import clip_factor
 from tests.support import reference
 from tests.support.dense_updates import REDUCTIONS, SLICE, SPECS, TOTAL, make
@@ -90,8 +90,8 @@ def test_batches_give_the_bytes_of_the_reference(spec: optim.Optimizer, seed: in
         updates = []
         for index in chosen:
             size = dense.slicing.size(index)
-            dtypes = data.draw(st.lists(st.sampled_from(list(means.DTYPES)), min_size=1, max_size=5))
-            parts = [rng.standard_normal(size).astype(means.DTYPES[dtype]) for dtype in dtypes]
+            dtypes = data.draw(st.lists(st.sampled_from(list(DTYPES)), min_size=1, max_size=5))
+            parts = [rng.standard_normal(size).astype(DTYPES[dtype]) for dtype in dtypes]
             lr_scale = data.draw(st.sampled_from([1.0, 0.5, 1 / 3]))
             changed = data.draw(st.sampled_from([(), settings_of(spec)]))
             updates.append(Update(index, step, parts, lr_scale, settings=changed))
@@ -117,8 +117,8 @@ def test_an_update_by_the_mean_gives_the_bytes_of_the_update_by_its_parts(
     rng = np.random.default_rng(seed)
     for step, index in enumerate(data.draw(st.permutations(primary.indices * 2))):
         size = primary.slicing.size(index)
-        dtypes = data.draw(st.lists(st.sampled_from(list(means.DTYPES)), min_size=1, max_size=5))
-        parts = [rng.standard_normal(size).astype(means.DTYPES[dtype]) for dtype in dtypes]
+        dtypes = data.draw(st.lists(st.sampled_from(list(DTYPES)), min_size=1, max_size=5))
+        parts = [rng.standard_normal(size).astype(DTYPES[dtype]) for dtype in dtypes]
         factor = None
         if max_grad_norm:  # One push, scaled down by its own norm (SSP and ASP), or a mean (BSP).
             combined = primary.combine(index, parts)[0]
@@ -145,16 +145,16 @@ def test_a_block_is_the_mean_of_what_is_finite(seed: int, count: int, data: st.D
     expected = Reference(spec, dense, ranges)
     rng = np.random.default_rng(seed)
     size = dense.slicing.size(1)
-    dtypes = [data.draw(st.sampled_from(list(means.DTYPES))) for _ in range(count)]
-    parts = [rng.standard_normal(size).astype(means.DTYPES[dtype]) for dtype in dtypes]
+    dtypes = [data.draw(st.sampled_from(list(DTYPES))) for _ in range(count)]
+    parts = [rng.standard_normal(size).astype(DTYPES[dtype]) for dtype in dtypes]
     poisoned = data.draw(st.dictionaries(st.integers(0, count - 1), st.integers(0, size - 1)))
     for part, position in poisoned.items():
         parts[part][position] = data.draw(st.sampled_from([np.nan, np.inf, -np.inf]))
     mean = np.zeros(size, np.float32)
     (bad,) = dense.apply([Update(1, 0, parts, mean=mean)])
     assert bad == tuple(sorted(poisoned))
-    for begin in range(0, size, means.BLOCK):
-        stop = min(size, begin + means.BLOCK)
+    for begin in range(0, size, BLOCK):
+        stop = min(size, begin + BLOCK)
         good = [part[begin:stop] for part in parts if np.isfinite(part[begin:stop].astype(np.float32)).all()]
         if good:
             expected.update(SLICE + begin, SLICE + stop, 0, good, 1.0)

@@ -21,6 +21,7 @@ from psdist.compression import segments
 from psdist.types import TensorSpec
 from psdist_server.kernels import means
 from psdist_server.kernels.arrays import DenseParameters, Update
+from psdist_server.kernels.interpreted import DTYPES
 from psdist_server.kernels.optimizers import clip_factor
 from tests.support.dense_updates import make
 from tests.support.example_counts import examples
@@ -70,7 +71,7 @@ def _segment(rng: np.random.Generator, size: int, data: st.DataObject) -> bytes:
         places = np.flatnonzero(rng.random(size) < data.draw(st.sampled_from([0.0, 0.002, 0.5])))
         return sparse(size, places.tolist(), _values(rng, places.size).tolist())
     if isinstance(kind, str):
-        return raw(_values(rng, size).astype(means.DTYPES[kind]))
+        return raw(_values(rng, size).astype(DTYPES[kind]))
     block = data.draw(st.sampled_from([16, 100, 4096]))
     codes = rng.integers(-(1 << (kind - 1)), 1 << (kind - 1), size)
     return integers(codes, rng.random(-(-size // block)).astype(np.float32), kind, block)
@@ -86,10 +87,10 @@ def _values(rng: np.random.Generator, size: int) -> NDArray[np.float32]:
 
 def draw_parts(rng: np.random.Generator, size: int, data: st.DataObject) -> list[Part]:
     """Return contributions, at least one of them encoded."""
-    kinds = data.draw(st.lists(st.sampled_from(["encoded", *means.DTYPES]), max_size=4))
+    kinds = data.draw(st.lists(st.sampled_from(["encoded", *DTYPES]), max_size=4))
     kinds.insert(data.draw(st.integers(0, len(kinds))), "encoded")
     return [
-        encoded_part(rng, size, data) if kind == "encoded" else _values(rng, size).astype(means.DTYPES[kind])
+        encoded_part(rng, size, data) if kind == "encoded" else _values(rng, size).astype(DTYPES[kind])
         for kind in kinds
     ]
 
@@ -170,9 +171,9 @@ def test_a_weighted_sum_has_the_bytes_of_products_that_are_added_up(seed: int, d
     """Non-finite contributions are skipped, with their weights."""
     rng = np.random.default_rng(seed)
     size = data.draw(st.sampled_from([200, 4100, 10_000]))
-    kinds = data.draw(st.lists(st.sampled_from(["encoded", *means.DTYPES]), min_size=1, max_size=4))
+    kinds = data.draw(st.lists(st.sampled_from(["encoded", *DTYPES]), min_size=1, max_size=4))
     parts = [
-        encoded_part(rng, size, data) if kind == "encoded" else _values(rng, size).astype(means.DTYPES[kind])
+        encoded_part(rng, size, data) if kind == "encoded" else _values(rng, size).astype(DTYPES[kind])
         for kind in kinds
     ]
     poison(parts, data)

@@ -485,6 +485,22 @@ class Setup:
             await server.stop()
         await self.scheduler.stop()
 
+    def roll_back(self, step: int, until: int) -> None:
+        """Roll the run back to the snapshot of ``step``."""
+        for server in self.servers:
+            server.versions, server.taken = dict.fromkeys(server.versions, step), set()
+            server.fenced = self.scheduler.incarnation + 1
+        scheduler = self.scheduler
+        scheduler.fenced, scheduler.first_step = scheduler.incarnation + 1, step
+        scheduler.restored, scheduler.generation = "000000000002-1-1-abcdef", scheduler.generation + 1
+        scheduler.ready = False
+        scheduler.epoch += 1
+        scheduler.hello.clear()
+        lost = scheduler_pb2.SessionResponse.RolledBack.Lost(parameters="p", until=until, **{"from": step})
+        text = "server-1 is lost with the only copy of shard 1; the run resumes from snapshot 000000000002-1-1-abcdef."
+        news = scheduler_pb2.SessionResponse.RolledBack(directory=scheduler.restored, lost=[lost], text=text)
+        scheduler.news.put_nowait(scheduler_pb2.SessionResponse(rolled_back=news))
+
 
 async def waits_for(client: psdist.AsyncClient, words: str) -> None:
     """Wait until a call reports this wait."""

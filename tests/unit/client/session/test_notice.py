@@ -12,7 +12,6 @@ import pytest
 import psdist
 from psdist import errors
 from tests.support.client_fakes import Setup, flat, gradient
-from tests.unit.client.session.test_snapshots import roll_back
 
 NOTICE = "'p' resumes from snapshot 000000000007-1-1-abcdef with other settings: lr 0.1 -> 0.5"
 INIT = {"w": np.zeros(3, np.float32)}
@@ -47,7 +46,7 @@ async def test_it_comes_again_where_the_run_goes_back(caplog: pytest.LogCaptureF
         await setup.weights.push_pull(gradient())
         assert told(caplog) == []
         setup.scheduler.notice = NOTICE
-        roll_back(setup, 0, until=1)
+        setup.roll_back(0, until=1)
         async with asyncio.timeout(60):
             await setup.scheduler.hello.wait()
         assert len(flat(await setup.weights.pull())) == 22

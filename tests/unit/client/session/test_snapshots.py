@@ -269,23 +269,6 @@ async def test_a_step_or_push_that_is_not_complete_must_be_completed(setup: Setu
 # --- going back to one ------------------------------------------------------------------------------------------------
 
 
-def roll_back(setup: Setup, step: int, until: int) -> None:
-    """Roll the run back to the snapshot of ``step``."""
-    for server in setup.servers:
-        server.versions, server.taken = dict.fromkeys(server.versions, step), set()
-        server.fenced = setup.scheduler.incarnation + 1
-    scheduler = setup.scheduler
-    scheduler.fenced, scheduler.first_step = scheduler.incarnation + 1, step
-    scheduler.restored, scheduler.generation = "000000000002-1-1-abcdef", scheduler.generation + 1
-    scheduler.ready = False
-    scheduler.epoch += 1
-    scheduler.hello.clear()
-    lost = pb.SessionResponse.RolledBack.Lost(parameters="p", until=until, **{"from": step})
-    text = "server-1 is lost with the only copy of shard 1; the run resumes from snapshot 000000000002-1-1-abcdef."
-    news = pb.SessionResponse.RolledBack(directory=scheduler.restored, lost=[lost], text=text)
-    scheduler.news.put_nowait(pb.SessionResponse(rolled_back=news))
-
-
 @pytest.mark.parametrize("consistency", [psdist.BSP(), psdist.SSP(2), psdist.ASP()])
 async def test_a_gradient_of_the_lost_course_is_dropped(consistency: psdist.consistency.Consistency) -> None:
     """Check the drop if a call other than the push, here one that returns no weights, is the first to see the
@@ -293,7 +276,7 @@ async def test_a_gradient_of_the_lost_course_is_dropped(consistency: psdist.cons
     setup = await Setup().start(consistency=consistency)
     try:
         await setup.weights.push_pull(gradient())
-        roll_back(setup, 0, until=1)
+        setup.roll_back(0, until=1)
         await setup.scheduler.hello.wait()
         await setup.weights.gradient_buffers()
         assert setup.weights.statistics().rolled_back == 1
@@ -301,7 +284,7 @@ async def test_a_gradient_of_the_lost_course_is_dropped(consistency: psdist.cons
         assert (setup.weights.statistics().dropped, setup.weights.step) == (1, 0)
         await setup.weights.push_pull(gradient())
         assert (setup.weights.statistics().dropped, setup.weights.step) == (1, 1)
-        roll_back(setup, 0, until=1)
+        setup.roll_back(0, until=1)
         await setup.scheduler.hello.wait()
         await setup.weights.gradient_buffers()
         await setup.weights.pull()
@@ -321,7 +304,7 @@ async def test_a_run_that_goes_back_is_followed(caplog: pytest.LogCaptureFixture
         setup.servers[1].breaks = [Break(0, hang=hang)]
         call = asyncio.create_task(setup.weights.push_pull(gradient()))
         await setup.servers[1].hanging.wait()
-        roll_back(setup, 2, until=4)  # The scheduler is behind.
+        setup.roll_back(2, until=4)  # The scheduler is behind.
         assert len(flat(await call)) == ELEMENTS
         assert (setup.weights.step, setup.weights.first_step, setup.weights.version) == (2, 2, 2)
         statistics = setup.weights.statistics()
@@ -345,7 +328,7 @@ async def test_one_that_does_not_rejoin_is_told_why() -> None:
         setup.client = await psdist.AsyncClient(setup.scheduler.address, rank=3, rejoin=False).connect()
         await setup.scheduler.hello.wait()
         weights = await setup.client.parameters("p")
-        roll_back(setup, 2, until=3)
+        setup.roll_back(2, until=3)
         with pytest.raises(errors.FencedError, match="the run went back to snapshot 000000000002-1-1-abcdef"):
             while True:
                 await weights.pull()
@@ -374,7 +357,7 @@ async def test_a_state_is_handed_in_and_given_back(caplog: pytest.LogCaptureFixt
         header, data = await scheduler.states.get()
         assert (header.attempt, header.parameters, header.next, header.length) == (7, "p", 2, len(data))
         scheduler.state = data
-        roll_back(setup, 2, until=3)
+        setup.roll_back(2, until=3)
         await setup.weights.push_pull(gradient())
         [state] = given
         assert state["rest"].tolist() == [1.0] * 300_000 and state["count"].tolist() == [2]
@@ -481,7 +464,7 @@ async def test_what_psdist_keeps_lies_beside_the_users_state() -> None:
         await weights.keep_state(lambda: {"rest": np.zeros(2)}, users.append)
         scheduler.command(7, mark=pb.SnapshotCommand.Mark(steps={"p": 0}))
         _, scheduler.state = await scheduler.states.get()
-        roll_back(setup, 2, until=3)
+        setup.roll_back(2, until=3)
         await weights.push_pull(gradient())
         assert [state["rest"].tolist() for state in own] == [[1.0] * 3]
         assert [{name: a.tolist() for name, a in state.items()} for state in users] == [{"rest": [0.0] * 2}]

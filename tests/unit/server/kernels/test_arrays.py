@@ -20,6 +20,7 @@ from psdist.link import arenas
 from psdist.types import GroupRange, ParametersEntry, ParametersSpec, Replica, Shard
 from psdist_server.kernels import means
 from psdist_server.kernels.arrays import DenseParameters, Update, _runs_of
+from psdist_server.kernels.interpreted import DTYPES
 
 ELEMENTS = 10_000
 
@@ -99,7 +100,7 @@ def test_combine_says_whether_its_result_is_finite() -> None:
     for count in range(1, 6):
         for dtype in ["float32", "float16", "bfloat16"]:
             out = np.empty(9000, np.float32)
-            parts = [np.full(9000, 2.0, means.DTYPES[dtype]) for _ in range(count)]
+            parts = [np.full(9000, 2.0, DTYPES[dtype]) for _ in range(count)]
             assert means.combine(out, parts, count) and (out == 2.0).all()
             for place in range(count):
                 for position in (0, 4095, 4096, 8999):
