@@ -76,6 +76,7 @@ class _Nobody:
 
     applies = False
     names = ()
+    is_opened = True
 
 
 @_ablation("workers run up to the chosen start before they are held", **_KILLS)
