@@ -2,14 +2,14 @@
 
 These are the names that a script uses. They are loaded on first use, so ``import psdist`` costs nothing.
 ``psdist.init()`` returns the ``Context`` of a script; ``psdist.Client()`` is the connection alone. In a launched script
-the import installs the exception hook of ``psdist.client.process.tracebacks``, which ``init()`` does in others, and
-the choice of the exit status in ``psdist.client.process.exit_status``.
+the import installs the exception hook of ``psdist.client.process.script``, which ``init()`` does in others, and the
+choice of the exit status.
 
 The import disables gRPC's fork handlers, unless the environment says otherwise. While gRPC's threads are busy, those
 handlers occasionally crash a forked child (grpcio 1.85: 3 of 40 forks), and a script may fork, for example for a data
 loader. A forked child cannot use psdist and gets an error (``psdist.client.process.loop``), but it survives. gRPC reads
 the setting when it is imported, so a script that imports grpc itself must import psdist first; otherwise its first fork
-is warned about (``psdist.client.process.forks``).
+is warned about (``psdist.client.process.loop``).
 
 gRPC's own log is disabled, too. It reports every connection that a peer closes, while psdist reports errors in its own
 words.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from psdist.client.datasets import AsyncDataset
     from psdist.client.parameters import AsyncParameters, Statistics
     from psdist.client.push import AsyncBucket
-    from psdist.client.reporting.run_info import RunInfo
+    from psdist.client.reporting.reporter import RunInfo
     from psdist.client.snapshots import SnapshotInfo
     from psdist.client.sync_client import Bucket, Client, Dataset, Parameters
     from psdist.consistency import ASP, BSP, SSP
@@ -52,7 +52,7 @@ _MODULES: Final = {
     "AsyncDataset": "psdist.client.datasets",
     "AsyncParameters": "psdist.client.parameters",
     "PsdistError": "psdist.errors",
-    "RunInfo": "psdist.client.reporting.run_info",
+    "RunInfo": "psdist.client.reporting.reporter",
     "SnapshotInfo": "psdist.client.snapshots",
     "Statistics": "psdist.client.parameters",
     "load_snapshot": "psdist.snapshots.load",
@@ -85,5 +85,6 @@ def __dir__() -> list[str]:
 
 
 if "PSDIST_CONNECTED_FILE" in os.environ:
-    import_module("psdist.client.process.tracebacks").install()
-    import_module("psdist.client.process.exit_status").install()
+    script = import_module("psdist.client.process.script")
+    script.shorten_tracebacks()
+    script.choose_exit_status()

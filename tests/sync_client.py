@@ -43,13 +43,13 @@ from contextlib import contextmanager, suppress
 from psdist.client.datasets import Range
 from psdist.client.parameters import Statistics
 from psdist.client.process import loop
-from psdist.client.process.blocking import Blocking, on_loop
+from psdist.client.process.loop import Blocking, on_loop
 from psdist.client.process.sigterm import sigterm
 from psdist.client.reporting.phase_timer import PhaseTimer
-from psdist.client.reporting.run_info import RunInfo
+from psdist.client.reporting.reporter import RunInfo
 from psdist.errors import PsdistError
 from psdist.metrics.interval import Measurements
-from psdist.metrics.phases import Phase
+from psdist.metrics.interval import Phase
 from psdist.metrics.trackers import Tracker
 '''
 

@@ -211,10 +211,10 @@ def _causes(before: float, after: float, faults: Sequence[Injected]) -> list[int
 
 
 #: How servers log a refused update: it does not fit the copy (``replicator``), or updates before it are missing
-#: (``rpc_handlers``, with the text of ``core.replication``).
+#: (``wire.services``, with the text of ``core.replication``).
 STALE: Final = "a copy is stale"
 GAP: Final = "Replicate refused: update "
-#: The primary's end of the connection, which differs once it has dialed again (``rpc_handlers``).
+#: The primary's end of the connection, which differs once it has dialed again (``wire.services``).
 _CALLER: Final = re.compile(r" \(a call from [^)]*\)")
 
 

@@ -25,8 +25,8 @@ from psdist.client.encoding import check_codec
 from psdist.client.handles import Handles, OwnChoice
 from psdist.client.parameters import AsyncParameters
 from psdist.client.participation import Options
-from psdist.client.process import default_log, loop
-from psdist.client.process.process_bound import ProcessBound
+from psdist.client.process import loop, script
+from psdist.client.process.other_processes import ProcessBound
 from psdist.client.session.barriers import Barrier
 from psdist.client.session.membership import OnDrop, Registration, check_on_drop
 from psdist.client.session.scheduler_calls import find_target
@@ -86,7 +86,7 @@ class AsyncClient(ProcessBound):
         transport: TransportName | None = None,
         rejoin: bool = True,
     ) -> None:
-        default_log.install()
+        script.install_log()
         malloc_options.keep_buffers()  # As ``LoopThread``, for scripts with a loop of their own.
         self._arguments = (scheduler, token, tls, run_id, worker_id, rank)
         self._transport = transport
@@ -132,7 +132,7 @@ class AsyncClient(ProcessBound):
             self.snapshots = SnapshotRequests(session, self._quiesce)
             self.session = session
             await session.connect(self._connect_timeout)
-            default_log.identify(partial(_log_fields, session, self.handles))
+            script.identify_log(partial(_log_fields, session, self.handles))
             if settings.metrics is not None:
                 self.handles.serve_metrics(settings.metrics)
         except BaseException:
@@ -162,7 +162,7 @@ class AsyncClient(ProcessBound):
                 await self.session.close(reason)
         finally:
             # Their memory is as large as the model, and should end with the last reference to the client.
-            default_log.identify(dict)
+            script.identify_log(dict)
             self.handles = self.snapshots = None
             loop.release(self)
 

@@ -24,12 +24,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, Self, SupportsF
 from numpy.typing import ArrayLike
 
 from psdist.client.async_client import checked_ranks
-from psdist.client.process import loop, siblings, spawned, tracebacks
-from psdist.client.process.default_log import print_line
+from psdist.client.process import loop, other_processes, script
+from psdist.client.process.script import print_line
 from psdist.client.process.sigterm import sigterm
-from psdist.client.reporting.pipe import MetricsPipe
-from psdist.client.reporting.reporter import Reporter
-from psdist.client.reporting.run_info import RunInfo
+from psdist.client.reporting.reporter import MetricsPipe, Reporter, RunInfo
 from psdist.client.sync_client import Client, Parameters
 from psdist.collectives import SILENCE_SECONDS
 from psdist.collectives.on_demand import Collectives
@@ -367,8 +365,8 @@ def init(
     given = {name: value for name, value in locals().items() if value != _DEFAULTS[name]}
     with _lock:
         if _current is None:
-            spawned.check_guarded()
-            tracebacks.install_alone()
+            other_processes.check_guarded()
+            script.shorten_tracebacks_alone()
             _current = _connect(given)
             loop.shared().end_on_sigterm()
         elif given:
@@ -439,15 +437,15 @@ def _connect(arguments: dict[str, Any]) -> Context:
         try:
             client = Client(**arguments)
         except DuplicateMemberError as error:
-            raise spawned.explained(error) from None
+            raise other_processes.explained(error) from None
         return Context(client.rank, client.world_size, client.local_rank, client, None, metrics)
     if not alone:
-        if siblings.torch_group_size() > 1 or siblings.names_torch_store(os.environ):
+        if other_processes.torch_group_size() > 1 or other_processes.names_torch_store(os.environ):
             joined: Context = import_module("psdist.process_group.own_run").join_all(arguments)
             return joined
-        siblings.check_no_siblings(os.environ)
+        other_processes.check_no_siblings(os.environ)
     started = "no launcher, so this is a world of one: a scheduler and one server are started"
-    with siblings.placed(0, 1, None, 1) if alone else nullcontext():
+    with other_processes.placed(0, 1, None, 1) if alone else nullcontext():
         return _with_own_cluster(arguments, metrics, 1, started)[0]
 
 

@@ -33,7 +33,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from psdist.client.process.process_bound import ProcessBound
+from psdist.client.process.other_processes import ProcessBound
 from psdist.client.session.membership import Registration
 from psdist.client.session.worker_session import WorkerSession
 from psdist.data import RangeOrder

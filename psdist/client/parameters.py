@@ -28,7 +28,7 @@ from psdist.client.core.flat_vector import Arrays
 from psdist.client.core.written_weights import WrittenWeights
 from psdist.client.encoding import Encoding
 from psdist.client.participation import Options, Participation
-from psdist.client.process.process_bound import ProcessBound
+from psdist.client.process.other_processes import ProcessBound
 from psdist.client.push import AsyncBucket
 from psdist.client.push_order import PushOrder
 from psdist.client.reporting.worker_totals import transport_of
@@ -45,8 +45,7 @@ from psdist.client.transport.buffers import PullTarget
 from psdist.device.device import device_number
 from psdist.errors import InvalidArgumentError
 from psdist.hyperparameters import by_group
-from psdist.metrics.interval import Measurements
-from psdist.metrics.phases import Phase
+from psdist.metrics.interval import Measurements, Phase
 from psdist.off_loop import in_thread, off_loop
 from psdist.types import ITEM_BYTES, Layout, ParametersSpec
 

@@ -40,7 +40,7 @@ from psdist.errors import (
     WrittenWeightsError,
     copy_error,
 )
-from psdist.metrics.phases import Phase
+from psdist.metrics.interval import Phase
 from psdist.off_loop import until_done
 
 Gradient = Flat | EncodedGradient

@@ -33,7 +33,7 @@ from psdist.client.stale_buffers import StaleBufferCheck
 from psdist.client.transport.buffers import PullTarget
 from psdist.consistency import BSP, SSP, check_weight
 from psdist.errors import FencedError, InvalidArgumentError, WrittenWeightsError
-from psdist.metrics.phases import Phase
+from psdist.metrics.interval import Phase
 from psdist.off_loop import in_thread, off_loop
 from psdist.settings import launcher_reports
 from psdist.tracing.spans import SpanKind

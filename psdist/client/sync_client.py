@@ -20,11 +20,11 @@ from psdist.client.core.flat_vector import Arrays
 from psdist.client.datasets import AsyncDataset, Range
 from psdist.client.parameters import AsyncParameters, Statistics
 from psdist.client.process import loop
-from psdist.client.process.blocking import Blocking, on_loop
+from psdist.client.process.loop import Blocking, on_loop
 from psdist.client.process.sigterm import sigterm
 from psdist.client.push import AsyncBucket
 from psdist.client.reporting.phase_timer import PhaseTimer
-from psdist.client.reporting.run_info import RunInfo
+from psdist.client.reporting.reporter import RunInfo
 from psdist.client.session.membership import OnDrop
 from psdist.client.session.worker_session import WorkerSession
 from psdist.client.session.worker_state import Restore, Save
@@ -32,8 +32,7 @@ from psdist.client.snapshots import SnapshotInfo
 from psdist.compression import Codec
 from psdist.consistency import Consistency
 from psdist.errors import PsdistError
-from psdist.metrics.interval import Measurements
-from psdist.metrics.phases import Phase
+from psdist.metrics.interval import Measurements, Phase
 from psdist.metrics.trackers import Tracker
 from psdist.optim import Optimizer
 from psdist.security.tls import TlsFiles

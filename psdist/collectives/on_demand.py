@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from psdist.client.process import loop
-from psdist.client.process.blocking import on_loop
+from psdist.client.process.loop import on_loop
 from psdist.client.session.worker_session import WorkerSession
 
 if TYPE_CHECKING:

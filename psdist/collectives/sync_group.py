@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from psdist.client.process import loop
-from psdist.client.process.process_bound import ProcessBound
+from psdist.client.process.other_processes import ProcessBound
 from psdist.collectives.compression import AllReduceCompression
 from psdist.collectives.core.plans import Array
 from psdist.collectives.group import AsyncWorkerGroup

@@ -29,7 +29,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset
 
 from psdist.client.context import init, is_open
-from psdist.client.process.siblings import torch_group_size
+from psdist.client.process.other_processes import torch_group_size
 from psdist.compression import Codec
 from psdist.errors import InvalidArgumentError
 from psdist.lightning.environment import PsdistEnvironment

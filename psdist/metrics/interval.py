@@ -13,13 +13,49 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
+from enum import IntEnum
 from typing import Any, Final, NamedTuple
 
 from psdist.errors import InvalidArgumentError, MalformedPayloadError
-from psdist.metrics.phases import PhaseTimes
 from psdist.metrics.report import StepReport, check_count, check_metric_name
 from psdist.wire.limits import METRIC_LINE_BYTES_MAX, WORLD_MAX
+
+
+class Phase(IntEnum):
+    """Activity of a script, as an index into ``PhaseTimes``."""
+
+    COMPUTE = 0
+    PUSH = 1
+    WAIT = 2
+    PULL = 3
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTimes:
+    """Seconds spent in each phase."""
+
+    compute: float = 0.0
+    push: float = 0.0
+    wait: float = 0.0
+    pull: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Time that was divided."""
+        return self.compute + self.communication
+
+    @property
+    def communication(self) -> float:
+        """Time that the script spent waiting in psdist."""
+        return self.push + self.wait + self.pull
+
+    def __add__(self, other: PhaseTimes) -> PhaseTimes:
+        return PhaseTimes(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def __sub__(self, other: PhaseTimes) -> PhaseTimes:
+        """Return the times since ``other``, an earlier reading of the same clock."""
+        return PhaseTimes(*(max(0.0, a - b) for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 class WeightedSum(NamedTuple):
@@ -67,7 +103,7 @@ class WorkerInterval:
     reports: int
     samples: float = 0.0
     values: Mapping[str, WeightedSum] = field(default_factory=dict)
-    times: PhaseTimes = PhaseTimes()  # noqa: RUF009 - it is frozen
+    times: PhaseTimes = PhaseTimes()
     push_bytes: int = 0
     pull_bytes: int = 0
     staleness_sum: float = 0.0

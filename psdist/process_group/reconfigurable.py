@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # missin
 
 from psdist.client.context import Context, init
 from psdist.client.process import loop
-from psdist.client.process.blocking import on_loop
+from psdist.client.process.loop import on_loop
 from psdist.collectives import SILENCE_SECONDS
 from psdist.collectives.group import AsyncWorkerGroup
 from psdist.collectives.incoming import Sender

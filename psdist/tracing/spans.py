@@ -9,7 +9,7 @@ from collections import deque
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
-from psdist.metrics.phases import Phase
+from psdist.metrics.interval import Phase
 from psdist.wire.limits import TRACE_SPANS_MAX
 
 

@@ -41,9 +41,9 @@ from psdist.settings.config import is_loopback
 from psdist.settings.programs import ServerSettings
 from psdist.types import ClusterMap
 from psdist.wire import channels, limits, malloc_options
+from psdist.wire.auth import ConnectionGuard
 from psdist.wire.backoff import LogPacer
-from psdist.wire.standard_services import add_standard_services, set_ready
-from psdist.wire.strangers import ConnectionGuard
+from psdist.wire.services import add_standard_services, set_ready
 from psdist_server.kernels import means
 from psdist_server.kernels.device_parameters import Lanes
 from psdist_server.server import ParameterServer

@@ -31,7 +31,7 @@ from psdist.link.frame_connection import FrameConnection, MessageReceiver
 from psdist.types import Identity
 from psdist.v1 import server_pb2
 from psdist.wire import convert, limits, status
-from psdist.wire.rpc_handlers import as_psdist_error
+from psdist.wire.services import as_psdist_error
 from psdist_server.server import ParameterServer
 from psdist_server.store.parameter_store import ParameterStore
 from psdist_server.store.rpc_call import Call, CallState, SliceAnswer, one_for_each

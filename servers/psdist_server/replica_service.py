@@ -32,7 +32,7 @@ from psdist.types import ITEM_BYTES, Replica
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import convert, frames, limits
 from psdist.wire.frames import Frame
-from psdist.wire.rpc_handlers import as_psdist_error
+from psdist.wire.services import as_psdist_error
 from psdist_server.server import ParameterServer
 from psdist_server.store.parameter_store import ParameterStore
 

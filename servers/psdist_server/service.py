@@ -22,7 +22,7 @@ from psdist.link.listening import TcpListener
 from psdist.types import Identity
 from psdist.v1 import server_pb2
 from psdist.wire import convert, frames
-from psdist.wire.rpc_handlers import Handler, as_psdist_error, service_handler
+from psdist.wire.services import Handler, as_psdist_error, service_handler
 from psdist_server.replica_service import ReplicaService
 from psdist_server.server import ParameterServer
 from psdist_server.shm_service import serve_share

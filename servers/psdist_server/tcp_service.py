@@ -32,7 +32,7 @@ from psdist.link.listening import TcpListener
 from psdist.types import ITEM_BYTES, Identity
 from psdist.v1 import server_pb2
 from psdist.wire import convert, frames, limits
-from psdist.wire.rpc_handlers import as_psdist_error
+from psdist.wire.services import as_psdist_error
 from psdist_server.call_stream import CallStream, StreamCall, error_response, until_over
 from psdist_server.kernels.arrays import Gradient
 from psdist_server.server import ParameterServer

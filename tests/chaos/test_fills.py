@@ -12,7 +12,7 @@ from psdist.chaos.report import GAP, STALE, count_refusals
 from psdist.consistency import BSP
 from psdist.errors import InvalidArgumentError
 from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard
-from psdist.wire import rpc_handlers
+from psdist.wire import services
 from psdist_server.core.replication import BackupReplication, ReplicaUpdate
 from psdist_server.store import replicator
 
@@ -93,7 +93,7 @@ def test_a_primary_that_dialed_again_repeats_the_same_update() -> None:
     callers = ("ipv4:127.0.0.1:4711", "ipv4:127.0.0.1:4712", "ipv6:%5B::1%5D:4711")
     lines = (f"17:00:02 {text} (a call from {caller}) [psdist{rest}\n" for caller in callers)
     assert dict(count_refusals(lines)) == {_GAP: 3}
-    assert "(a call from %s)" in Path(rpc_handlers.__file__).read_text("utf-8")
+    assert "(a call from %s)" in Path(services.__file__).read_text("utf-8")
 
 
 def test_what_a_replica_refuses_is_recognized_in_the_log() -> None:

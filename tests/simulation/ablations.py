@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from psdist import ASP, BSP, SSP
 from psdist.client import participation
-from psdist.client.reporting.changed_counts import ChangedCounts
+from psdist.client.reporting.worker_totals import ChangedCounts
 from psdist.client.session import membership, reachability, worker_session
 from psdist.client.transport import creation
 from psdist.client.transport.grpc import GrpcTransport

@@ -47,7 +47,7 @@ def test_the_scripts_own_logging_counts_alone(configuration: str, place: str) ->
 def test_json_lines_have_the_fields_of_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PSDIST_LOG_FORMAT", "json")
     fields = "{'run': 'r', 'id': 'worker-3', 'incarnation': 2, 'step': 0, 'empty': ''}"
-    line = stderr(after=f"from psdist.client.process import default_log; default_log.identify(lambda: {fields})")
+    line = stderr(after=f"from psdist.client.process import script; script.identify_log(lambda: {fields})")
     found = json.loads(line)
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT[\d:.]+Z", found.pop("timestamp"))
     assert found == {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures
+import logging
 import os
 import threading
 import time
@@ -16,12 +17,16 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from psdist import loop_monitor
-from psdist.client.process import forks
+from psdist.client.process.other_processes import ProcessBound
 from psdist.client.process.sigterm import StoppableClient, sigterm
+from psdist.client.reporting.phase_timer import PhaseTimer
 from psdist.errors import ClosedError, ConfigurationError
+from psdist.settings.grpc_settings import grpc_came_first
 from psdist.wire import malloc_options
 
 T = TypeVar("T")
+
+logger = logging.getLogger("psdist")
 
 _UNWIND_SECONDS: Final = 2.0
 #: Length of one wait for a lock. A signal that arrives just before the wait, or in another thread, does not end it, and
@@ -182,7 +187,7 @@ class LoopThread:
         return any(call.is_awaited and call.runs(task) for call in self._under_way)
 
     def end_on_sigterm(self) -> None:
-        """See ``sigterm``."""
+        """End this process's script by SIGTERM as ``sigterm`` describes."""
         sigterm.install(self.loop, self._clients, self._give_up)
 
     def call(self, coroutine: Coroutine[Any, Any, T], *, reading: bool = False, ending: bool = False) -> T:
@@ -211,8 +216,12 @@ class LoopThread:
         if self._stopped:
             coroutine.close()
             raise ClosedError("psdist has shut down in this process, which is about to exit: make calls earlier")
-        if not ending:
-            self._check_end(coroutine, reading)
+        if not ending and sigterm.leaving:
+            try:
+                sigterm.check(reading=reading)
+            except BaseException:  # Also for SystemExit: an unawaited coroutine would cause a warning.
+                coroutine.close()
+                raise
         self._callers.add(threading.get_ident())
         return _Call(coroutine, self.loop, None if ending else self._under_way)
 
@@ -228,7 +237,7 @@ class LoopThread:
             if not call.has_ended:  # Otherwise the interrupted wait may have taken the lock already.
                 call.ended.acquire(timeout=_UNWIND_SECONDS)
             raise
-        if not ending:
+        if not ending and sigterm.leaving:
             sigterm.check(reading=reading)
         return call.result()
 
@@ -237,14 +246,6 @@ class LoopThread:
         call.begin()
         if call in self._under_way and sigterm.leaving and not (reading and sigterm.raised):
             call.cancel()
-
-    @staticmethod
-    def _check_end(coroutine: Coroutine[Any, Any, Any], reading: bool) -> None:
-        try:
-            sigterm.check(reading=reading)
-        except BaseException:  # Also for SystemExit: an unawaited coroutine would cause a warning.
-            coroutine.close()
-            raise
 
     def _clients(self) -> list[Closable]:
         """Return the open clients on this loop."""
@@ -302,7 +303,7 @@ def shared() -> LoopThread:
             )
         if _thread is None:
             _thread = LoopThread()
-            forks.watch()
+            _warn_of_forks()
             atexit.register(_stop_at_exit)
         return _thread
 
@@ -312,3 +313,50 @@ def _stop_at_exit() -> None:
         with sigterm.ignored():
             _thread.stop()
         sigterm.restore_default()
+
+
+def _warn_of_forks() -> None:
+    """Warn at the first fork of this process, if gRPC's fork handlers are active.
+
+    They restart gRPC's threads in the forked process, which crashes occasionally (grpcio 1.85: 8 of 50 forks during
+    training). ``import psdist`` turns them off, but gRPC reads the setting once, when it is imported, and handlers of
+    the system cannot be removed. So a script that imported gRPC first is warned.
+    """
+    has_warned = False
+
+    def warn() -> None:
+        nonlocal has_warned
+        if not has_warned:
+            has_warned = True
+            logger.warning(
+                "this process forks, for a data loader perhaps, and imported grpc before psdist: gRPC's fork handlers "
+                "are active, and may crash or block the forked process. Import psdist before grpc, set "
+                "GRPC_ENABLE_FORK_SUPPORT=0 in the environment, or start processes by spawn"
+            )
+
+    if grpc_came_first:
+        os.register_at_fork(before=warn)
+
+
+# --- the synchronous API ----------------------------------------------------------------------------------------------
+
+
+class Blocking(ProcessBound, Generic[T]):
+    """Base of the synchronous API, whose methods run those of ``wrapped`` on the loop thread and wait for them.
+
+    The classes of ``sync_client`` derive from it. Their methods are generated from the asyncio API.
+
+    phases: clock of the calls of the script's threads.
+    """
+
+    def __init__(self, wrapped: T, phases: PhaseTimer) -> None:
+        self._async = wrapped
+        self._phases = phases
+
+    def __repr__(self) -> str:
+        return repr(self._async).replace("<Async", "<", 1)
+
+
+async def on_loop(call: Callable[[], T]) -> T:
+    """Make an ordinary call on the loop, for objects that only the loop's thread may use."""
+    return call()

@@ -1,8 +1,21 @@
-"""Clock of one client's calls: ``PhaseClock`` with real time, for the script's threads and the loop's.
+"""Clock of one client's calls: it divides all of a script's time into phases, and records spans for traces.
 
-A step reads the clock four times, when its phase changes. The script's thread starts and ends calls. The loop opens
-requests, and records when they are sent, answered and closed. While a trace is recorded, each phase and request also
-becomes a span.
+* ``COMPUTE``: the script is not in a call of psdist.
+* ``PUSH``: it is in a call, and part of the gradient is not sent yet. This includes gathering and compressing it.
+* ``WAIT``: it is in a call, everything is sent, and no server has answered during this call. Or servers hold up the
+  rest of the gradient, because they still update earlier slices or lack other workers' gradients.
+* ``PULL``: it is in a call, and a server has answered during it: the remaining answers arrive and are decoded.
+
+A request is open from its routing to a server until the server has answered. In steps with buckets, requests are open
+while the script computes. That time is compute; only the remainder during which the script waits counts as push, wait
+or pull.
+
+The script's threads start and end calls. The loop opens requests, and records when they are sent, answered and closed.
+Most events do not change the phase, so that no clock is read: a step reads it four times. While a trace is recorded,
+each phase and request also becomes a span.
+
+Invariant: The phases add up to the time since the clock was started, regardless of the order of events, provided time
+never decreases.
 """
 
 from __future__ import annotations
@@ -15,10 +28,12 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, NamedTuple, Self
 
-from psdist.metrics.phases import Phase, PhaseClock, PhaseTimes
+from psdist.metrics.interval import Phase, PhaseTimes
 from psdist.tracing.spans import PHASE_KINDS, Span, SpanKind, SpanSink
 
 _NOT_TRACED: Final = nullcontext()
+#: Looked up in each request.
+_PUSH, _WAIT, _PULL = Phase.PUSH, Phase.WAIT, Phase.PULL
 
 
 class Subject(NamedTuple):
@@ -41,7 +56,9 @@ class TimedCall:
     def __enter__(self) -> Self:
         timer = self._timer
         with timer.lock:
-            if timer.machine.begin_call(self._phase):
+            timer.calls += 1
+            if timer.calls == 1:
+                timer.without_requests = _PULL if timer.answering else self._phase
                 timer.advance()
         return self
 
@@ -50,7 +67,8 @@ class TimedCall:
     ) -> None:
         timer = self._timer
         with timer.lock:
-            if timer.machine.end_call():
+            timer.calls -= 1
+            if not timer.calls:
                 timer.advance()
                 if timer.sinks:
                     timer.emit_steps()
@@ -95,54 +113,70 @@ class TimedRequest:
         #: Only while a trace is recorded: when the request was opened, sent, and first answered.
         self._times = _RequestTimes(timer.clock()) if timer.sinks and subject is not None else None
         with timer.lock:
-            if timer.machine.open_request(sends=sends):
+            timer.open += 1
+            timer.unsent += sends
+            if timer.calls and timer.phase is not (_PUSH if sends else _WAIT):
                 timer.advance()
 
     def sent(self) -> None:
         """Record that the gradient was sent. Does nothing without a gradient, or the second time."""
-        if self._unsent:
+        if not self._unsent:
+            return
+        if self._held_up:
             self.resumed()
-            self._unsent = False
-            timer = self._timer
-            if self._times is not None:
-                self._times.sent = timer.clock()
-            with timer.lock:
-                if timer.machine.sent():
-                    timer.advance()
+        self._unsent = False
+        timer = self._timer
+        if self._times is not None:
+            self._times.sent = timer.clock()
+        with timer.lock:
+            timer.unsent -= 1
+            if timer.calls and timer.unsent == timer.held_up:
+                timer.advance()
 
     def held_up(self) -> None:
         """Record that the server takes no more of the gradient for now. Does nothing once it is sent or held up."""
         if self._unsent and not self._held_up:
             self._held_up = True
-            with self._timer.lock:
-                if self._timer.machine.held_up():
-                    self._timer.advance()
+            timer = self._timer
+            with timer.lock:
+                timer.held_up += 1
+                if timer.calls and timer.unsent == timer.held_up:
+                    timer.advance()
 
     def resumed(self) -> None:
         """Record that the gradient is sent again. Does nothing unless it was held up."""
         if self._held_up:
             self._held_up = False
-            with self._timer.lock:
-                if self._timer.machine.resumed():
-                    self._timer.advance()
+            timer = self._timer
+            with timer.lock:
+                timer.held_up -= 1
+                if timer.calls and timer.unsent == timer.held_up + 1:
+                    timer.advance()
 
     def answered(self) -> None:
         """Record the first answer. Does nothing for later ones."""
-        if not self._answered:
-            self._answered = True
-            timer = self._timer
-            if self._times is not None:
-                self._times.answered = timer.clock()
-            with timer.lock:
-                if timer.machine.answered():
-                    timer.advance()
+        if self._answered:
+            return
+        self._answered = True
+        timer = self._timer
+        if self._times is not None:
+            self._times.answered = timer.clock()
+        with timer.lock:
+            timer.answering += 1
+            before, timer.without_requests = timer.without_requests, _PULL
+            if timer.calls and before is not _PULL:
+                timer.advance()
 
     def close(self) -> None:
         """Record the end of the request."""
+        if self._held_up:
+            self.resumed()
         timer = self._timer
-        self.resumed()
         with timer.lock:
-            if timer.machine.close_request(unsent=self._unsent, answered=self._answered):
+            timer.open -= 1
+            timer.unsent -= self._unsent
+            timer.answering -= self._answered
+            if timer.calls and (self._unsent or not self._answered):
                 timer.advance()
             if self._times is not None and self._subject is not None:
                 for span in self._times.spans(timer.clock(), self._subject, unsent=self._unsent):
@@ -171,19 +205,31 @@ class PhaseTimer:
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         self.clock = clock or time.monotonic
-        self.machine = PhaseClock()
+        #: Guards everything below.
         self.lock = threading.Lock()
-        self._calls = {phase: TimedCall(self, phase) for phase in (Phase.PUSH, Phase.WAIT)}
+        #: The current phase.
+        self.phase = Phase.COMPUTE
+        #: Calls in progress: nested ones, or those of several threads.
+        self.calls = 0
+        #: Phase of a call while no request of it is open. PULL as soon as a server has answered.
+        self.without_requests = Phase.PUSH
+        #: Number of open requests: all, those not fully sent, those of the latter that are held up, and those partly
+        #: answered.
+        self.open = self.unsent = self.held_up = self.answering = 0
+        self._seconds = [0.0] * len(Phase)
+        #: Until when the time is divided; None before the start.
+        self._since: float | None = None
+        self._timed_calls = {phase: TimedCall(self, phase) for phase in (Phase.PUSH, Phase.WAIT)}
         #: Receivers of spans; none unless a trace is recorded.
         self.sinks: tuple[SpanSink, ...] = ()
         #: The phase of the current span, and its start.
-        self._phase, self._since = Phase.COMPUTE, 0.0
+        self._span_phase, self._span_start = Phase.COMPUTE, 0.0
         #: Steps that ended in the call in progress: parameter set and number.
         self._ended: list[tuple[str, int]] = []
 
     def call(self, phase: Phase) -> TimedCall:
         """Return a ``with`` block for a call of the script. phase: its first phase, PUSH or WAIT."""
-        return self._calls[phase]
+        return self._timed_calls[phase]
 
     def open_request(self, *, sends: bool, subject: Subject | None = None) -> TimedRequest:
         """Open a request to one server. sends: it carries a gradient. subject: for traces."""
@@ -192,25 +238,37 @@ class PhaseTimer:
     def start(self) -> None:
         """Start to count, unless a call has started before."""
         with self.lock:
-            self.machine.start(self.clock())
+            if self._since is None:
+                self._since = self.clock()
 
     def times(self) -> PhaseTimes:
         """Return the seconds of each phase since the first call."""
-        with self.lock:
-            return self.machine.times(self.clock())
+        return PhaseTimes(*self.seconds())
 
     def seconds(self) -> list[float]:
         """Return the same as ``times`` by ``Phase``, in a fraction of the time. Zeros before the first call."""
         with self.lock:
-            return self.machine.seconds(self.clock())
+            if self._since is not None:
+                self.advance()
+            return self._seconds[:]
 
     def advance(self) -> None:
-        """Pass the time to the clock after an event. The caller holds the lock."""
+        """Add the time until now to the current phase, and enter the next one. The caller holds the lock."""
         now = self.clock()
-        self.machine.advance(now)
-        if self.sinks and self.machine.phase is not self._phase:
-            self.emit(Span(PHASE_KINDS[self._phase], self._since, now))
-            self._phase, self._since = self.machine.phase, now
+        since = now if self._since is None else self._since
+        self._seconds[self.phase] += max(0.0, now - since)
+        self._since = max(now, since)
+        if not self.calls:
+            self.phase = Phase.COMPUTE
+        elif self.unsent:
+            self.phase = _WAIT if self.unsent == self.held_up else _PUSH
+        elif self.open and self.without_requests is not _PULL:
+            self.phase = _WAIT
+        else:
+            self.phase = self.without_requests
+        if self.sinks and self.phase is not self._span_phase:
+            self.emit(Span(PHASE_KINDS[self._span_phase], self._span_start, now))
+            self._span_phase, self._span_start = self.phase, now
 
     # --- traces ---
 
@@ -218,7 +276,7 @@ class PhaseTimer:
         """Pass spans to ``sink`` from now on."""
         with self.lock:
             if not self.sinks:
-                self._phase, self._since = self.machine.phase, self.clock()
+                self._span_phase, self._span_start = self.phase, self.clock()
                 self._ended.clear()
             self.sinks = (*self.sinks, sink)
 
@@ -242,10 +300,10 @@ class PhaseTimer:
             return
         with self.lock:
             self._ended.append((parameters, step))
-            if not self.machine.is_in_call:  # Sent in buckets, and answered while the script computes.
+            if not self.calls:  # Sent in buckets, and answered while the script computes.
                 now = self.clock()
-                self.emit(Span(PHASE_KINDS[self._phase], self._since, now))
-                self._since = now
+                self.emit(Span(PHASE_KINDS[self._span_phase], self._span_start, now))
+                self._span_start = now
                 self.emit_steps()
 
     def emit_steps(self) -> None:
@@ -253,4 +311,4 @@ class PhaseTimer:
         ended, self._ended = self._ended, []
         for parameters, step in ended:
             for sink in self.sinks:
-                sink.end_step(parameters, step, self._since)
+                sink.end_step(parameters, step, self._span_start)

@@ -1,4 +1,6 @@
-"""Backend of ``context.report``: collects reports in intervals and sends these to trackers and to the launcher.
+"""A worker's side of ``Context``: its place in the run (``RunInfo``), and its reports (``Reporter``).
+
+Reports are collected in intervals, which go to trackers and through a pipe to the launcher.
 
 Invariants: A report costs microseconds, unless it ends an interval. An interval that the launcher's pipe has no room
 for is merged into the next one. No failing tracker ends training.
@@ -8,17 +10,86 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable
-from typing import Any
+import stat
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from psdist.client.reporting.phase_timer import PhaseTimer
-from psdist.client.reporting.pipe import MetricsPipe
-from psdist.errors import ClosedError, check_integer
+from psdist.errors import ClosedError, ConfigurationError, check_integer
 from psdist.metrics.interval import IntervalAccumulator, Measurements, WorkerInterval, last_step, summarize, to_line
 from psdist.metrics.report import check_report
 from psdist.metrics.trackers import Tracker, Trackers
 
 _MOST_STEPS = (1 << 62) - 1
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """A worker's place in its run, and the run's members at the moment of the call.
+
+    run_id: name of the run.
+    worker_id: this worker's name in the run.
+    incarnation: number of registrations under this name, including the current one.
+    rank: this worker's number, from 0.
+    world_size: workers of the run, as its launcher set it.
+    local_rank: this worker's number on its machine, from 0.
+    workers: names of the current workers.
+    servers: names of the current servers.
+    transports: for each open parameter set, how each of its servers is reached: "shm", "tcp" or "grpc".
+    backend: "psdist".
+    """
+
+    run_id: str
+    worker_id: str
+    incarnation: int
+    rank: int
+    world_size: int
+    local_rank: int
+    workers: tuple[str, ...]
+    servers: tuple[str, ...]
+    transports: Mapping[str, Mapping[str, str]]
+    backend: Literal["psdist"] = "psdist"
+
+
+class MetricsPipe:
+    """Inherited pipe. text: ``DESCRIPTOR:INODE``, as the launcher names it.
+
+    ``is_open`` is False if this process lacks the pipe, for example because a program between launcher and script
+    closed it. Raises ConfigurationError for a text of another form.
+    """
+
+    def __init__(self, text: str) -> None:
+        descriptor, _, inode = text.partition(":")
+        if not all(part.isascii() and part.isdigit() for part in (descriptor, inode)):
+            raise ConfigurationError(f"PSDIST_METRICS_PIPE={text!r:.80} is not DESCRIPTOR:INODE: leave it unset")
+        self._descriptor = int(descriptor)
+        self.is_open = self._is_inherited(int(inode))
+        if self.is_open:
+            os.set_blocking(self._descriptor, False)
+            os.set_inheritable(self._descriptor, False)
+
+    def _is_inherited(self, inode: int) -> bool:
+        try:
+            found = os.fstat(self._descriptor)
+        except (OSError, OverflowError):
+            return False
+        return stat.S_ISFIFO(found.st_mode) and found.st_ino == inode
+
+    def send(self, line: bytes) -> bool:
+        """Write a line of at most ``METRIC_LINE_BYTES_MAX`` bytes.
+
+        Returns False if nothing was written because the pipe is full, or if it has no reader any more.
+        """
+        if not self.is_open:
+            return False
+        try:
+            return os.write(self._descriptor, line) == len(line)
+        except BlockingIOError:
+            return False
+        except OSError:
+            self.is_open = False
+            return False
 
 
 class Reporter:

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from psdist.client.reporting.phase_timer import PhaseTimer
-from psdist.client.reporting.throughput import Throughput
-from psdist.client.reporting.worker_totals import ReportedNumbers, codecs_of
-from psdist.metrics.phases import Phase
+from psdist.client.reporting.worker_totals import ReportedNumbers, Throughput, codecs_of
+from psdist.metrics.interval import Phase
 from psdist.monitoring.catalog import SECONDS_BOUNDS, VERSIONS_BOUNDS
 from psdist.monitoring.exporter import Exporter
 from psdist.monitoring.readings import Histogram, Readings

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Final
 
 from psdist.client.core.push_sequence import PushSequence
-from psdist.client.reporting.changed_counts import ChangedCounts
+from psdist.client.reporting.worker_totals import ChangedCounts
 from psdist.client.session.membership import WorkerMembership
 from psdist.client.session.reachability import Reachability
 from psdist.client.session.scheduler_calls import Registrar, SchedulerCalls, SchedulerTarget

@@ -24,7 +24,7 @@ from psdist.client.sync_client import Bucket, Client, Parameters
 from psdist.collectives.sync_group import Handle
 from psdist.consistency import sums
 from psdist.errors import NonFiniteGradientError, PsdistError
-from psdist.metrics.phases import Phase
+from psdist.metrics.interval import Phase
 from psdist.torch.averaging.link_steps import LinkSteps
 
 #: Elements in front of the vector: above 0 if a worker was asked to end.

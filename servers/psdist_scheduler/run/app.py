@@ -34,8 +34,8 @@ from psdist.snapshots.claim import DirectoryClaim
 from psdist.snapshots.opening import open_storage
 from psdist.snapshots.storage import Storage
 from psdist.wire import channels, limits
-from psdist.wire.standard_services import add_standard_services, set_ready
-from psdist.wire.strangers import ConnectionGuard
+from psdist.wire.auth import ConnectionGuard
+from psdist.wire.services import add_standard_services, set_ready
 from psdist_scheduler.decide.cluster import Cluster
 from psdist_scheduler.decide.cluster_events import Stop
 from psdist_scheduler.decide.cluster_state import ClusterSettings, StoredState

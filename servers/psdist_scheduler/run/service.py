@@ -27,7 +27,7 @@ from psdist.v1 import common_pb2 as common
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import auth, convert, frames
 from psdist.wire.limits import EVENTS_PER_MESSAGE, PARAMETERS_MAX
-from psdist.wire.rpc_handlers import service_handler
+from psdist.wire.services import service_handler
 from psdist_scheduler.decide import cluster_events as ev
 from psdist_scheduler.decide import effects as ef
 from psdist_scheduler.decide.cluster_events import Heard, Heartbeat

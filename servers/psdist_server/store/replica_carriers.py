@@ -41,7 +41,7 @@ from psdist.types import Slicing
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import frames
 from psdist.wire.limits import KEPT_BYTES_MAX
-from psdist.wire.rpc_handlers import as_psdist_error
+from psdist.wire.services import as_psdist_error
 from psdist_server.kernels.arrays import Array, Gradient
 
 logger = logging.getLogger("psdist.server")

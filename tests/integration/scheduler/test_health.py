@@ -22,7 +22,7 @@ from psdist.settings import exit_codes
 from psdist.settings.config import await_address
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
 from psdist.wire import auth, limits
-from psdist.wire.standard_services import LIVE, READY
+from psdist.wire.services import LIVE, READY
 
 
 @pytest.fixture

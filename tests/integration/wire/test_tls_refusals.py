@@ -31,7 +31,7 @@ from psdist.settings.config import make_tls
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import channels, status
 from psdist.wire.backoff import LogPacer
-from psdist.wire.rpc_handlers import service_handler
+from psdist.wire.services import service_handler
 from tests.support.certificates import NOW, make_ca, write_tls
 
 CA, OTHER_CA = make_ca(), make_ca("other CA")

@@ -19,7 +19,7 @@ from psdist.errors import ConfigurationError
 from psdist.settings.exit_codes import LATE, REACTIONS, SIGNAL_BASE, Reaction
 from psdist.settings.flags import read
 from psdist.settings.programs import scheduler_settings, server_settings
-from psdist.wire.standard_services import LIVE, READY
+from psdist.wire.services import LIVE, READY
 from tests.support.certificates import make_ca, write_tls
 from tests.support.generated import LINES, parse
 from tests.support.kustomize import Object, load, render

@@ -12,6 +12,7 @@ from psdist.errors import InvalidArgumentError, MalformedPayloadError
 from psdist.metrics.interval import (
     IntervalAccumulator,
     Measurements,
+    PhaseTimes,
     WeightedSum,
     WorkerInterval,
     from_line,
@@ -19,7 +20,6 @@ from psdist.metrics.interval import (
     summarize,
     to_line,
 )
-from psdist.metrics.phases import PhaseTimes
 from psdist.metrics.report import MEASURED, StepReport
 from psdist.wire.limits import METRIC_LINE_BYTES_MAX, METRIC_NAME_CHARACTERS_MAX, METRIC_NAMES_MAX, WORLD_MAX
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from psdist.metrics.interval import WeightedSum, WorkerInterval, summarize
-from psdist.metrics.phases import PhaseTimes
+from psdist.metrics.interval import PhaseTimes, WeightedSum, WorkerInterval, summarize
 from psdist.metrics.report import progress_line
 
 

@@ -20,7 +20,7 @@ from psdist.security.tls import Credentials, TlsFiles
 from psdist.security.tokens import create
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import auth, channels, status
-from psdist.wire.rpc_handlers import service_handler
+from psdist.wire.services import service_handler
 from tests.support.certificates import NOW, write_tls
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from psdist.client.reporting.phase_timer import PhaseTimer
-from psdist.metrics.phases import Phase
+from psdist.metrics.interval import Phase
 from psdist.tracing.otel import StepTracer, step_tracer
 
 pytest.importorskip("opentelemetry.sdk")

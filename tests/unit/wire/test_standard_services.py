@@ -13,7 +13,7 @@ from psdist.errors import InvalidArgumentError
 from psdist.security.tls import Credentials
 from psdist.v1 import scheduler_pb2
 from psdist.wire import channels, status
-from psdist.wire.standard_services import LIVE, READY, add_standard_services
+from psdist.wire.services import LIVE, READY, add_standard_services
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

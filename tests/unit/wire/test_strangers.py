@@ -14,9 +14,9 @@ import pytest_asyncio
 
 from psdist.security.tls import Credentials
 from psdist.v1 import server_pb2
-from psdist.wire import auth, channels, limits, strangers
-from psdist.wire.rpc_handlers import service_handler
-from psdist.wire.strangers import ConnectionGuard, RemoteEnd, Strangers, parse_peer
+from psdist.wire import auth, channels, limits
+from psdist.wire.auth import ConnectionGuard, RemoteEnd, Strangers, parse_peer
+from psdist.wire.services import service_handler
 
 SERVICE = server_pb2.DESCRIPTOR.services_by_name["ServerService"]
 STATISTICS = f"/{SERVICE.full_name}/GetStatistics"
@@ -80,9 +80,9 @@ async def test_many_members_alone_are_not_looked_at_each_second(
         looks.append(port)
         return []
 
-    monkeypatch.setattr(strangers, "_SWEEP_SECONDS", 0)
-    monkeypatch.setattr(strangers, "_count_descriptors", count_descriptors)
-    monkeypatch.setattr(strangers, "peers", peers)
+    monkeypatch.setattr(auth, "_SWEEP_SECONDS", 0)
+    monkeypatch.setattr(auth, "_count_descriptors", count_descriptors)
+    monkeypatch.setattr(auth, "peers", peers)
     guard = ConnectionGuard()
     for number in range(2000):
         guard.admit(f"ipv4:10.0.0.1:{number + 1}")
@@ -133,7 +133,7 @@ async def test_silent_connections_of_one_address_are_limited(
             for end in itertools.islice(asyncio.as_completed(ends), 3):
                 await end
         assert server_pb2.GetStatisticsResponse.FromString(await _ask(member, "secret")).epoch == 7
-        assert len(strangers.peers(int(port))) == 4 and sum(end.done() for end in ends) == 3
+        assert len(auth.peers(int(port))) == 4 and sum(end.done() for end in ends) == 3
         async with asyncio.timeout(60):
             while "closed 1 connections without a call with the token" not in caplog.text:  # noqa: ASYNC110 - a log
                 await asyncio.sleep(0)  # The line follows the end of the connections.

@@ -16,7 +16,7 @@ import pytest
 
 import psdist
 from psdist.client.core import flat_vector
-from psdist.client.process import exit_status, tracebacks
+from psdist.client.process import script
 from psdist.errors import (
     ClosedError,
     ConfigurationError,
@@ -49,7 +49,7 @@ def printed(call: Callable[[], object]) -> str:
     """Return the shortened traceback of an error of ``call``."""
     with pytest.raises(BaseException) as caught:
         call()
-    tracebacks.shorten(caught.value)
+    script.shorten(caught.value)
     return "".join(traceback.format_exception(caught.value))
 
 
@@ -231,7 +231,7 @@ def test_errors_that_would_come_again() -> None:
         (psdist.PsdistError(""), 0),
         (ValueError(""), 0),
     ]:
-        assert exit_status.status_of(error) == status
+        assert script.status_of(error) == status
 
 
 def test_an_error_of_an_installed_library_is_printed_whole() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psdist.client.reporting.changed_counts import ChangedCounts
+from psdist.client.reporting.worker_totals import ChangedCounts
 from psdist.errors import LimitExceededError
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire.limits import PARAMETERS_MAX

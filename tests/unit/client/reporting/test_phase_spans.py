@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from psdist.client.reporting.phase_timer import PhaseTimer, Subject
-from psdist.metrics.phases import Phase, PhaseTimes
+from psdist.metrics.interval import Phase, PhaseTimes
 from psdist.tracing.spans import Span, SpanKind, SpanRecorder
 
 PHASES = (SpanKind.COMPUTE, SpanKind.PUSH, SpanKind.WAIT, SpanKind.PULL)

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 
 from psdist.client.reporting.phase_timer import PhaseTimer
-from psdist.client.reporting.pipe import MetricsPipe
-from psdist.client.reporting.reporter import Reporter
+from psdist.client.reporting.reporter import MetricsPipe, Reporter
 from psdist.errors import ClosedError, ConfigurationError, InvalidArgumentError
-from psdist.metrics.interval import Measurements, WorkerInterval, from_line
-from psdist.metrics.phases import Phase
+from psdist.metrics.interval import Measurements, Phase, WorkerInterval, from_line
 
 
 class Worker:

@@ -17,7 +17,7 @@ from psdist.security.tls import Credentials
 from psdist.security.tokens import Audience, Verifier
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import channels
-from psdist.wire.standard_services import add_standard_services
+from psdist.wire.services import add_standard_services
 from tests.support.certificates import make_ca, write_tls
 
 ROOT = "the run's own token"

@@ -19,7 +19,7 @@ from psdist.client.transport.requests import ByteCounters, PullRequest, PushRequ
 from psdist.client.transport.tcp import TcpConnection
 from psdist.compression import resolve
 from psdist.errors import InternalError, LimitExceededError, ServerLostError, ServerUnreachableError
-from psdist.metrics.phases import Phase
+from psdist.metrics.interval import Phase
 from psdist.types import Slicing
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import limits, status
@@ -190,7 +190,7 @@ async def test_a_push_at_the_window_sends_until_its_slices_are_delivered(
     setup.wire.queued = queued
     pushing = setup.push()
     await setup.run()
-    clock = setup.tracker.phases.machine
+    clock = setup.tracker.phases
     assert setup.wire.slices() == list(range(limits.TCP_WINDOW_SLICES)) and clock.phase is phase
     setup.receive(framed(pb.ShareResponse(call_id=1, taken=9)))
     await setup.run()
@@ -198,17 +198,17 @@ async def test_a_push_at_the_window_sends_until_its_slices_are_delivered(
     for index in range(10):
         setup.receive(setup.answer(index))
     await pushing
-    assert clock.phase is Phase.COMPUTE and not clock.is_in_call
+    assert clock.phase is Phase.COMPUTE and not clock.calls
 
 
 async def test_a_push_that_may_send_again_is_no_longer_held_up(setup: Setup) -> None:
     pushing = setup.push()
     await setup.run()
     setup.wire.queued = DELIVERED_BYTES + 1
-    assert setup.tracker.phases.machine.phase is Phase.WAIT
+    assert setup.tracker.phases.phase is Phase.WAIT
     setup.receive(framed(pb.ShareResponse(call_id=1, taken=1)))
     await setup.run()
-    assert setup.tracker.phases.machine.phase is Phase.PUSH
+    assert setup.tracker.phases.phase is Phase.PUSH
     pushing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await pushing

@@ -15,7 +15,7 @@ from grpc._cython import cygrpc
 from psdist import errors
 from psdist.v1 import server_pb2
 from psdist.wire import status
-from psdist.wire.rpc_handlers import Handler, as_psdist_error, service_handler
+from psdist.wire.services import Handler, as_psdist_error, service_handler
 
 SERVICE = server_pb2.DESCRIPTOR.services_by_name["ServerService"]
 LOG = logging.getLogger("psdist.test")

@@ -1,7 +1,12 @@
-"""Processes that were started together with this one, as torch, JAX, Ray Train and ``multiprocessing`` know them.
+"""Other processes of a script: those started together with this one, those that it started, and copies for them.
 
-Without a scheduler each of them would train alone, on all data. The ranks of torch can train together, because they
-share a store. Others are refused. The variables of launchers are in ``settings.other_launchers``.
+**Siblings**, as torch, JAX, Ray Train and ``multiprocessing`` know them. Without a scheduler each of them would train
+alone, on all data. The ranks of torch can train together, because they share a store. Others are refused. The variables
+of launchers are in ``settings.other_launchers``.
+
+**Spawned processes**: the script's training must not run in them. A process started by "spawn" or "forkserver" imports
+the script's main module again. Without the guard ``if __name__ == "__main__":`` it would train as well: alone, or as a
+second worker of the same rank. Forked processes are refused by ``loop``.
 """
 
 from __future__ import annotations
@@ -11,9 +16,9 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
-from psdist.errors import ConfigurationError
+from psdist.errors import ConfigurationError, DuplicateMemberError, InvalidArgumentError
 from psdist.settings.other_launchers import check_alone
 
 #: Variables by which torch's ``env://`` finds its store.
@@ -92,3 +97,47 @@ def placed(rank: int, size: int, local_rank: int | None, local_size: int) -> Ite
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+_GUARD: Final = 'if __name__ == "__main__":'
+
+
+def check_guarded() -> None:
+    """Raise ConfigurationError if ``multiprocessing`` is importing the script's main module in a new process."""
+    # Set until the main module is imported. Only afterwards does the process know its parent.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ConfigurationError(
+            "psdist.init() is called in a process that multiprocessing started (a data loader's, for example), because "
+            f"it imports the script's main module: put the script's statements into a function, and call it under "
+            f"'{_GUARD}'"
+        )
+
+
+def explained(error: DuplicateMemberError) -> DuplicateMemberError:
+    """Return the error of a registration, with the remedy if this process is not the worker itself."""
+    if not is_spawned():
+        return error
+    return DuplicateMemberError(
+        f"{error.message}. This process was started by multiprocessing and inherited the rank of the worker that "
+        f"started it: call psdist.init() in one of them, under '{_GUARD}', and let the launcher start the workers "
+        "(--nproc-per-node)",
+        **error.details,
+    )
+
+
+def is_spawned() -> bool:
+    """True if ``multiprocessing`` started this process."""
+    return multiprocessing.parent_process() is not None
+
+
+class ProcessBound:
+    """Base of classes whose objects are neither copied nor pickled."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> NoReturn:
+        name = type(self).__name__
+        raise InvalidArgumentError(
+            f"a {name} cannot be pickled or copied: it holds connections of this process. In another process call "
+            "psdist.init() or make a client, and send arrays between processes instead"
+        )

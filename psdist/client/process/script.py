@@ -1,0 +1,271 @@
+"""The script's side of this process: short tracebacks, the exit status, and warnings on standard error.
+
+**Tracebacks.** Frames of psdist, and of libraries that psdist called, are removed from a traceback: the script's call
+and the message explain the error. A note counts the removed frames; ``PSDIST_FULL_TRACEBACK=1`` prints all. A foreign
+exception that was raised within psdist is printed whole, because it may be a defect. In a launched script the hook is
+installed when psdist is imported, since errors may be raised before ``psdist.init()``. The previous hook prints the
+traceback. In any other script ``psdist.init()`` installs the hook if Python's own is active.
+
+**Exit status** of a launched script that an error of psdist ended. An error that would recur with every attempt ends
+the script with ``exit_codes.CONFIGURATION`` or ``exit_codes.LATE``, after which launchers do not restart it. Scripts
+without a launcher end with Python's own statuses. The status is chosen when the interpreter exits, not by an exception
+hook. A hook chooses a status by raising SystemExit, which ends the hooks that wrap it: ``torch.distributed`` collects
+the text of the inner hooks and would never print it. And a hook that replaces others, as those of rich and IPython do,
+never calls one that chooses.
+
+**Log lines** of a script that configures no logging: warnings on standard error, with the time. Python itself prints
+such messages without a time (``logging.lastResort``), which makes it hard to see the order of events in a run of many
+processes. As soon as the script, or a module that it imports, adds a handler to the root or to the ``psdist`` logger,
+only that handler is used. With ``PSDIST_LOG_FORMAT=json`` each line is a JSON object with the fields of the servers'
+lines (``psdist.logs``), and the worker's step. ``peer`` names the one member or address that a message is about.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Final
+
+from psdist.settings import exit_codes
+from psdist.settings.launcher_reports import report_error
+
+_FULL: Final = "PSDIST_FULL_TRACEBACK"
+#: Folders of the standard library and of installed packages, also in a virtual environment.
+_LIBRARIES: Final = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+
+def shorten_tracebacks_alone() -> None:
+    """Install the hook in a process without a launcher, unless it has a hook of its own."""
+    if sys.excepthook is sys.__excepthook__:
+        shorten_tracebacks()
+
+
+def shorten_tracebacks() -> None:
+    """Install the hook."""
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if os.environ.get(_FULL, "0") in ("", "0"):
+            shorten(error)
+        previous(kind, error, error.__traceback__)
+
+    sys.excepthook = hook
+
+
+def shorten(error: BaseException) -> None:
+    """Remove psdist's frames from the tracebacks of ``error`` and of its causes, and note their number."""
+    hidden = 0
+    for each in chain(error):
+        frames = list(_frames(each.__traceback__))
+        kept = _outside(frames)
+        # Of errors raised in psdist, only its own classes are clear without the frame.
+        if kept and (kept[-1] is frames[-1] or _is_understood(each)):
+            hidden += len(frames) - len(kept)
+            each.__traceback__ = _linked(kept)
+    if hidden:
+        count = "1 frame" if hidden == 1 else f"{hidden} frames"
+        error.add_note(f"({count} of psdist left out; {_FULL}=1 shows all)")
+
+
+def _is_understood(error: BaseException) -> bool:
+    from psdist.errors import InternalError, PsdistError
+
+    return isinstance(error, PsdistError | KeyboardInterrupt) and not isinstance(error, InternalError)
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield ``error``, and the errors that are printed before it."""
+    seen: set[int] = set()
+    each: BaseException | None = error
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        yield each
+        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+
+
+def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+def _outside(frames: list[TracebackType]) -> list[TracebackType]:
+    """Return the frames that belong neither to psdist nor to a library that psdist called."""
+    kept, inside = [], False
+    for frame in frames:
+        code = frame.tb_frame.f_code
+        # By module instead of file: the methods of a dataclass have no file.
+        module = frame.tb_frame.f_globals.get("__name__", "")
+        inside = module.split(".")[0] == "psdist" or (inside and code.co_filename.startswith(_LIBRARIES))
+        if not inside:
+            kept.append(frame)
+    return kept
+
+
+def _linked(frames: list[TracebackType]) -> TracebackType | None:
+    """Return a traceback of these frames."""
+    trace: TracebackType | None = None
+    for frame in reversed(frames):
+        trace = TracebackType(trace, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return trace
+
+
+# --- exit status ------------------------------------------------------------------------------------------------------
+
+
+def choose_exit_status() -> None:
+    """Choose the status of this process when it exits."""
+    ending = _Ending(os.getpid())
+    atexit.register(ending.choose_status)
+
+
+class _Ending:
+    """End of a process. Its destructor ends the process, if a status was chosen.
+
+    ``atexit`` holds the only reference, and drops it after the last exit function. So all of them run, also those that
+    were registered before this one. pid: forked processes end as they would without psdist.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._status = 0
+
+    def choose_status(self) -> None:
+        if os.getpid() == self._pid:
+            error = _uncaught(getattr(sys, "last_value", None), getattr(sys, "last_traceback", None))
+            self._status = 0 if error is None else status_of(error)
+            if error is not None and not self._status:
+                report_error(error)
+
+    def __del__(self) -> None:
+        if self._status:
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(AttributeError, OSError, ValueError):  # None, a broken pipe, or closed.
+                    stream.flush()
+            os._exit(self._status)
+
+
+def _uncaught(error: BaseException | None, trace: TracebackType | None) -> BaseException | None:
+    """Return the last error that the interpreter printed, if it ended the script.
+
+    Libraries in C also print exceptions of their callbacks in this way, and continue: their traceback begins in a
+    function that was called by another.
+    """
+    # A script that cannot be compiled has no frame.
+    is_outermost = isinstance(error, SyntaxError) if trace is None else trace.tb_frame.f_back is None
+    return error if is_outermost else None
+
+
+def status_of(error: BaseException) -> int:
+    """Return the exit status for a launcher; 0 for errors without a special status.
+
+    The status says that another attempt would fail in the same way or, for UNAVAILABLE, that the scheduler may only be
+    late.
+    """
+    from psdist.errors import RUN_ENDING, LateWorkerError, SchedulerUnreachableError
+
+    if isinstance(error, LateWorkerError):
+        return exit_codes.LATE
+    if isinstance(error, SchedulerUnreachableError):
+        return exit_codes.UNAVAILABLE
+    for each in chain(error):  # The script may have raised its own error from it.
+        if isinstance(each, RUN_ENDING):
+            # The next attempt finds a run that resumed from a snapshot.
+            return 0 if "snapshot" in each.details else exit_codes.status_of_ended_run(each)
+    return exit_codes.CONFIGURATION if would_recur(error) else 0
+
+
+def would_recur(error: BaseException) -> bool:
+    """Return True if another attempt of the script would end with the same error.
+
+    Its settings or arguments are wrong, it uses something that it has closed, or its device is missing.
+    """
+    from psdist import errors
+
+    settings = (
+        *(errors.InvalidArgumentError, errors.LayoutMismatchError, errors.SettingsMismatchError),
+        *(errors.NoStorageError, errors.ProtocolMismatchError, errors.UnauthenticatedError, errors.WrongRunError),
+        errors.PermissionDeniedError,
+        *(errors.MutualWaitError, errors.NotMemberError, errors.WorkerLeftError, errors.UnevenInputsError),
+        *(errors.ClosedError, errors.DeviceUnavailableError, errors.WrittenWeightsError),
+    )
+    # The next gradient may be finite.
+    return isinstance(error, settings) and not isinstance(error, errors.NonFiniteGradientError)
+
+
+# --- log lines --------------------------------------------------------------------------------------------------------
+
+_logger = logging.getLogger("psdist")
+
+
+def print_line(text: str) -> None:
+    """Print a line on standard error. If that fails, as on a full disk, the line is lost and the program continues.
+
+    Python's own stream would keep the line, try again at the script's end, and change its exit status to 120.
+    """
+    stream = sys.stderr
+    if stream is None:  # ``print`` would take standard output.
+        return
+    own = sys.__stderr__
+    with suppress(Exception):
+        if own is None or stream is not own:  # A notebook's, or a test's.
+            print(text, file=stream, flush=True)
+            return
+        own.flush()
+        os.write(own.fileno(), f"{text}\n".encode(own.encoding, "backslashreplace"))
+
+
+#: Returns the fields of this process's open client: run, id, incarnation and step.
+_fields: Callable[[], Mapping[str, str | int | None]] = dict
+
+
+def identify_log(fields: Callable[[], Mapping[str, str | int | None]]) -> None:
+    """Set the function that returns the identity of this worker."""
+    global _fields
+    _fields = fields
+
+
+class _JsonFormatter(logging.Formatter):
+    """One JSON object per message, with the fields of the servers' lines."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {"event": record.getMessage(), "level": record.levelname.lower(), "logger": record.name}
+        line["timestamp"] = datetime.fromtimestamp(record.created, UTC).isoformat().replace("+00:00", "Z")
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        if peer := getattr(record, "peer", ""):
+            line["peer"] = peer
+        known = {name: value for name, value in _fields().items() if value not in ("", None)}
+        return json.dumps({**line, "role": "worker", **known})
+
+
+class _DefaultHandler(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        as_json = os.environ.get("PSDIST_LOG_FORMAT") == "json"
+        console = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S")
+        self.setFormatter(_JsonFormatter() if as_json else console)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if logging.getLogger().handlers or _logger.handlers != [self]:
+            return
+        try:
+            print_line(self.format(record))
+        except Exception:  # As in all handlers: a message that cannot be formatted must not end a training.
+            self.handleError(record)
+
+
+_handler = _DefaultHandler()
+
+
+def install_log() -> None:
+    """Add the handler to the ``psdist`` logger; a second call changes nothing."""
+    _logger.addHandler(_handler)
