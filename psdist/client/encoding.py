@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from psdist.cgroups import usable_cores
-from psdist.client.core.buckets import ReadySlices
 from psdist.client.core.flat_vector import Flat, join_names
+from psdist.client.core.push_sequence import ReadySlices
 from psdist.client.participation import Participation
 from psdist.client.session.worker_state import OWN, SavedState, State
 from psdist.compression import Cast, Codec, Compressor, PerTensor
@@ -320,7 +320,7 @@ class Encoding:
         if flat is not None and not isinstance(flat, np.ndarray):
             return await self._load_on_device(settings, flat.device)
         await self._compiler.loaded()
-        from psdist.client.core.difference_encoder import encoder_of
+        from psdist.client.core.encoder import encoder_of
 
         encoder = encoder_of(*settings)
         encoder.restore(self._restored)

@@ -8,25 +8,35 @@ Not here: encoding and sending (``encoding``, ``push``).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+import xxhash
 from numpy.typing import ArrayLike, NDArray
 
 from psdist.client.core import flat_vector
 from psdist.client.core.flat_vector import Flat
-from psdist.client.stale_buffers import StaleBufferCheck
 from psdist.device.device import device_number
 from psdist.errors import InvalidArgumentError
 from psdist.off_loop import in_thread
 from psdist.types import DType, Layout, NonFinite, Slicing
 
 if TYPE_CHECKING:
-    from psdist.client.device.cast_gradient import CastGradient
-    from psdist.client.device.vectors import DeviceVectors
+    from psdist.client.device.vectors import CastGradient, DeviceVectors
     from psdist.device.memory import DeviceVector
+
+
+logger = logging.getLogger("psdist")
+
+#: Pushes in a row with the same content, before a warning.
+_REPEATS: Final = 5
+#: Elements of the sample.
+_SAMPLED: Final = 256
+#: Vectors hashed in vain before the check gives up: the sample says nothing about these gradients.
+_GIVE_UP: Final = 16
 
 
 class GradientVector:
@@ -166,7 +176,8 @@ class GradientVector:
             self._stale.on_push(number, flat)
         else:
             flat = flat_vector.flatten(self._layout, gradients, flat)
-        self._clear(flat, absent)
+        if absent:
+            self._clear(flat, absent)
         if flat_vector.is_finite(flat_vector.values_of(self._layout, flat), self._dtype):
             return flat
         if self._non_finite == "reject":
@@ -213,7 +224,7 @@ class GradientVector:
 
     def cast(self, vector: DeviceVector, slicing: Slicing) -> CastGradient:
         """Cast a gradient on a device to 16 bits, and copy it to the host."""
-        from psdist.client.device.cast_gradient import CastGradient
+        from psdist.client.device.vectors import CastGradient
 
         assert self._device is not None
         return CastGradient(self._device.cast(vector, self._dtype), slicing)
@@ -282,8 +293,77 @@ class GradientVector:
 
 def _first_on_device(gradients: Mapping[str, Any]) -> Any:
     """Return the first of these arrays that is on a device; None if there is none."""
-    if all(type(value) is np.ndarray for value in gradients.values()):
-        return None
-    from psdist.client.device.arrays import is_on_device
+    for value in gradients.values():
+        if type(value) is not np.ndarray:
+            from psdist.client.device.arrays import is_on_device
 
-    return next((value for value in gradients.values() if is_on_device(value)), None)
+            if is_on_device(value):
+                return value
+    return None
+
+
+# --- buffers that nobody writes to ------------------------------------------------------------------------------------
+
+
+class StaleBufferCheck:
+    """Warns of gradient buffers that nobody writes to: training with them learns nothing.
+
+    The usual cause is torch's ``zero_grad()``, which sets ``grad`` to None: the next backward pass makes new arrays,
+    and the buffers keep their old content. A push cannot see who wrote to memory, so the contents of successive pushes
+    are compared. That must cost next to nothing. A sample of some elements is read at each push. Only if it is
+    unchanged is the whole vector hashed, which costs less than the search for NaN that each push makes anyway.
+
+    Equal gradients are possible (all zeros, or a constant). So this is a warning, logged once after several pushes in a
+    row, and never an error. A single changed element prevents the warning.
+
+    name: name of the parameter set.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._push = -1
+        self._sample = b""
+        #: Digest of the whole vector; empty if the sample has changed.
+        self._digest = b""
+        self._repeats = 0
+        self._misses = 0
+        self._is_over = False
+
+    def stop(self) -> None:
+        """Stop checking: the caller always writes to the buffers."""
+        self._is_over = True
+
+    def on_push(self, number: int, vector: Flat) -> None:
+        """Check the buffers, ``vector``, before push ``number`` sends them. A repeated push does not count."""
+        if self._is_over or number == self._push or not vector.size:
+            return
+        self._push = number
+        sample = _sample(vector)
+        if sample != self._sample:
+            self._sample, self._digest, self._repeats = sample, b"", 0
+            return
+        digest = xxhash.xxh3_128_digest(vector.data)
+        if digest == self._digest:
+            self._repeats += 1
+        else:
+            # At the first equal sample the previous vector was not hashed.
+            self._misses += self._digest != b""
+            self._digest, self._repeats = digest, 1
+        self._is_over = self._repeats >= _REPEATS or self._misses >= _GIVE_UP
+        if self._repeats >= _REPEATS:
+            self._warn()
+
+    def _warn(self) -> None:
+        logger.warning(
+            "the gradient_buffers() of %r held the same values in %d pushes in a row: nothing may be writing to them, "
+            "and then nothing is trained. With torch, zero_grad() takes gradients out of the buffers: call "
+            "zero_grad(set_to_none=False), or pass the gradients themselves. If these gradients are meant to be the "
+            "same, ignore this; it is not said again",
+            self._name,
+            self._repeats,
+        )
+
+
+def _sample(vector: Flat) -> bytes:
+    """Return elements at even distances."""
+    return np.ascontiguousarray(vector[:: max(1, vector.size // _SAMPLED)]).tobytes()

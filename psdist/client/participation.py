@@ -142,6 +142,11 @@ class PendingWrite:
         """Return the same, unless servers refused them: later writes replace them."""
         return self.weights(now) if self._made is not None and self._made[3] == now.sequence.attempt else None
 
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing is written before the next push, and no agreement with other workers is asked for."""
+        return self._made is None
+
     def follows(self, now: Incarnation) -> bool:
         """Return True if the next push agrees with the writes of other workers."""
         return self._made is not None and self._made[0] is None and self._is_due(now)
@@ -358,6 +363,8 @@ class Participation:
     def begin_push(self, *, abstains: bool = False) -> PendingRequest:
         """Return the next push, with all slices unanswered. abstains: it has no gradient at all."""
         now, writes = self.current, self.writes
+        if writes.is_empty and not abstains and not now.sequence.attempt:
+            return now.sequence.begin_push(self.push_options)
         follows = abstains or writes.follows(now)
         written, attempt = writes.weights(now), now.sequence.attempt
         options = replace(self.push_options, written=written, follows_writes=follows, attempt=attempt)
@@ -441,7 +448,7 @@ class Participation:
 
         Raises the reason if this client is out: FencedError if only this incarnation has ended, see ``rejoin``.
         """
-        routes = self._plan_all().routes
+        routes = self.current.plan(range(self.slicing.count)).routes
         if not self._transports.is_missing(routes):
             return
         limit = self.options.request_timeout
@@ -452,9 +459,6 @@ class Participation:
             raise WaitTimeoutError(
                 f"connecting {self.name!r} to its servers took longer than request_timeout={limit:g} s"
             ) from None
-
-    def _plan_all(self) -> RoutingPlan:
-        return self.current.plan(range(self.slicing.count))
 
     def push(
         self,
@@ -508,7 +512,7 @@ class Participation:
 
     def remote_slices(self) -> list[tuple[int, ...]]:
         """Return, by server, the slices of servers that share no memory with this worker."""
-        transports, routes = self.transports(), self._plan_all().routes
+        transports, routes = self.transports(), self.current.plan(range(self.slicing.count)).routes
         return [route.slices for route in routes if transports.get(route.server_id) != "shm"]
 
     def transports(self) -> dict[str, str]:

@@ -19,9 +19,8 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from psdist.client.core import flat_vector
-from psdist.client.core.buckets import PushProgress, ReadySlices, SliceIndex
 from psdist.client.core.flat_vector import Arrays, Flat
-from psdist.client.core.push_sequence import PendingRequest
+from psdist.client.core.push_sequence import PendingRequest, PushProgress, ReadySlices, SliceIndex
 from psdist.client.encoding import EncodedPush
 from psdist.client.participation import Participation
 from psdist.client.results import Results
@@ -114,6 +113,8 @@ class Push:
         #: The push under its number, with all unanswered slices.
         self.request = part.begin_push(abstains=not weight)
         self.weight = weight
+        #: True if the answers carry the new weights.
+        self.reads = target is not None
         #: True if any slice is sent without values.
         self.abstained = False
         #: True once the next call has begun, or the push was dropped: weights of its buckets are no longer valid.
@@ -143,11 +144,6 @@ class Push:
         return self.request.number
 
     @property
-    def reads(self) -> bool:
-        """True if the answers carry the new weights."""
-        return self._target is not None
-
-    @property
     def is_open(self) -> bool:
         """True if tensors are still missing."""
         return bool(self._progress.missing)
@@ -175,9 +171,11 @@ class Push:
         absent: numbers of the tensors without a gradient.
         """
         part, values = self._part, self._values
-        self._leave_out(absent)
+        if absent or isinstance(values, EncodedPush):  # An earlier attempt may have had other ones.
+            self._leave_out(absent)
         ready = self._decide(self._progress.give_all(abstain=abstain))
-        ready = await self._encode(ready, meanwhile=True)
+        if isinstance(values, EncodedPush):
+            ready = await self._encode(ready, meanwhile=True)
         if not ready.valued:
             self.request.options = replace(self.request.options, follows_writes=True)
         parts, waiting = self._parts(ready), part.waiting(push=True, reads=self.reads)
@@ -224,12 +222,11 @@ class Push:
 
     def _leave_out(self, absent: frozenset[int]) -> None:
         """Set the tensors without a gradient, in all requests that are made from now on."""
-        if absent or self._absent:
-            self._absent = absent
-            ranges = self._progress.index.ranges_of(absent)
-            self.request.options = replace(self.request.options, absent=ranges)
-            if isinstance(self._values, EncodedPush):
-                self._values.leave_out(ranges)
+        self._absent = absent
+        ranges = self._progress.index.ranges_of(absent)
+        self.request.options = replace(self.request.options, absent=ranges)
+        if isinstance(self._values, EncodedPush):
+            self._values.leave_out(ranges)
 
     def _decide(self, ready: ReadySlices) -> ReadySlices:
         """Return how ``ready`` slices are sent: those from an earlier attempt as they were then."""
@@ -275,11 +272,11 @@ class Push:
 
     def _send(self, parts: Sequence[Part]) -> Coroutine[Any, Any, None]:
         """Return a coroutine that delivers the unanswered slices of ``parts``."""
-        requests = [
-            self._part.push(part, values, self._norm or 0.0, self._target, self.weight or 1.0)
-            for part, values in parts
-            if part.pending
-        ]
+        requests = []
+        for part, values in parts:
+            if part.pending or not self._part.slicing.count:
+                norm, weight = self._norm or 0.0, self.weight or 1.0
+                requests.append(self._part.push(part, values, norm, self._target, weight))
         return requests[0] if len(requests) == 1 else all_or_first_error(requests)
 
     async def _send_bucket(self, bucket: AsyncBucket, ready: ReadySlices) -> None:

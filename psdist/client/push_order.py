@@ -21,15 +21,14 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from psdist.client.core import flat_vector
-from psdist.client.core.buckets import SliceIndex
 from psdist.client.core.flat_vector import Flat
+from psdist.client.core.push_sequence import SliceIndex
 from psdist.client.encoding import EncodedPush, Encoding
-from psdist.client.gradients import GradientVector
+from psdist.client.gradients import GradientVector, StaleBufferCheck
 from psdist.client.participation import Participation
 from psdist.client.push import AsyncBucket, Gradient, Push
 from psdist.client.results import PullDestination, Results
 from psdist.client.session.membership import DropCounter, run_in_incarnation
-from psdist.client.stale_buffers import StaleBufferCheck
 from psdist.client.transport.buffers import PullTarget
 from psdist.consistency import BSP, SSP, check_weight
 from psdist.errors import FencedError, InvalidArgumentError, WrittenWeightsError
@@ -116,9 +115,11 @@ class PushOrder:
                     await self.retry(self.encoding.keep_state)
                 if self._part.is_outdated:
                     self.results.discard()
-                self._drop_overdue_write()
+                if not self._part.writes.is_empty:
+                    self._drop_overdue_write()
                 yield
-                self._drop_overdue_write()
+                if not self._part.writes.is_empty:
+                    self._drop_overdue_write()
 
     def _drop_overdue_write(self) -> None:
         """Drop weights that the script wrote before a push that this worker no longer makes, and report that."""
@@ -140,7 +141,8 @@ class PushOrder:
     async def begin(self) -> None:
         """Prepare for a request: wait until the push in buckets is answered, and end it."""
         await self._part.open()
-        await self.end_push()
+        if self._push is not None:
+            await self.end_push()
 
     async def end_push(self) -> None:
         """Wait until the push in buckets is answered, and end it. Raises InvalidArgumentError if it misses tensors."""
@@ -207,8 +209,9 @@ class PushOrder:
         if given.gathered is None:
             waits = self.gradients.waits_for_device(given.given)
             with part.phases.work(SpanKind.GATHER, part.name, part.current.sequence.step):
-                given.gathered = await off_loop(part.layout.total, lambda: self._gather(given), waits=waits)
-        await self._reach_first_step()
+                given.gathered = await off_loop(part.layout.total, partial(self._gather, given), waits=waits)
+        if part.current.sequence.before_first_step:
+            await self._reach_first_step()
         part.take_state()
         flat, norm = given.gathered
         try:
@@ -247,8 +250,7 @@ class PushOrder:
 
     async def _reach_first_step(self) -> None:
         """Wait until the others are at the first step of this worker, if it joined and pushes without a pull."""
-        if self._part.current.sequence.before_first_step:
-            await self.pull_into(self.results.target(PullDestination(None, copy=False)))
+        await self.pull_into(self.results.target(PullDestination(None, copy=False)))
 
     def _on_answered(self, push: Push) -> None:
         """Retire a push that is given and answered."""
@@ -334,7 +336,8 @@ class PushOrder:
             if self._push.is_open:
                 return self._push
         await self.end_push()
-        await self._reach_first_step()
+        if self._part.current.sequence.before_first_step:
+            await self._reach_first_step()
         begin = partial(self.gradients.begin_step, gradients)
         vector = await in_thread(begin) if self.gradients.waits_for_device(gradients) else begin()
         values = vector if self.encoding is None else await self.encoding.begin(vector)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psdist.client.core.snapshot_marks import SnapshotMarks
+from psdist.client.core.push_sequence import SnapshotMarks
 from psdist.client.reporting.worker_totals import Throughput
 from psdist.client.session.waits import Activities, AwaitedCall, GroupCalls, ReportedWait
 from psdist.collectives.core import plans

@@ -9,8 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psdist.client.core.difference_encoder import DifferenceEncoder
-from psdist.client.core.encoder import EncodedSlices
+from psdist.client.core.encoder import DifferenceEncoder, EncodedSlices
 from psdist.compression import ChunkedTopK, Codec, Int2, Int8, OneBit, PerTensor, PowerSGD, RandomK, TopK
 from psdist.compression.segments import check
 from psdist.errors import StaleEstimateError

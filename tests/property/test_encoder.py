@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from psdist.client.core.buckets import ReadySlices
 from psdist.client.core.encoder import EncodedSlices, GradientEncoder
+from psdist.client.core.push_sequence import ReadySlices
 from psdist.compression import (
     BFloat16,
     Chain,

@@ -14,6 +14,7 @@ Not here: routes of slices (``routing``), their encoding (``psdist.compression``
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import is_
 from typing import Any, Final
 
 import numpy as np
@@ -129,7 +130,11 @@ def check_names(layout: Layout, values: Mapping[str, object]) -> None:
     """Raise UnknownTensorError, MissingTensorError or InvalidArgumentError unless ``values`` has all tensors."""
     if not isinstance(values, Mapping):
         raise InvalidArgumentError(f"tensors must come as a dict of arrays by name, not {type(values).__name__}")
-    missing = next((tensor.name for tensor in layout.tensors if tensor.name not in values), None)
+    missing = None
+    for tensor in layout.tensors:
+        if tensor.name not in values:
+            missing = tensor.name
+            break
     if missing is None and len(values) == len(layout.tensors):
         return
     known = {tensor.name for tensor in layout.tensors}
@@ -170,7 +175,7 @@ def flatten(layout: Layout, values: Mapping[str, ArrayLike], into: Flat | None =
     check_names(layout, values)
     arrays = _checked_arrays(layout.tensors, values)
     # Only the caller's own arrays are shared: one made by asarray would be freed when this returns.
-    if all(array is values[tensor.name] for tensor, array in zip(layout.tensors, arrays, strict=True)):
+    if all(map(is_, arrays, [values[tensor.name] for tensor in layout.tensors])):
         shared = _shared_vector(layout, arrays)
         if shared is not None:
             return shared
@@ -194,9 +199,13 @@ def flatten_some(layout: Layout, numbers: Sequence[int], values: Mapping[str, Ar
 
 
 def _checked_arrays(tensors: Iterable[TensorSpec], values: Mapping[str, ArrayLike]) -> list[NDArray[Any]]:
-    arrays = []
+    arrays: list[NDArray[Any]] = []
     for tensor in tensors:
-        array = as_float(tensor.name, values[tensor.name])
+        value = values[tensor.name]
+        if type(value) is np.ndarray and value.dtype in _DTYPE_NAMES and value.shape == tensor.shape:
+            arrays.append(value)
+            continue
+        array = as_float(tensor.name, value)
         check_shape(tensor, array.shape)
         arrays.append(array)
     return arrays

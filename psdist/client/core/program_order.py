@@ -165,6 +165,8 @@ class ProgramOrder:
 
     def drops_next(self, name: str) -> bool:
         """Return True if the script's next push, which is of ``name``, is to be dropped."""
+        if not (self.is_skipping or self.outdated or self.lost_course or self.lost_ranges):
+            return False
         offset = self._offset
         if not self.is_shared or name not in self._names or (offset is None and not self.is_skipping):
             return name in self.lost_course | self.lost_ranges

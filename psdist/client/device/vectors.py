@@ -23,8 +23,8 @@ from psdist.compression.specifications import Float32
 from psdist.device.coders import CastCoder, SegmentRange, table
 from psdist.device.device import Device
 from psdist.device.memory import DeviceVector, Launcher, PinnedPool
-from psdist.errors import DeviceLostError
-from psdist.types import DType, Layout, TensorSpec
+from psdist.errors import DeviceLostError, InternalError
+from psdist.types import DType, Layout, Slicing, TensorSpec
 
 _U32, _U64, _F32 = np.uint32, np.uint64, np.float32
 
@@ -264,3 +264,37 @@ def _shared_address(tensors: Sequence[TensorSpec], taken: Sequence[TakenArray | 
         first = array.address if first is None else first
         address = array.address + 4 * tensor.size
     return first
+
+
+class CastGradient:
+    """``EncodedGradient`` of plain elements.
+
+    values: in the wire's dtype, as long as the flat vector.
+    """
+
+    #: Payloads are plain elements instead of segments.
+    is_raw = True
+
+    def __init__(self, values: NDArray[Any], slicing: Slicing) -> None:
+        self._values = values
+        self._slicing = slicing
+
+    async def ready(self, index: int) -> None:
+        """Return immediately: all slices are ready."""
+
+    def difference(self, slices: Sequence[int]) -> None:
+        """Return None: payloads are gradients."""
+
+    def send_whole(self, slices: Sequence[int]) -> None:
+        """Raise InternalError: payloads already are whole gradients."""
+        raise InternalError("a server takes a gradient for a difference")
+
+    def payload(self, index: int) -> memoryview:
+        """Return the payload of a slice."""
+        start, stop = self._slicing.bounds(index)
+        return self._values[start:stop].view(np.uint8).data
+
+    def decode_into(self, index: int, out: NDArray[Any]) -> None:
+        """Write a slice in the form in which a server reads it from shared memory: in its own dtype."""
+        start, stop = self._slicing.bounds(index)
+        out[...] = self._values[start:stop]

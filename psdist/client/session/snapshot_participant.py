@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 import xxhash
 
-from psdist.client.core.snapshot_marks import MarkAnswer, SnapshotMarks
+from psdist.client.core.push_sequence import MarkAnswer, SnapshotMarks
 from psdist.client.session.membership import WorkerMembership, drop_when_fenced, run_in_incarnation
 from psdist.client.session.scheduler_calls import SchedulerCalls
 from psdist.client.session.waits import WaitTracker

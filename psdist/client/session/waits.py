@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self
 
-from psdist.client.core.snapshot_marks import SnapshotMarks
+from psdist.client.core.push_sequence import SnapshotMarks
 from psdist.client.reporting.phase_timer import PhaseTimer, Subject, TimedRequest
 from psdist.client.reporting.worker_totals import Throughput
 from psdist.errors import MutualWaitError, PsdistError

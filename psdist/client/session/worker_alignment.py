@@ -22,8 +22,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from psdist.client.core.program_order import ProgramOrder
-from psdist.client.core.push_sequence import PushSequence
-from psdist.client.core.snapshot_marks import SnapshotMarks
+from psdist.client.core.push_sequence import PushSequence, SnapshotMarks
 from psdist.v1 import scheduler_pb2 as pb
 
 #: Silence of the scheduler after which this worker continues, or leaves, without it.

@@ -14,7 +14,7 @@ import pytest
 from psdist import AsyncClient, AsyncParameters, off_loop, optim
 from psdist.cli import status_table
 from psdist.client import automatic_compression, encoding
-from psdist.client.core.difference_encoder import EncodedDifferences, encoder_of
+from psdist.client.core.encoder import EncodedDifferences, encoder_of
 from psdist.client.encoding import EncodedPush
 from psdist.client.participation import Participation
 from psdist.compression import (

@@ -16,7 +16,7 @@ import pytest_asyncio
 import psdist
 from psdist import errors, off_loop
 from psdist.client import encoding
-from psdist.client.core.buckets import ReadySlices
+from psdist.client.core.push_sequence import ReadySlices
 from psdist.client.encoding import EncodedPush, Encoding, _run_in_threads
 from psdist.client.participation import Participation
 from psdist.client.reporting.phase_timer import PhaseTimer

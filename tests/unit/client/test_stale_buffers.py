@@ -8,8 +8,8 @@ from itertools import count
 import numpy as np
 import pytest
 
-from psdist.client import stale_buffers
-from psdist.client.stale_buffers import StaleBufferCheck
+from psdist.client import gradients
+from psdist.client.gradients import StaleBufferCheck
 
 
 @pytest.fixture
@@ -68,8 +68,8 @@ def test_gradients_of_which_the_sample_says_nothing_are_hashed_a_few_times_only(
     check: StaleBufferCheck, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed: list[object] = []
-    digest = stale_buffers.xxhash.xxh3_128_digest
-    monkeypatch.setattr(stale_buffers.xxhash, "xxh3_128_digest", lambda data: hashed.append(data) or digest(data))
+    digest = gradients.xxhash.xxh3_128_digest
+    monkeypatch.setattr(gradients.xxhash, "xxh3_128_digest", lambda data: hashed.append(data) or digest(data))
     vector = np.zeros(100_000, np.float32)
     for number in range(1000):
         vector[1] = number

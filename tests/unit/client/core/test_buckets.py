@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psdist.client.core import flat_vector
-from psdist.client.core.buckets import PushProgress, SliceIndex
+from psdist.client.core.push_sequence import PushProgress, SliceIndex
 from psdist.errors import InvalidArgumentError, UnknownTensorError
 from psdist.types import Slicing
 

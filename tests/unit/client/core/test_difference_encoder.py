@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from psdist.client.core.difference_encoder import DifferenceEncoder, EncodedDifferences, encoder_of
-from psdist.client.core.encoder import EncodedSlices, GradientEncoder
+from psdist.client.core.encoder import DifferenceEncoder, EncodedDifferences, EncodedSlices, GradientEncoder, encoder_of
 from psdist.compression import Int8, OneBit, PerTensor, TopK
 from psdist.compression.segments import accumulate
 from psdist.errors import InternalError, NonFiniteGradientError

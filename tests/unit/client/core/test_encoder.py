@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psdist.client.core.buckets import ReadySlices
 from psdist.client.core.encoder import EncodedSlices, GradientEncoder
+from psdist.client.core.push_sequence import ReadySlices
 from psdist.compression import (
     BFloat16,
     Chain,

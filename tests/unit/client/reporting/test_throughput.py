@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from psdist.client.core.snapshot_marks import SnapshotMarks
+from psdist.client.core.push_sequence import SnapshotMarks
 from psdist.client.reporting.worker_totals import Throughput
 from psdist.client.session.waits import Activities, GroupCalls
 

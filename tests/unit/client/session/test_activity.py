@@ -15,8 +15,7 @@ import pytest_asyncio
 
 import psdist
 from psdist import errors
-from psdist.client.core.push_sequence import PushSequence
-from psdist.client.core.snapshot_marks import SnapshotMarks
+from psdist.client.core.push_sequence import PushSequence, SnapshotMarks
 from psdist.client.session.waits import Activities, GroupCalls
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import status

@@ -13,8 +13,7 @@ import pytest_asyncio
 
 import psdist
 from psdist import errors
-from psdist.client.core.push_sequence import PendingRequest, PushSequence
-from psdist.client.core.snapshot_marks import MarkAnswer, SnapshotMarks
+from psdist.client.core.push_sequence import MarkAnswer, PendingRequest, PushSequence, SnapshotMarks
 from psdist.client.session import snapshot_participant
 from psdist.client.session.snapshot_participant import SnapshotParticipant
 from psdist.client.session.worker_state import OWN

@@ -13,8 +13,7 @@ import pytest
 import pytest_asyncio
 
 import psdist
-from psdist.client.core.push_sequence import PushSequence
-from psdist.client.core.snapshot_marks import SnapshotMarks
+from psdist.client.core.push_sequence import PushSequence, SnapshotMarks
 from psdist.client.session import worker_alignment
 from psdist.client.session.worker_alignment import WorkerAlignment, WorkerShutdown
 from psdist.v1 import scheduler_pb2 as pb

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import psdist
-from psdist.client.core.push_sequence import PendingRequest, PushSequence
-from psdist.client.core.snapshot_marks import SnapshotMarks
+from psdist.client.core.push_sequence import PendingRequest, PushSequence, SnapshotMarks
 from psdist.client.session.worker_state import OWN, WorkerStates
 from psdist.consistency import ASP, BSP
 
