@@ -126,7 +126,7 @@ class World:
 
     def scheduler_ended(self, node: Node, error: BaseException) -> None:
         """Handle the end of a scheduler by an error."""
-        self.oracle.violation(f"{node.name} ended: {error!r}")
+        self.oracle.violation(f"{node.name} ended: {error!r}{where(error)}")
 
     def _note_loss(self, news: MemberLost) -> None:
         """Count a loss caused by a cut path. A worker that cannot reach a server is expelled once and rejoins when it

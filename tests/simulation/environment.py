@@ -18,7 +18,7 @@ import random
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -75,7 +75,7 @@ class RunLoop(SimLoop):
     answered: Callable[[ParameterStore, int], None]
     #: Called for each worker that the scheduler lets pass a barrier, and for each deadlock of workers that it reports.
     barrier_opened: Callable[[str, Any], None] = staticmethod(lambda name, arrival: None)
-    circle_found: Callable[[Sequence[Any]], None] = staticmethod(lambda circle: None)
+    deadlock_found: Callable[[Mapping[Any, Sequence[Any]]], None] = staticmethod(lambda waits: None)
 
 
 def running() -> RunLoop:
@@ -288,12 +288,12 @@ def _watch_barriers(progress: Any) -> Any:
     return watched
 
 
-def _watch_circles(text: Any) -> Any:
+def _watch_deadlocks(text: Any) -> Any:
     """Wrap the function that describes a deadlock of workers, to report the deadlock to the run."""
 
-    def watched(circle: Any) -> str:
-        running().circle_found(circle)
-        named: str = text(circle)
+    def watched(waits: Any) -> str:
+        running().deadlock_found(waits)
+        named: str = text(waits)
         return named
 
     return watched
@@ -386,7 +386,7 @@ def install() -> None:
     put(ParameterStore, "_reply", _watch_reply(ParameterStore._reply))
     put(Barriers, "progress", _watch_barriers(Barriers.progress))
     put(FollowedMap, "apply", _watch_maps(FollowedMap.apply))
-    put(deadlocks, "_text", _watch_circles(deadlocks._text))
+    put(deadlocks, "_text", _watch_deadlocks(deadlocks._text))
     heartbeats.watch_sent(running)
     heartbeats.watch_kept(running)
     for owner, name, text, happened in _PATHS:

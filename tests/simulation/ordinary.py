@@ -22,7 +22,7 @@ import asyncio
 import itertools
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -179,7 +179,7 @@ class OrdinaryWorld(SnapshotWorld):
         #: Phases that were stopped as a whole, with the number of commits when their workers had left.
         self.stopped_phases: dict[int, int] = {}
         loop.barrier_opened = self._barrier_opened
-        loop.circle_found = self._circle_found
+        loop.deadlock_found = self._deadlock_found
 
     def _check_loss(self, news: MemberLost) -> None:
         # A script that is busy for longer than its lease is expelled: its process shows no other sign of life.
@@ -370,11 +370,14 @@ class OrdinaryWorld(SnapshotWorld):
         """Return the newest life of a worker."""
         return next((life for life in reversed(self.lives) if life.worker_id == worker_id), None)
 
-    def _circle_found(self, circle: Sequence[WaitFor]) -> None:
+    def _deadlock_found(self, waits: Mapping[WaitFor, Sequence[WaitFor]]) -> None:
         """Check a deadlock that the scheduler reports. No worker in it may already have made the step, or reached the
-        barrier, that its predecessor waits for."""
-        self.counts["a circle was found"] += 1
-        for wait, awaited in zip(circle, [*circle[1:], circle[0]], strict=True):
+        barrier, that another one in it waits for.
+
+        waits: with each wait those of the workers that it is for.
+        """
+        self.counts["a deadlock was found"] += 1
+        for wait, awaited in ((wait, awaited) for wait, others in waits.items() for awaited in others):
             life, other = self._life_of(wait.worker.member_id), self._life_of(awaited.worker.member_id)
             if life is None or other is None or other.over or self.worker_nodes[other.worker].dead:
                 continue

@@ -9,7 +9,7 @@ In some runs workers are silent for longer than their lease so often that all of
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -320,10 +320,10 @@ class SetsWorld(OrdinaryWorld):
             self._joined_set(life, name, client, handle)
         return changed
 
-    def _circle_found(self, circle: Sequence[Any]) -> None:
+    def _deadlock_found(self, waits: Mapping[Any, Sequence[Any]]) -> None:
         """See OrdinaryWorld. All workers push all sets in one order, so there are no deadlocks."""
-        waits = [f"{wait.worker.member_id} {wait.text}" for wait in circle]
-        self.oracle.violation(f"workers are said to wait for each other: {waits}")
+        texts = [f"{wait.worker.member_id} {wait.text}" for wait in waits]
+        self.oracle.violation(f"workers are said to wait for each other: {texts}")
 
     # --- the end ------------------------------------------------------------------------------------------------------
 

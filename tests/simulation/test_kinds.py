@@ -38,7 +38,7 @@ KINDS = {
         (300043, 4522, 270),
         (
             *("busy", "computed for long", "passed a barrier", "a barrier's time limit was over", "stopped all"),
-            *("stopped some", "an exit was lost", "a script ended because it was asked to", "a circle was found"),
+            *("stopped some", "an exit was lost", "a script ended because it was asked to", "a deadlock was found"),
             *("resumed", "began from a snapshot", "a worker was told of a snapshot"),
             "a server ended without workers",
         ),
