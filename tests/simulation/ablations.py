@@ -557,8 +557,9 @@ def _only_changes(put: Put) -> None:
     """Make all sessions of a process continue from the counts of the earlier ones."""
     made = dict[Any, Any]()
 
-    def same(**enabled: Any) -> Any:
-        return made.setdefault(running().current(), ChangedCounts(**enabled))
+    def same(*, enabled: bool) -> Any:
+        counts = ChangedCounts(enabled=enabled)
+        return made.setdefault(running().current(), counts) if enabled else counts
 
     put(worker_session, "ChangedCounts", same)
 
