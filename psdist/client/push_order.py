@@ -11,11 +11,11 @@ Not here: one push (``push``), its number (``push_sequence``), requests (``parti
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -167,24 +167,23 @@ class PushOrder:
 
     # --- a whole push -------------------------------------------------------------------------------------------------
 
-    async def push(
+    def push(
         self,
         gradients: Mapping[str, ArrayLike],
         weight: float,
         absent: Iterable[str] = (),
         destination: PullDestination | None = None,
-    ) -> PullTarget | None:
-        """Make one push, again in the next incarnation if it continues there.
+    ) -> Coroutine[Any, Any, PullTarget | None]:
+        """Return a coroutine that makes one push, again in the next incarnation if it continues there.
 
         weight: weight of the gradient in the mean of its step; 0 contributes nothing.
         absent: names of the tensors without a gradient.
-        destination: asks for the new weights. Returns their place then, or None if the push was dropped.
+        destination: asks for the new weights. The coroutine returns their place then, or None if the push was dropped.
         """
         self._part.check_member()
         weight = check_weight(weight, self._spec.consistency)
         if self._part.is_skipping:
-            await self._skip_push()
-            return None
+            return self._skip_push()
         given = _Gradients(gradients, weight, self._index.named(absent) if absent else _NO_TENSORS)
         origin = self._part.current.origin
 
@@ -198,7 +197,7 @@ class PushOrder:
             return False
 
         attempt = partial(self._push_once, given, destination)
-        return await run_in_incarnation(attempt, rejoin_or_drop, lambda: self._part.incarnation)
+        return run_in_incarnation(attempt, rejoin_or_drop, lambda: self._part.incarnation)
 
     async def _push_once(self, given: _Gradients, destination: PullDestination | None) -> PullTarget | None:
         """Make a push in this incarnation. Returns where the new weights are, if they were asked for."""
