@@ -111,7 +111,8 @@ class History:
         run = Run(self.path, _SCRIPT, *self._arguments, how, str(at), flags=flags)
         self.runs.append(run)
         if how in ("periodic", "request", "rollback"):
-            run.until("rank 0 is ready")
+            # All of them, because a kill of the launcher loses the lines that it has not written yet.
+            run.until(rf"rank \d of {workers} begins|rank 0 is ready", count=workers + 1)
         if how in ("periodic", "request"):
             run.kill_all()
         if how == "rollback":
