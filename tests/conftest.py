@@ -34,7 +34,7 @@ _PARTS = {
     "clusters": ("chaos", "integration"),
     "frameworks": ("integration/torch", "integration/frameworks", "integration/jax", "integration/ray"),
 }
-#: Real runs that ``make test`` makes all the same: one of each promise.
+#: Real runs within ``make test``: one for each promise.
 _RUNS = (
     "integration/project/test_docs.py::test_the_program_of_the_page_on_torch_trains",
     "integration/faults/test_failover.py::test_a_killed_server_changes_not_a_bit",

@@ -264,7 +264,7 @@ class Push:
         return [(self.request.part(slices), values) for slices, values in pairs if slices]
 
     def _absorb(self, parts: Sequence[Part]) -> None:
-        """Count what was answered to ``parts`` as answered in this push."""
+        """Add the answers of ``parts`` to those of this push."""
         for part, _ in parts:
             if part is not self.request:
                 self.request.absorb(part)

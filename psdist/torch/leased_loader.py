@@ -7,8 +7,8 @@ Invariants: A range is reported as used when the loop requests the batch after i
 ends before that. Batches come in the order in which their indices were requested, without those of ranges that are not
 held any more, because the run rolled back or the worker was expelled.
 
-Loaders whose data the script has divided by itself, or whose order follows from a random generator, are told apart
-here, too.
+This module also detects loaders whose data the script has divided by itself, or whose order follows from a random
+generator.
 
 Not here: the samples of a range (``psdist.data``), the assignment of ranges (the scheduler).
 """

@@ -401,7 +401,7 @@ class ExitRequests:
         return bool(self._members.servers) or any(server is not None and server.state != "left" for server in told)
 
     def _is_known(self, since: float, now: float) -> bool:
-        """Return True if it is known what was trained until ``since``."""
+        """Return True if no report on pushes until ``since`` is awaited."""
         if not self._snapshots.saves_at_end or now - since > self._settings.lease_seconds:
             return True
         if self._no_workers_since is not None and self._snapshots.saved_at >= self._no_workers_since:
