@@ -154,7 +154,7 @@ bench: $(VENV)/.dev
 chaos: $(VENV)/.dev kernels
 	INTERRUPTS=$(INTERRUPTS) ROUNDS=$(ROUNDS) GROUP_ROUNDS=$(GROUP_ROUNDS) \
 	SCHEDULES=$(SCHEDULES) FIRST=$(FIRST) $(PYTEST) -q tests/chaos
-	$(BIN)/psdist chaos --suite --kills $(KILLS)
+	$(BIN)/python -m tests.chaos --suite --kills $(KILLS)
 
 sim: $(VENV)/.dev kernels
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first $(FIRST)

@@ -28,8 +28,8 @@ from typing import Any, Final
 from benchmarks import figures, machine
 from benchmarks.contenders import DIRECTORY, PEER_VENVS, Contender, ContenderError, Running, module
 from benchmarks.shaped_hosts import ShapedHosts, hosts_missing
-from psdist.chaos.faults import INTERFACE
 from psdist.errors import ConfigurationError
+from tests.support.chaos.faults import INTERFACE
 
 #: Calls of a turn, by bytes of an array.
 SIZES: Final[Mapping[int, int]] = {

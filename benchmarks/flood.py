@@ -35,10 +35,10 @@ import psutil
 
 from benchmarks.contenders import ROOT
 from benchmarks.peers.flooder import KINDS
-from psdist.chaos.cluster import ChaosCluster, ChaosClusterSettings
-from psdist.chaos.workload import EventReader, WorkloadSettings
 from psdist.settings.config import parse_address
 from psdist.v1 import scheduler_pb2
+from tests.support.chaos.cluster import ChaosCluster, ChaosClusterSettings
+from tests.support.chaos.workload import EventReader, WorkloadSettings
 
 _READY_SECONDS: Final = 60.0
 _POLL_SECONDS: Final = 0.05

@@ -34,8 +34,8 @@ from benchmarks import figures, machine
 from benchmarks.contenders import DIRECTORY, WARM_STEPS, Contender, ContenderError, Running, interleave, module
 from benchmarks.shaped_hosts import Counters, ShapedHosts, hosts_missing
 from benchmarks.turns import Settings
-from psdist.chaos.faults import INTERFACE
 from psdist.errors import ConfigurationError
+from tests.support.chaos.faults import INTERFACE
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Hosts with links of a given speed, on one machine: network namespaces, each with one shaped link.
 
-A host is a namespace of ``psdist.chaos.faults.WorkerNetwork`` with a name of its own, and a directory of its own for
-``/dev/shm``, so that processes share memory within a host and not between hosts. ``tc tbf`` limits its link in both
+A host is a namespace of ``tests.support.chaos.faults.WorkerNetwork`` with a name of its own, and a directory of its own
+for ``/dev/shm``, so that processes share memory within a host and not between hosts. ``tc tbf`` limits its link in both
 directions: at the host, and at the bridge. This process's own namespace, at ``gateway``, is a host without a limit.
 
 The bucket of a filter is at least the largest packet that TCP hands to an interface (64 KiB, segmented later), which
@@ -24,8 +24,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from psdist.chaos.faults import INTERFACE, WorkerNetwork, run_command
 from psdist.errors import ConfigurationError
+from tests.support.chaos.faults import INTERFACE, WorkerNetwork, run_command
 
 BURST_BYTES_MIN = 64 << 10
 BURST_SECONDS = 3e-3

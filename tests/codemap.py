@@ -36,7 +36,7 @@ ORDER: Final = (
         "psdist/tracing",
         "psdist/trackers",
     ),
-    *("psdist/launcher", "psdist/settings", "psdist/cli", "psdist", "psdist/chaos", "tests/simulation"),
+    *("psdist/launcher", "psdist/settings", "psdist/cli", "psdist", "tests/simulation"),
 )
 _ROOTS: Final = ("psdist", "servers", "tests/simulation")
 

@@ -45,12 +45,12 @@ def page() -> str:
 
 
 def time_limits() -> dict[tuple[str, str], set[str]]:
-    """Return the programs that have each time limit, by flag and default. Those of chaos runs are no limits, and
-    ``psdist config show`` shows those of a run."""
+    """Return the programs that have each time limit, by flag and default. ``psdist config show`` is left out: it
+    shows those of a run."""
     found: dict[tuple[str, str], set[str]] = {}
     for line in command_lines():
         for flag in line.flags:
-            if flag.metavar == "SECONDS" and line.program not in ("psdist chaos", "psdist config show"):
+            if flag.metavar == "SECONDS" and line.program != "psdist config show":
                 found.setdefault((flag.name, flag.default_text), set()).add(line.program)
     return found
 

@@ -26,8 +26,6 @@ LIMITS_ELSEWHERE = {
     "psdist.snapshots.policy": {"STEPS_MAX", "SECONDS_MAX", "KEEP_MAX"},
     # Bounds on a process's own output, such as the text that it shows.
     "psdist.changes": {"_VALUE_CHARACTERS_MAX"},
-    "psdist.chaos.proxy": {"_PIECES_MAX"},
-    "psdist.chaos.run": {"_SLOTS_MAX"},
     "psdist.client.datasets": {"_SHUFFLE_HERE_MAX"},
     "psdist.client.session.membership": {"IN_A_ROW_MAX"},
     "psdist.client.session.waits": {"_SENTENCES_MAX"},

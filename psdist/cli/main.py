@@ -68,8 +68,6 @@ PSDIST: Final = Group(
                 lambda: import_module("psdist.cli.bench")),
         Command("certs", "make, issue and show certificates for mutual TLS: psdist certs init DIR --host HOST",
                 lambda: import_module("psdist.cli.certs").CERTS),
-        Command("chaos", "inject faults into a separate run and count lost updates",
-                lambda: import_module("psdist.cli.chaos")),
         Command("warmup", "compile the kernels ahead of the first run on this machine",
                 lambda: Leaf(lambda: CommandLine("psdist warmup", "Compiles all kernels, once on a machine. "
                              "Servers and workers compile those that are missing.", ()), _warm_up)),

@@ -22,8 +22,6 @@ from typing import Any
 import numpy as np
 
 import psdist
-from psdist.chaos import faults
-from psdist.chaos.faults import WorkerNetwork
 from psdist.errors import (
     ClosedError,
     ExcludedError,
@@ -32,6 +30,8 @@ from psdist.errors import (
     WaitTimeoutError,
     WorkerLostError,
 )
+from tests.support.chaos import faults
+from tests.support.chaos.faults import WorkerNetwork
 
 WORKERS = 3
 #: Time limit for the start of processes, and for joins.

@@ -32,7 +32,6 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from psdist.chaos import faults  # noqa: E402
 from tests.chaos.schedule_draw import WORKERS, Fault, Schedule, draw  # noqa: E402
 from tests.chaos.schedule_oracle import (  # noqa: E402
     LEASE_SECONDS,
@@ -43,6 +42,7 @@ from tests.chaos.schedule_oracle import (  # noqa: E402
     spread,
     violations,
 )
+from tests.support.chaos import faults  # noqa: E402
 
 #: Time limit for starts and groups, and for the end of a schedule once its last fault could be noticed.
 _START_SECONDS: Final = 120.0

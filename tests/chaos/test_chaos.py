@@ -1,4 +1,4 @@
-"""``psdist chaos`` itself, with few faults of each kind; ``make chaos`` makes the long runs."""
+"""``python -m tests.chaos`` itself, with few faults of each kind; ``make chaos`` makes the long runs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from typing import Any
 import psutil
 import pytest
 
-from psdist.chaos import faults
+from tests.support.chaos import faults
+from tests.support.tree import ROOT
 
 _QUICK = ("--failure-timeout", "1", "--down", "1", "--pace", "0.005")
 
 
 def _start(path: Path, *flags: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "psdist.cli.main", "chaos", *_QUICK, "--format", "json", *flags]
+    command = [sys.executable, "-m", "tests.chaos", *_QUICK, "--format", "json", *flags]
     environment = {**os.environ, "TMPDIR": str(path)}
     return subprocess.Popen(
-        command, cwd=path, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
 
 

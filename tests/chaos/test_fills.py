@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from psdist import optim
-from psdist.chaos.fills import Chance, Fill, chances, fills_of, is_expendable
-from psdist.chaos.report import GAP, STALE, count_refusals
 from psdist.consistency import BSP
 from psdist.errors import InvalidArgumentError
 from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard
 from psdist.wire import services
 from psdist_server.core.replication import BackupReplication, ReplicaUpdate
 from psdist_server.store import replicator
+from tests.support.chaos.fills import Chance, Fill, chances, fills_of, is_expendable
+from tests.support.chaos.report import GAP, STALE, count_refusals
 
 A, B, C = (Replica(f"server-{name}", 1) for name in "abc")
 B_AGAIN = Replica("server-b", 2)

@@ -11,8 +11,8 @@ import os
 
 import pytest
 
-from psdist.chaos.faults import namespaces_missing
 from tests.chaos.group_rounds import run
+from tests.support.chaos.faults import namespaces_missing
 
 FAULTS = ("kill", "freeze", "cut")
 #: Promised time. Single rounds may take longer on a machine whose cores are busy.

@@ -21,8 +21,8 @@ from typing import Any, Final
 
 import pytest
 
-from psdist.chaos.faults import WorkerNetwork
 from psdist.errors import ConfigurationError
+from tests.support.chaos.faults import WorkerNetwork
 
 HOSTS: Final = ("head", "gpu-a", "gpu-b", "gpu-c")
 STEPS: Final = 600

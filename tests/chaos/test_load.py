@@ -9,7 +9,7 @@ import sys
 import psutil
 import pytest
 
-from psdist.chaos.faults import BackgroundLoad
+from tests.support.chaos.faults import BackgroundLoad
 
 _CORES = len(os.sched_getaffinity(0))
 
@@ -37,7 +37,7 @@ def test_none_is_started_without_it() -> None:
 
 
 def test_it_does_not_outlive_a_killed_process() -> None:
-    script = "import sys; from psdist.chaos.faults import BackgroundLoad; load = BackgroundLoad(1).__enter__(); "
+    script = "import sys; from tests.support.chaos.faults import BackgroundLoad; load = BackgroundLoad(1).__enter__(); "
     script += "print(*(process.pid for process in load.processes), flush=True); sys.stdin.read()"
     owner = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from psdist.chaos.oracle import Outcome, Push, Verdict, judge, place
-from psdist.chaos.report import ChaosReport, Injected, percentile, table
-from psdist.chaos.workload import EventLog, EventReader
+from tests.support.chaos.oracle import Outcome, Push, Verdict, judge, place
+from tests.support.chaos.report import ChaosReport, Injected, percentile, table
+from tests.support.chaos.workload import EventLog, EventReader
 
 _SLICES, _SLOTS, _WORKERS = 3, 40, 2
 _CAPACITY = _SLOTS // _WORKERS

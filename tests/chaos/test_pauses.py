@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from psdist.chaos.report import Injected, longest_pauses
+from tests.support.chaos.report import Injected, longest_pauses
 
 _STEADY = [0.1 * number for number in range(11)]
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from psdist.chaos.proxy import BLACKHOLE, HALF_OPEN, HELD, Fault, FaultProxy
+from tests.support.chaos.proxy import BLACKHOLE, HALF_OPEN, HELD, Fault, FaultProxy
 
 #: Long enough for bytes that pass at all to have passed.
 _SILENCE_SECONDS = 0.15

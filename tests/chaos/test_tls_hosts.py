@@ -20,9 +20,9 @@ from typing import Final
 import numpy as np
 import pytest
 
-from psdist.chaos.faults import WorkerNetwork
 from psdist.cli.certs import CERTS
 from psdist.errors import ConfigurationError
+from tests.support.chaos.faults import WorkerNetwork
 
 NODES: Final = ("node-1", "node-2", "node-3")
 STEPS: Final = 240

@@ -39,7 +39,6 @@ PROGRAMS = {
     "psdist run": ("main", "run"),
     "psdist status": ("main", "status"),
     "psdist bench": ("main", "bench"),
-    "psdist chaos": ("main", "chaos"),
     "psdist snapshot list": ("main", "snapshot", "list"),
     "psdist-scheduler": ("scheduler",),
     "psdist-server": ("server",),
@@ -129,7 +128,7 @@ def test_unknown_words() -> None:
     status, _, text = call("frobnicate")
     assert status == 2 and "'frobnicate'" in text
     commands = "run, config, status, top, events, trace, explain, report, snapshot, scale, drain, doctor"
-    assert f"{commands}, token, generate, bench, certs, chaos, warmup and version" in text
+    assert f"{commands}, token, generate, bench, certs, warmup and version" in text
     status, _, text = call()
     assert status == 2 and text.startswith("usage: psdist")
     status, _, text = call("version", "--loud")

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from psdist.chaos.proxy import HELD, Fault, FaultProxy
 from psdist.settings import exit_codes
+from tests.support.chaos.proxy import HELD, Fault, FaultProxy
 from tests.support.etcd import Etcd, running
 from tests.support.standby_cluster import cluster, results
 

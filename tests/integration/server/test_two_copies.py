@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from psdist import optim
-from psdist.chaos.proxy import HELD, Fault, FaultProxy
 from psdist.consistency import BSP
 from psdist.errors import LimitExceededError, StaleEpochError
 from psdist.link.listening import TcpListener
@@ -36,6 +35,7 @@ from psdist_server.server import ParameterServer, ServerRegistration
 from psdist_server.service import ServerService
 from psdist_server.store.replicator import ReplicaReport
 from tests.support.channels import open_channel
+from tests.support.chaos.proxy import HELD, Fault, FaultProxy
 
 TOKEN, SIZE = "secret", 4096
 A, B = Replica("server-0", 1), Replica("server-1", 1)

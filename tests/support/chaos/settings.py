@@ -1,14 +1,14 @@
-"""Settings of a chaos run, declared with the flags of ``psdist chaos``. ``--fault`` is declared there: it needs the
-list of faults."""
+"""Settings of a chaos run, declared with the flags of ``python -m tests.chaos``. ``--fault`` is declared
+there: it needs the list of faults."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import get_args
 
-from psdist.chaos.workload import Mode
 from psdist.settings.config import TransportName
 from psdist.settings.flags import integer, one_of, seconds, setting
+from tests.support.chaos.workload import Mode
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,14 +15,14 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from psdist.chaos import faults, fills
-from psdist.chaos.cluster import Reach
-from psdist.chaos.live_run import LiveRun
-from psdist.chaos.proxy import BLACKHOLE, HALF_OPEN, Fault
 from psdist.errors import InternalError
 from psdist.settings.config import parse_address
 from psdist.settings.exit_codes import INFRASTRUCTURE
 from psdist.types import Replica
+from tests.support.chaos import faults, fills
+from tests.support.chaos.cluster import Reach
+from tests.support.chaos.live_run import LiveRun
+from tests.support.chaos.proxy import BLACKHOLE, HALF_OPEN, Fault
 
 _END_SECONDS: Final = 30.0
 #: Time limit for status to name a path that is cut.

@@ -22,9 +22,6 @@ from typing import Final
 import grpc
 import grpc.aio
 
-from psdist.chaos.faults import WorkerNetwork
-from psdist.chaos.proxy import FaultProxy
-from psdist.chaos.workload import WorkloadSettings
 from psdist.errors import InternalError, SchedulerUnreachableError
 from psdist.launcher.plan import SchedulerAddress, ServicesPlan, ServicesSettings
 from psdist.launcher.process import ReaperProcess, free_port
@@ -33,6 +30,10 @@ from psdist.settings.config import TLS_VARIABLES, TransportName, parse_address, 
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
 from psdist.wire import auth, limits
 from psdist.wire.channels import open_channel
+from tests.support.chaos.faults import WorkerNetwork
+from tests.support.chaos.proxy import FaultProxy
+from tests.support.chaos.workload import WorkloadSettings
+from tests.support.tree import ROOT
 
 _START_SECONDS: Final = 60.0
 _STATUS_SECONDS: Final = 1.0
@@ -153,7 +154,8 @@ class ChaosCluster:
         workload.save(self.directory / _SETTINGS_FILE)
         for rank in range(self.settings.workers):
             inside = () if self.network is None else (*self.network.inside(self.host_of_worker(rank)), *_OWN_MEMORY)
-            script = (sys.executable, "-m", "psdist.chaos.workload", str(self.directory / _SETTINGS_FILE), str(rank))
+            arguments = (str(self.directory / _SETTINGS_FILE), str(rank))
+            script = (sys.executable, "-m", "tests.support.chaos.workload", *arguments)
             command = (*inside, *script)
             self.processes[f"worker-{rank}"] = Process(
                 f"worker-{rank}", command, self._environment() | self._tls_variables()
@@ -175,6 +177,7 @@ class ChaosCluster:
         with log.open("ab") as output:
             process.running = subprocess.Popen(
                 process.command,
+                cwd=ROOT,  # Workers run a module of the tests.
                 env=process.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

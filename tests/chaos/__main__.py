@@ -1,35 +1,34 @@
-"""``psdist chaos``: injects faults into real processes on this machine, and counts lost and repeated updates.
+"""``python -m tests.chaos``: injects faults into real processes on this machine, and counts lost and repeated updates.
 
 Each run starts a separate scheduler, servers and workers. ``--suite`` makes one run for each promise. Exit status 1
-means that a promise was broken. The keys of the JSON form are stable.
+means that a promise was broken.
 """
 
 from __future__ import annotations
 
+import asyncio
+import os
 import signal
 import sys
 from argparse import Namespace
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-from psdist.cli.commands import show
+from psdist.cli.commands import call, show
 from psdist.errors import ConfigurationError
 from psdist.settings.exit_codes import FAILURE, OK, SIGNAL_BASE
 from psdist.settings.flags import CommandLine, Flag, flags_of, one_of, read
 from psdist.settings.programs import FORMAT_FLAG
+from tests.support.chaos import suite
+from tests.support.chaos.injections import FAULTS
+from tests.support.chaos.report import ChaosReport, table
+from tests.support.chaos.run import ChaosRun
+from tests.support.chaos.settings import ChaosSettings
 
-if TYPE_CHECKING:
-    from psdist.chaos.report import ChaosReport
-    from psdist.chaos.settings import ChaosSettings
-
-_PROGRAM = "psdist chaos"
+_PROGRAM = "python -m tests.chaos"
 
 
 def command_line() -> CommandLine:
-    """Return the command line of ``psdist chaos``."""
-    from psdist.chaos.injections import FAULTS
-    from psdist.chaos.settings import ChaosSettings
-
+    """Return the command line of ``python -m tests.chaos``."""
     kinds = "; ".join(f"{name}: {fault.what}" for name, fault in FAULTS.items())
     return CommandLine(
         _PROGRAM,
@@ -53,16 +52,12 @@ def run(given: Namespace, environ: Mapping[str, str]) -> int:
 
 
 def _single(given: Namespace) -> int:
-    from psdist.chaos.report import table
-
     report = _run(_settings(given))
     show(given.format, report.as_json(), lambda _: print(table(report)))
     return OK if report.good else FAILURE
 
 
 def _suite(given: Namespace) -> int:
-    from psdist.chaos import suite
-
     results = []
     for case in suite.CASES:
         if reason := case.missing():
@@ -76,10 +71,6 @@ def _suite(given: Namespace) -> int:
 
 
 def _run(settings: ChaosSettings) -> ChaosReport:
-    import asyncio
-
-    from psdist.chaos.run import ChaosRun
-
     async def run() -> ChaosReport:
         # Cancel the run, so that it removes its processes and its network.
         task = asyncio.create_task(ChaosRun(settings, _say).run())
@@ -93,10 +84,12 @@ def _run(settings: ChaosSettings) -> ChaosReport:
 
 
 def _settings(given: Namespace) -> ChaosSettings:
-    from psdist.chaos.settings import ChaosSettings
-
     return read(ChaosSettings, given, fault=given.fault, compare=not given.no_compare)
 
 
 def _say(text: str) -> None:
     print(f"{_PROGRAM}: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(call(sys.modules[__name__], sys.argv[1:], os.environ))

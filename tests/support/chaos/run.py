@@ -19,17 +19,17 @@ from typing import Final
 
 import numpy as np
 
-from psdist.chaos import oracle
-from psdist.chaos.cluster import ChaosCluster, ChaosClusterSettings
-from psdist.chaos.faults import BackgroundLoad
-from psdist.chaos.injections import FAULTS
-from psdist.chaos.live_run import LiveRun
-from psdist.chaos.oracle import Verdict
-from psdist.chaos.report import ChaosReport, Injected, count_refusals, longest_pauses
-from psdist.chaos.settings import ChaosSettings
-from psdist.chaos.workload import WorkloadSettings
 from psdist.errors import InternalError, PsdistError
 from psdist.settings.programs import RunSettings
+from tests.support.chaos import oracle
+from tests.support.chaos.cluster import ChaosCluster, ChaosClusterSettings
+from tests.support.chaos.faults import BackgroundLoad
+from tests.support.chaos.injections import FAULTS
+from tests.support.chaos.live_run import LiveRun
+from tests.support.chaos.oracle import Verdict
+from tests.support.chaos.report import ChaosReport, Injected, count_refusals, longest_pauses
+from tests.support.chaos.settings import ChaosSettings
+from tests.support.chaos.workload import WorkloadSettings
 
 _READY_SECONDS: Final = 60.0
 _END_SECONDS: Final = 60.0

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from psdist.chaos.fills import Role
-from psdist.chaos.oracle import Verdict
+from tests.support.chaos.fills import Role
+from tests.support.chaos.oracle import Verdict
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from psdist.chaos import faults
-from psdist.chaos.cluster import Reach
-from psdist.chaos.injections import FAULTS
-from psdist.chaos.report import ChaosReport
-from psdist.chaos.settings import ChaosSettings
+from tests.support.chaos import faults
+from tests.support.chaos.cluster import Reach
+from tests.support.chaos.injections import FAULTS
+from tests.support.chaos.report import ChaosReport
+from tests.support.chaos.settings import ChaosSettings
 
 
 @dataclass(frozen=True, slots=True)

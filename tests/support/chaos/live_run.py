@@ -12,16 +12,16 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-from psdist.chaos.cluster import ChaosCluster
-from psdist.chaos.fills import Role
-from psdist.chaos.report import ChaosReport, Injected
-from psdist.chaos.settings import ChaosSettings
-from psdist.chaos.workload import EventReader, WorkloadSettings
 from psdist.errors import InternalError
 from psdist.settings.exit_codes import INFRASTRUCTURE
 from psdist.types import ParametersEntry
 from psdist.v1 import scheduler_pb2
 from psdist.wire import convert
+from tests.support.chaos.cluster import ChaosCluster
+from tests.support.chaos.fills import Role
+from tests.support.chaos.report import ChaosReport, Injected
+from tests.support.chaos.settings import ChaosSettings
+from tests.support.chaos.workload import EventReader, WorkloadSettings
 
 _RECOVER_SECONDS: Final = 60.0
 _POLL_SECONDS: Final = 0.02

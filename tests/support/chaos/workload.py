@@ -1,4 +1,4 @@
-"""The worker of a chaos run, which is a program: ``python -m psdist.chaos.workload SETTINGS RANK``.
+"""The worker of a chaos run, which is a program: ``python -m tests.support.chaos.workload SETTINGS RANK``.
 
 It pushes as fast as its pace allows, each push with its own place in every slice (``oracle``), and logs when each push
 starts and how it ends. Each line is written immediately, so that a kill loses none. It knows nothing of faults. At the
@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Final, Literal
 import numpy as np
 
 from psdist import optim
-from psdist.chaos.oracle import Outcome, Push, place
 from psdist.consistency import ASP, BSP, SSP, Consistency
 from psdist.errors import PsdistError, ServerLostError
 from psdist.settings.config import TransportName
 from psdist.settings.exit_codes import FAILURE, INFRASTRUCTURE, OK
+from tests.support.chaos.oracle import Outcome, Push, place
 
 if TYPE_CHECKING:
     from psdist.client.sync_client import Client, Parameters
