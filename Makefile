@@ -32,7 +32,7 @@
 #                 without TLS; the calls over TLS by every role
 #   make bench    psdist beside its peers, in some minutes: rewrites docs/performance.md (--full: BENCH=--full)
 #   make proto    regenerate psdist/v1 from proto/
-#   make sync     regenerate psdist/client/sync_client.py from the asyncio API
+#   make sync     regenerate the synchronous API (sync_client.py, sync_group.py) from the asyncio API
 #   make updates  regenerate psdist_server/kernels/updates.py from the optimizers' arithmetic
 #   make kernels  compile the kernels of servers, once; other targets do it when they need them
 #   make clean    remove everything that these targets created

@@ -158,6 +158,21 @@ class StartedCall(Generic[T]):
         self._call.is_awaited = is_awaited
 
 
+class Handle(Generic[T]):
+    """Call under way, of ``async_op=True``. Its arrays belong to psdist until ``wait`` returns."""
+
+    def __init__(self, started: StartedCall[T]) -> None:
+        self._started: StartedCall[T] | None = started
+        self._result: T | None = None
+
+    def wait(self) -> T:
+        """Wait for the call, and return its result or raise its error."""
+        if self._started is not None:
+            started, self._started = self._started, None
+            self._result = started.result()
+        return self._result  # type: ignore[return-value]  # set once the call has ended
+
+
 class LoopThread:
     """Daemon thread that runs an event loop (uvloop's if it is installed)."""
 
@@ -207,6 +222,10 @@ class LoopThread:
         call = self._made(coroutine, reading=reading, ending=False)
         self.loop.call_soon_threadsafe(self._begin, call, reading)
         return StartedCall(lambda: self._wait(call, reading=reading), call)
+
+    def call_or_start(self, coroutine: Coroutine[Any, Any, T], async_op: bool) -> T | Handle[T]:
+        """Run ``coroutine`` as ``call`` does; as ``start`` does, and return a handle, if ``async_op`` is true."""
+        return Handle(self.start(coroutine)) if async_op else self.call(coroutine)
 
     def _made(self, coroutine: Coroutine[Any, Any, T], *, reading: bool, ending: bool) -> _Call[T]:
         """Return a call that may be started. Raises the error that forbids it."""

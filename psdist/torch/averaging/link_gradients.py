@@ -20,8 +20,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from psdist.client.core.flat_vector import is_finite
+from psdist.client.process.loop import Handle
 from psdist.client.sync_client import Bucket, Client, Parameters
-from psdist.collectives.sync_group import Handle
 from psdist.consistency import sums
 from psdist.errors import NonFiniteGradientError, PsdistError
 from psdist.metrics.interval import Phase
