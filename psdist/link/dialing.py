@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from abc import abstractmethod
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -133,14 +132,9 @@ class Link(MessageReceiver[M]):
         self.end: asyncio.Future[PsdistError] = loop.create_future()
         self.connection = FrameConnection(self, has_payloads=has_payloads)
         self._call = call
-        self._accepted: asyncio.Future[None] = loop.create_future()
         self._is_dialing = False
         self._reason_timer: asyncio.TimerHandle | None = None
         self._watcher = asyncio.create_task(self._watch(), name="psdist connection")
-
-    @abstractmethod
-    def on_response(self, response: M) -> None:
-        """Process a message, whose payload is complete."""
 
     def error_of(self, failure: grpc.aio.AioRpcError) -> PsdistError:
         """Return the error for the failed gRPC stream."""
@@ -165,7 +159,8 @@ class Link(MessageReceiver[M]):
         Raises TcpUnavailableError if that is impossible, or the error that ended the link.
         """
         self._is_dialing = True
-        opening = server_pb2.ShareRequest(open=server_pb2.OpenConnection(nonce=nonce))
+        opening, accepted = server_pb2.ShareRequest(open=server_pb2.OpenConnection(nonce=nonce)), _Acceptance(self)
+        self.connection.set_receiver(accepted)
         where = f"{host}:{port}"
         try:
             with ending_with(self.end):
@@ -173,7 +168,7 @@ class Link(MessageReceiver[M]):
                     async with time_limit(CONNECT_SECONDS):
                         await connect(self.connection, host, port, tls, tls.service_name(host) if tls else "")
                         self.connection.send(opening.SerializeToString())
-                        await self._accepted
+                        await accepted.arrived
                 except TimeoutError:
                     raise TcpUnavailableError(
                         f"{where} did not answer within {CONNECT_SECONDS:g} s: a firewall must let {dialers}"
@@ -189,12 +184,6 @@ class Link(MessageReceiver[M]):
         self._is_dialing = False
 
     # --- connection callbacks -----------------------------------------------------------------------------------------
-
-    def on_message(self, message: M) -> None:
-        if message.WhichOneof("kind") != "opened":
-            self.on_response(message)
-        elif not self._accepted.done():
-            self._accepted.set_result(None)
 
     def connection_ended(self, error: PsdistError | None) -> None:
         if isinstance(error, ClosedError):
@@ -243,3 +232,23 @@ class Link(MessageReceiver[M]):
     async def ended(self) -> None:
         """Wait until no task of the link runs any more."""
         await asyncio.gather(self._watcher, return_exceptions=True)
+
+
+class _Acceptance(MessageReceiver[M]):
+    """Receiver of a dialed link's connection until the server accepts the nonce."""
+
+    def __init__(self, link: Link[M]) -> None:
+        self.message_type = link.message_type
+        self.arrived: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._link = link
+
+    def on_message(self, message: M) -> None:
+        if message.WhichOneof("kind") != "opened":
+            self._link.on_message(message)
+            return
+        self._link.connection.set_receiver(self._link)
+        if not self.arrived.done():
+            self.arrived.set_result(None)
+
+    def connection_ended(self, error: PsdistError | None) -> None:
+        self._link.connection_ended(error)

@@ -150,26 +150,42 @@ class FrameReader:
         return self._ahead[self._stop :]
 
     def buffer_updated(self, count: int) -> None:
-        """Process ``count`` bytes just read. Raises PsdistError if they do not form a valid frame; errors of the
-        receiver propagate."""
+        """Process ``count`` bytes just read, or with 0 those that arrived during a hold: deliver the complete frames,
+        unless on hold. Raises PsdistError if they do not form a valid frame; errors of the receiver propagate."""
         if self._is_direct:
             self._filled += count
         else:
             self._stop += count
-        self.deliver()
-
-    def deliver(self) -> None:
-        """Deliver the buffered bytes, unless on hold. Raises as ``buffer_updated``."""
-        while not self.is_held and (self._fill() if self.is_within_frame else self._begin()):
-            pass
+        while not self.is_held and self._take_frame():
+            self._target, self.is_within_frame = _NOTHING, False
+            self.receiver.end_frame()
 
     def discard_payload(self) -> None:
         """Redirect the rest of the current payload to scratch memory. The receiver's buffer is not written to again."""
         if self.is_within_frame and self._header is None:
             self._target = memoryview(bytearray(len(self._target)))
 
-    def _begin(self) -> bool:
-        """Consume a prefix, and the header if it is complete. Returns False if the prefix is not."""
+    def _take_frame(self) -> bool:
+        """Consume what has arrived of one frame. Returns True if it is complete, in the memory of the receiver."""
+        if not self.is_within_frame and not self._take_prefix():
+            return False
+        while not self.is_held:
+            if missing := len(self._target) - self._filled:
+                count = min(missing, self._stop - self._start)
+                self._target[self._filled : self._filled + count] = self._ahead[self._start : self._start + count]
+                self._start, self._filled = self._start + count, self._filled + count
+                if count < missing:
+                    return False
+            if self._header is None:
+                return True
+            header, self._header = bytes(self._header), None
+            self._target, self._filled = self.receiver.begin_frame(header, self._payload_bytes), 0
+            if len(self._target) != self._payload_bytes:
+                raise InternalError(f"{len(self._target)} bytes of memory for a payload of {self._payload_bytes}")
+        return False
+
+    def _take_prefix(self) -> bool:
+        """Consume a prefix: the header comes next. Returns False if the prefix is incomplete."""
         start = self._start
         begin = start + self.prefix_bytes
         # An alert is shorter than a prefix. As a length its bytes would be over 64 KiB, and first frames are small.
@@ -186,42 +202,10 @@ class FrameReader:
             raise LimitExceededError(
                 f"a payload of {self._payload_bytes} bytes is longer than {limits.DATA_MESSAGE_BYTES}"
             )
-        self.is_within_frame = True
-        end = begin + header_bytes
-        if end <= self._stop:
-            self._start = end
-            self._begin_payload(bytes(self._ahead[begin:end]))
-        else:
-            self._start = begin
-            self._header = bytearray(header_bytes)
-            self._target, self._filled = memoryview(self._header), 0
+        self._start, self.is_within_frame = begin, True
+        self._header = bytearray(header_bytes)
+        self._target, self._filled = memoryview(self._header), 0
         return True
-
-    def _fill(self) -> bool:
-        """Complete the header or payload being received. Returns False if it has not arrived yet."""
-        if missing := len(self._target) - self._filled:
-            count = min(missing, self._stop - self._start)
-            self._target[self._filled : self._filled + count] = self._ahead[self._start : self._start + count]
-            self._start, self._filled = self._start + count, self._filled + count
-            if count < missing:
-                return False
-        if self._header is not None:
-            self._begin_payload(bytes(self._header))
-        else:
-            self._end_frame()
-        return True
-
-    def _begin_payload(self, header: bytes) -> None:
-        self._header = None
-        self._target, self._filled = self.receiver.begin_frame(header, self._payload_bytes), 0
-        if len(self._target) != self._payload_bytes:
-            raise InternalError(f"{len(self._target)} bytes of memory for a payload of {self._payload_bytes}")
-        if not self._payload_bytes:
-            self._end_frame()
-
-    def _end_frame(self) -> None:
-        self._target, self.is_within_frame = _NOTHING, False
-        self.receiver.end_frame()
 
 
 class FrameConnection(asyncio.BufferedProtocol):
@@ -354,7 +338,7 @@ class FrameConnection(asyncio.BufferedProtocol):
             self._reader.is_held = False
             self._transport.resume_reading()
             try:
-                self._reader.deliver()
+                self._reader.buffer_updated(0)
             except PsdistError as error:
                 self._end(error)
 

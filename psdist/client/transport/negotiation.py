@@ -140,7 +140,7 @@ class CallConnection(Link[server_pb2.ShareResponse], Generic[CallT]):
         request.push.base_versions[:] = bases if min(bases) != max(bases) else bases[:1]
         return request
 
-    def on_response(self, response: server_pb2.ShareResponse) -> None:
+    def on_message(self, response: server_pb2.ShareResponse) -> None:
         """Process a message: progress of a call, or its end."""
         call = self.calls.get(response.call_id)
         if call is None:  # It was cancelled.

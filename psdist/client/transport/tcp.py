@@ -218,7 +218,7 @@ class TcpConnection(CallConnection[TcpCall]):
         self._values = self._receiving.memory_for(response.slice, size, self.peer)
         return self._values.view("u1").data if self._values is not None else memoryview(b"")
 
-    def on_response(self, response: server_pb2.ShareResponse) -> None:
+    def on_message(self, response: server_pb2.ShareResponse) -> None:
         call, values = self._receiving, self._values
         self._receiving, self._values = None, None
         match response.WhichOneof("kind"):
@@ -231,7 +231,7 @@ class TcpConnection(CallConnection[TcpCall]):
                 if (pushing := self.calls.get(response.call_id)) is not None:
                     pushing.on_taken(response.taken)
             case _:
-                super().on_response(response)
+                super().on_message(response)
 
 
 class TcpTransport(NegotiatedTransport[TcpConnection]):

@@ -297,7 +297,7 @@ class FrameCarrier(Link[pb.ReplicateResponse], Carrier):
     def unacknowledged(self) -> list[Values]:
         return [gradient for queue in self._shown.values() for _, gradient in queue]
 
-    def on_response(self, response: pb.ReplicateResponse) -> None:
+    def on_message(self, response: pb.ReplicateResponse) -> None:
         if self._on_response is None:
             self._early.append(response)
             return

@@ -42,7 +42,7 @@ class Caller(Link[pb.ShareResponse]):
         super().__init__(stream, "server-0", has_payloads=True)
         self.responses: list[pb.ShareResponse] = []
 
-    def on_response(self, response: pb.ShareResponse) -> None:
+    def on_message(self, response: pb.ShareResponse) -> None:
         self.responses.append(response)
 
 

@@ -72,7 +72,7 @@ class Caller(Link[server_pb2.ShareResponse]):
     def __init__(self) -> None:
         super().__init__(Stream(), "server-0", has_payloads=True)
 
-    def on_response(self, response: server_pb2.ShareResponse) -> None:
+    def on_message(self, response: server_pb2.ShareResponse) -> None:
         pass
 
 
