@@ -141,6 +141,7 @@ def dtype_from_proto(value: int) -> DType:
     return cast(DType, _DTYPE_FROM_PROTO[cast(pb.DType, value)])
 
 
+@cache  # Each header of a push names two.
 def payload_dtype_from_proto(value: int) -> DType:
     """Return the name of a dtype allowed in payloads. Raises DTypeMismatchError, InvalidArgumentError."""
     dtype = dtype_from_proto(value)

@@ -151,7 +151,8 @@ class CallStream(MessageReceiver[server_pb2.ShareRequest]):
     def on_message(self, request: server_pb2.ShareRequest) -> None:
         """Process a request. Raises InvalidArgumentError if the request names no call that could fail instead, and
         LimitExceededError for too many calls."""
-        self._server.admission.heard(self._identity)
+        sender = self._identity
+        self._server.admission.heard[sender.worker_id, sender.incarnation] = asyncio.get_running_loop().time()
         kind = request.WhichOneof("kind")
         if kind == "cancel":
             if (call := self.calls.get(request.call_id)) is not None:
@@ -166,14 +167,14 @@ class CallStream(MessageReceiver[server_pb2.ShareRequest]):
         self._last_id = request.call_id
         is_push = kind == "push"
         wants_weights = not is_push or request.push.wants_weights
-        sender = request.push.header.identity if is_push else request.pull.identity
+        claimed = request.push.header.identity if is_push else request.pull.identity
         call = StreamCall(self._identity, is_push, wants_weights, call_id=request.call_id, stream=self)
         self.calls[request.call_id] = call
-        if self._is_admitted(sender) and not (not is_push and self._needs_confirm(request.pull)):
+        if self._is_admitted(claimed) and not (not is_push and self._needs_confirm(request.pull)):
             self._carry_out(call, request)
         else:
             self.connection.hold()
-            self._admitting = asyncio.create_task(self._admit(call, sender, request))
+            self._admitting = asyncio.create_task(self._admit(call, claimed, request))
 
     def _is_admitted(self, sender: server_pb2.Identity) -> bool:
         """True if ``sender`` is the identity that was admitted last and the map has not changed."""
@@ -226,7 +227,12 @@ class CallStream(MessageReceiver[server_pb2.ShareRequest]):
         try:
             self.store.check_installed()
             if call.is_push:
-                self._push(call, request.push)
+                push = request.push
+                call.read_header(push.header)
+                call.wanted.read_held(push.header.held, self.store.entry.generation)
+                self.store.gradients.begin_push(call)
+                self._check_slices(call, push.slices)
+                self.push(call, push, one_for_each(push.base_versions, push.slices, "base_versions"))
             else:
                 self._pull(call, request.pull)
         except Exception as error:  # Without this the worker would wait for an answer that never comes.
@@ -235,13 +241,6 @@ class CallStream(MessageReceiver[server_pb2.ShareRequest]):
             call.asked_all()
         if call.state is not CallState.ENDED:
             self._report_later(call)
-
-    def _push(self, call: StreamCall, push: server_pb2.SharedPush) -> None:
-        call.read_header(push.header)
-        call.wanted.read_held(push.header.held, self.store.entry.generation)
-        self.store.gradients.begin_push(call)
-        self._check_slices(call, push.slices)
-        self.push(call, push, one_for_each(push.base_versions, push.slices, "base_versions"))
 
     def _pull(self, call: StreamCall, pull: server_pb2.SharedPull) -> None:
         self.read_pull(call, pull)
@@ -258,7 +257,7 @@ class CallStream(MessageReceiver[server_pb2.ShareRequest]):
         if not slices:
             raise InvalidArgumentError("a call must name a slice")
         # Counted over the whole set, because a shard that moves away leaves calls behind that name its slices.
-        most = limits.SHARED_ROUNDS_MAX * self.store.entry.slicing.count
+        most = limits.SHARED_ROUNDS_MAX * self.store.dense.slicing.count
         if self._named + len(slices) > most:
             raise LimitExceededError(
                 f"the unfinished calls of one worker name {self._named + len(slices)} slices, more than {most}: "

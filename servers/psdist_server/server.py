@@ -87,8 +87,8 @@ class Admission:
         self.live: Mapping[str, int] = {}
         self._stores = stores
         self._peers = peers
-        #: Time of each worker's last message, of workers heard since ``take_heard``.
-        self._heard: dict[tuple[str, int], float] = {}
+        #: Time of the last message of each worker (id, incarnation) that was admitted and heard since ``take_heard``.
+        self.heard: dict[tuple[str, int], float] = {}
         self._map_changed = asyncio.Condition()
 
     def adopt_workers(self, cluster: ClusterMap) -> None:
@@ -167,16 +167,12 @@ class Admission:
         """Raise FencedError for a worker, or a worker's incarnation, that is not in the map."""
         if self.live.get(identity.worker_id) != identity.incarnation:
             raise fenced(identity)
-        self.heard(identity)
-
-    def heard(self, identity: Identity) -> None:
-        """Record that an admitted worker has sent something."""
-        self._heard[identity.worker_id, identity.incarnation] = asyncio.get_running_loop().time()
+        self.heard[identity.worker_id, identity.incarnation] = asyncio.get_running_loop().time()
 
     def take_heard(self) -> list[tuple[str, int, float]]:
         """Return (id, incarnation, age in seconds) of each worker that has sent something since the previous call."""
         now = asyncio.get_running_loop().time()
-        heard, self._heard = self._heard, {}
+        heard, self.heard = self.heard, {}
         return [(*worker, now - when) for worker, when in heard.items()]
 
 

@@ -105,7 +105,8 @@ class ServerService:
                     store = await self._open_push(call, frame.header)
                 elif frame.header.HasField("header"):
                     raise _second("header")
-                self._admission.heard(call.identity)
+                sender = call.identity
+                self._admission.heard[sender.worker_id, sender.incarnation] = asyncio.get_running_loop().time()
                 call.slots.received_bytes += len(data)
                 last = _check_ascending(frame.header.slice, last)
                 written = frame.header.written if frame.header.HasField("written") else None
@@ -157,7 +158,7 @@ class ServerService:
                     continue
                 assert isinstance(answer, SliceAnswer), "only pushes have reports of reading"
                 weights = await store.reads.read(answer.index, call)
-                store.counters.of(call.identity.worker_id).pull_bytes += len(weights.payload)
+                store.counters.workers[call.identity.worker_id].pull_bytes += len(weights.payload)
                 header = server_pb2.PullResponse(
                     slice=answer.index, version=weights.version, differences=weights.differences
                 )

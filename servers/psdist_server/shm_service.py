@@ -96,7 +96,7 @@ class ShmCallStream(CallStream):
         if call.dtype != self._dtype:
             held = self._dtype or "nothing"
             raise InvalidArgumentError(f"the gradient arena holds {held}, not {call.dtype}")
-        slicing, counters = self.store.dense.slicing, self.store.counters.of(call.identity.worker_id)
+        slicing, counters = self.store.dense.slicing, self.store.counters.workers[call.identity.worker_id]
         for index, base in zip(push.slices, bases, strict=True):
             start, stop = slicing.bounds(index)
             values = self._arena.flat[start:stop]
@@ -113,7 +113,7 @@ class ShmCallStream(CallStream):
         if call.wants_weights:
             size = self.store.dense.slicing.size
             elements = sum([size(answer.index) for answer in call.answers])
-            counters = self.store.counters.of(call.identity.worker_id)
+            counters = self.store.counters.workers[call.identity.worker_id]
             counters.pull_bytes += elements * ITEM_BYTES[call.wanted.dtype]
         self.send(_answers(call))
 

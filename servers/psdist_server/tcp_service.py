@@ -158,8 +158,9 @@ class TcpCallStream(CallStream):
             if call.is_encoded:
                 self.store.router.push(call, index, base, values.data)
                 return
+            self.store.router.check_slice(index, call.identity.epoch)
             self.store.router.push_unchecked(call, index, base, values, is_shared=False)
-            self.store.counters.of(call.identity.worker_id).push_bytes += values.nbytes
+            self.store.counters.workers[call.identity.worker_id].push_bytes += values.nbytes
         except Exception as error:  # Without an answer the worker would wait forever.
             call.fail(as_psdist_error(error, "accepting a slice", logger))
 
@@ -227,7 +228,7 @@ class TcpCallStream(CallStream):
 
     def _send_weights(self, call: StreamCall, answer: SliceAnswer, weights: Weights) -> None:
         if call.wants_weights:
-            self.store.counters.of(call.identity.worker_id).pull_bytes += len(weights.payload)
+            self.store.counters.workers[call.identity.worker_id].pull_bytes += len(weights.payload)
         result = server_pb2.SliceResult(
             slice=answer.index,
             version=weights.version,

@@ -244,7 +244,9 @@ class BspShard(ShardMachine[_BspSlice]):
         return [RefuseSlice(token, error) for token in tokens]
 
     def _apply(self, state: _BspSlice, parts: tuple[int, ...], writer: int = 0) -> Apply:
-        lr_scale = self._rule.lr_scale(len(state.applying), self._reference_workers)
+        lr_scale = 1.0
+        if self._rule.resize_lr != "none":
+            lr_scale = self._rule.lr_scale(len(state.applying), self._reference_workers)
         return Apply(state.index, state.version, parts, lr_scale, state.applying, writer=writer)
 
     def _on_clipping(self, event: SliceAggregated | NormKnown) -> list[Effect]:

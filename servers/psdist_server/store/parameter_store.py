@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final
@@ -30,7 +31,6 @@ from psdist.errors import (
     UnknownParametersError,
 )
 from psdist.off_loop import off_loop
-from psdist.trampoline import Trampoline
 from psdist.types import ITEM_BYTES, ParametersEntry, Replica
 from psdist.v1 import server_pb2
 from psdist_server.core import role_changes
@@ -67,6 +67,32 @@ from psdist_server.store.stream_to_replica import ReplicaNetwork, now
 _LARGE_ELEMENTS: Final = 1 << 20
 
 logger = structlog.get_logger("psdist.server")
+
+
+class Trampoline:
+    """A queue of effects, which bounds the depth of calls: carries them out one after the other, in order. Effects that
+    this causes are carried out after those in the queue, so no handler is called while another one runs.
+
+    handlers: a function for each class of effects. It may be filled later.
+    """
+
+    def __init__(self) -> None:
+        self.handlers: dict[type[Any], Callable[[Any], None]] = {}
+        self._effects: deque[object] = deque()
+        self._is_running = False
+
+    def run(self, effects: Iterable[object]) -> None:
+        """Carry out ``effects``: before this returns, unless a handler calls it."""
+        self._effects.extend(effects)
+        if self._is_running:
+            return
+        self._is_running = True
+        try:
+            while self._effects:
+                effect = self._effects.popleft()
+                self.handlers[type(effect)](effect)
+        finally:
+            self._is_running = False
 
 
 class ParameterStore:
@@ -347,13 +373,13 @@ class ParameterStore:
         if self.replicator.hold(effect) or (call := self.router.calls.pop(effect.token)) is None:
             return
         if call.is_push and (effect.ignored or effect.staleness):
-            self.counters.of(call.identity.worker_id).answered(effect.ignored, effect.late, effect.staleness)
+            self.counters.workers[call.identity.worker_id].answered(effect.ignored, effect.late, effect.staleness)
         call.answer(effect.token, SliceAnswer(effect.index, effect.version, effect.ignored, effect.staleness))
 
     def _refuse(self, effect: RefuseSlice) -> None:
         self.gradients.refused(effect.token)
         if (call := self.router.calls.pop(effect.token)) is not None:
-            self.counters.of(call.identity.worker_id).rejected += 1
+            self.counters.workers[call.identity.worker_id].rejected += 1
             call.fail(effect.error)
 
     def norm_known(self, step: int, norm: float) -> None:

@@ -34,7 +34,7 @@ from psdist_server.core.lags import RangeEdges, Ranges, common, within
 from psdist_server.kernels import means
 from psdist_server.kernels.arrays import Array, Bad, Gradient, Update, WrittenSlice, all_finite, gradient_of
 from psdist_server.kernels.means import is_encoded
-from psdist_server.store.rpc_call import Call
+from psdist_server.store.rpc_call import Call, PushedGradient
 from psdist_server.store.statistics import Counters
 
 
@@ -76,6 +76,8 @@ class PendingGradients:
         #: A push stated a learning rate or hyperparameters.
         self._has_settings = False
         self._settings_check = SettingsCheck(spec.optimizer)
+        #: Latest header that passed the checks, as received and as checked. Most pushes repeat it.
+        self._received = self._checked = PushedGradient()
         self._absent_edges = RangeEdges(spec.name, slicing.total, WORDS[spec.dtype])
         self._spec = spec
         self._slicing = slicing
@@ -99,20 +101,10 @@ class PendingGradients:
         needed, norm = self._needs_norm and not call.abstain, call.gradient.norm
         if needed and not (math.isfinite(norm) and norm >= 0):
             raise InvalidArgumentError(f"grad_norm={norm} must be finite: the optimizer has max_grad_norm")
-        if call.gradient.weight != 1.0:
-            check_weight(call.gradient.weight, self._spec.consistency)
-        if not call.gradient.weight:
-            raise InvalidArgumentError("weight=0 counts for nothing: abstain instead, or send a weight above 0")
-        if call.gradient.written:
-            self._spec.check_assignable()
-        factor, settings = call.gradient.lr_factor, call.gradient.settings
-        if factor is not None or settings is not None:
-            self._has_settings = True
-            checked = self._settings_check.check(settings or (), factor)
-            if settings is not None and settings is not checked:
-                call.gradient = replace(call.gradient, settings=checked)
-        if call.gradient.absent:
-            self._absent_edges.add(call.gradient.absent, TENSORS_MAX)
+        if call.gradient != self._received:
+            received = call.gradient
+            self._received, self._checked = received, self._check(received)
+        call.gradient = self._checked
         if self._spec.dtype != "float32" and (call.is_encoded or call.dtype != "float32"):
             raise InvalidArgumentError(
                 f"{self._spec.name!r} is in {self._spec.dtype}: send gradients as DTYPE_FLOAT32, without segments"
@@ -120,6 +112,24 @@ class PendingGradients:
         if (call.is_encoded or call.gradient.weight != 1.0) and not self._has_sums:
             self._has_sums = True
             self._prepare_sums()
+
+    def _check(self, gradient: PushedGradient) -> PushedGradient:
+        """Return a header with checked settings. Raises as ``begin_push``."""
+        if gradient.weight != 1.0:
+            check_weight(gradient.weight, self._spec.consistency)
+        if not gradient.weight:
+            raise InvalidArgumentError("weight=0 counts for nothing: abstain instead, or send a weight above 0")
+        if gradient.written:
+            self._spec.check_assignable()
+        factor, settings = gradient.lr_factor, gradient.settings
+        if factor is not None or settings is not None:
+            self._has_settings = True
+            checked = self._settings_check.check(settings or (), factor)
+            if settings is not None:
+                gradient = replace(gradient, settings=checked)
+        if gradient.absent:
+            self._absent_edges.add(gradient.absent, TENSORS_MAX)
+        return gradient
 
     def receive(self, call: Call, index: int, payload: memoryview) -> tuple[Gradient, bool]:
         """Return a payload's contribution, and True if it counts. It does not count if the push abstains, or if it is
@@ -184,7 +194,7 @@ class PendingGradients:
 
     def _count_non_finite(self, call: Call, index: int) -> None:
         """Count a contribution that is not finite. Raises NonFiniteGradientError if the policy is to reject it."""
-        self._counters.of(call.identity.worker_id).non_finite += 1
+        self._counters.workers[call.identity.worker_id].non_finite += 1
         if self._spec.non_finite != "skip":
             raise _non_finite(self._spec, self._slicing, index)
 
@@ -199,7 +209,7 @@ class PendingGradients:
             raise MalformedPayloadError(
                 f"slice {index}: {error.message}", **(error.details | {"slice": index})
             ) from None
-        self._counters.of(call.identity.worker_id).saved_bytes += elements * ITEM_BYTES["float32"] - values.nbytes
+        self._counters.workers[call.identity.worker_id].saved_bytes += elements * ITEM_BYTES["float32"] - values.nbytes
         return is_finite
 
     def add(self, token: int, gradient: PendingGradient) -> PsdistError | None:
@@ -238,8 +248,12 @@ class PendingGradients:
         lr_factor = 1.0
         settings: Settings = ()
         if self._has_settings:
-            decision = Decision(self._spec.optimizer, map(_stated, pending))
-            lr_factor, settings = decision.lr_factor, decision.settings
+            if (alike := _stated_by_all(pending)) is None:
+                decision = Decision(self._spec.optimizer, map(_stated, pending))
+                lr_factor, settings = decision.lr_factor, decision.settings
+            else:
+                lr_factor = 1.0 if alike.lr_factor is None else alike.lr_factor
+                settings = alike.settings or ()
         absent: Ranges = ()
         if self._absent_edges.edges:
             start, stop = self._slicing.bounds(index)
@@ -260,7 +274,7 @@ class PendingGradients:
         for position in left_out:
             gradient = self.by_token[tokens[position]]
             call = gradient.call
-            self._counters.of(call.identity.worker_id).non_finite += 1
+            self._counters.workers[call.identity.worker_id].non_finite += 1
             if self._spec.non_finite == "reject":
                 call.fail(_non_finite(self._spec, self._slicing, index))
                 if gradient.member is not None:
@@ -271,6 +285,8 @@ class PendingGradients:
     def _compare_settings(self, index: int, tokens: tuple[int, ...]) -> None:
         """Fail the calls whose settings differ from those of the update."""
         pending = [self.by_token[token] for token in tokens]
+        if _stated_by_all(pending) is not None:
+            return
         decision = Decision(self._spec.optimizer, map(_stated, pending))
         for gradient in pending:
             call, stated = gradient.call, _stated(gradient)
@@ -314,6 +330,18 @@ class PendingGradients:
 def _stated(gradient: PendingGradient) -> Stated:
     pushed, first_step = gradient.call.gradient, gradient.member.first_step if gradient.member is not None else 0
     return Stated(gradient.call.identity.worker_id, first_step, pushed.lr_factor, pushed.settings)
+
+
+def _stated_by_all(pending: Sequence[PendingGradient]) -> PushedGradient | None:
+    """Return the header of a contribution if all state the same learning rate and hyperparameters, as is usual."""
+    if not pending:
+        return None
+    first = pending[0].call.gradient
+    for one in pending[1:]:
+        other = one.call.gradient
+        if (other.lr_factor, other.settings) != (first.lr_factor, first.settings):
+            return None
+    return first
 
 
 def _non_finite(spec: ParametersSpec, slicing: Slicing, index: int) -> NonFiniteGradientError:

@@ -95,8 +95,10 @@ class PushedGradient:
             raise InvalidArgumentError(
                 f"the digest of the written weights has {len(header.written)} bytes: send {limits.WRITTEN_DIGEST_BYTES}"
             )
-        has_settings = header.HasField("settings")
-        settings = convert.settings_from_proto(header.settings.settings) if has_settings else None
+        settings: Settings | None = None
+        if header.HasField("settings"):
+            stated = header.settings.settings
+            settings = convert.settings_from_proto(stated) if stated else ()
         absent = _absent(header.absent) if header.HasField("absent") else ()
         return cls(
             header.grad_norm, weight, difference, lr_factor, header.written, settings, absent, header.follows_writes,

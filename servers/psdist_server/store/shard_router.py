@@ -163,7 +163,7 @@ class ShardRouter:
         self.check_slice(index, call.identity.epoch)
         writes = None if written is None else self._gradients.receive_writes(call, index, written)
         values, counts = self._gradients.receive(call, index, payload)
-        self._counters.of(call.identity.worker_id).push_bytes += len(payload)
+        self._counters.workers[call.identity.worker_id].push_bytes += len(payload)
         self.push_unchecked(call, index, base_version, values, is_shared=False, writes=writes, counts=counts)
 
     def push_unchecked(
@@ -177,21 +177,18 @@ class ShardRouter:
         writes: WrittenSlice | None = None,
         counts: bool = True,
     ) -> None:
-        """Route one contribution whose ``values`` the kernel checks. Their number is the slice's; their content is
-        arbitrary.
+        """Route one contribution whose ``values`` the kernel checks, to a slice that ``check_slice`` accepts. Their
+        number is the slice's; their content is arbitrary.
 
         is_shared: they are in memory of the worker.
         writes: values that the script wrote to weights of the slice.
         counts: False if the contribution is made, but not added, although the push does not abstain.
-
-        Raises InvalidArgumentError, and StaleEpochError if the slice is not served here; nothing has changed then.
         """
-        self.check_slice(index, call.identity.epoch)
         worker_id, incarnation = call.identity.worker_id, call.identity.incarnation
         gradient = PendingGradient(index, call, values, is_shared, writes=writes)
         if self._spans.recorder is not None:
             gradient.arrived = self._spans.clock()
-        self._counters.of(worker_id).pushes += 1
+        self._counters.workers[worker_id].pushes += 1
         machine = self.machines[index % self._shard_count]
         member = machine.members.get(worker_id)
         if member is not None and member.incarnation == incarnation:  # Otherwise the machine refuses it.
@@ -211,7 +208,7 @@ class ShardRouter:
         """Request one slice at ``min_version`` or later. Raises the errors of ``check_slice``."""
         self.check_slice(index, call.identity.epoch)
         token = self.calls.ask(call, index)
-        self._counters.of(call.identity.worker_id).pulls += 1
+        self._counters.workers[call.identity.worker_id].pulls += 1
         self.dispatch(index, PullRequested(token, index, call.identity.worker_id, min_version))
 
     def cancel(self, call: Call) -> None:

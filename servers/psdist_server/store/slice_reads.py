@@ -102,7 +102,7 @@ class SliceReads:
         the same."""
         wanted = _wanted(answer.index, call)
         weights = await self._read(wanted)
-        self._counters.of(call.identity.worker_id).pull_bytes += len(weights.payload)
+        self._counters.workers[call.identity.worker_id].pull_bytes += len(weights.payload)
         key = (answer, weights.version, wanted)
         if key not in self._encoded:
             header = server_pb2.PushPullResponse(

@@ -5,6 +5,7 @@ Counters are plain numbers, written on the event loop and readable from anywhere
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,19 +42,12 @@ class WorkerCounters:
 
 @dataclass(slots=True)
 class Counters:
-    """Counters of one parameter set on one server."""
+    """Counters of one parameter set on one server. workers: those of each worker, by its id."""
 
     applied_slices: int = 0
     apply_seconds: float = 0.0
     bytes_held: int = 0
-    workers: dict[str, WorkerCounters] = field(default_factory=dict)
-
-    def of(self, worker_id: str) -> WorkerCounters:
-        """Return the counters of a worker, new ones if it is new."""
-        counters = self.workers.get(worker_id)
-        if counters is None:
-            counters = self.workers[worker_id] = WorkerCounters()
-        return counters
+    workers: defaultdict[str, WorkerCounters] = field(default_factory=lambda: defaultdict(WorkerCounters))
 
     def by_worker(self) -> list[server_pb2.WorkerStatistics]:
         """Return the workers' counters as messages."""

@@ -95,7 +95,7 @@ def test_an_encoded_push_is_held_as_it_came(routed: Routed) -> None:
     update = routed.gradients.update(2, 0, effect.parts, None)
     assert [part.tobytes() for part in update.parts] == [payload] and update.is_encoded
     assert routed.counters.bytes_held == len(payload)
-    counted = routed.counters.of("worker-0")
+    counted = routed.counters.workers["worker-0"]
     assert (counted.push_bytes, counted.saved_bytes) == (len(payload), 4 * SLICE - len(payload))
     routed.gradients.used(2, effect.parts, ())
     assert routed.counters.bytes_held == 0 and prepared == [True]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from psdist.trampoline import Trampoline
+from psdist_server.store.parameter_store import Trampoline
 
 
 def test_effects_that_an_effect_causes_come_after_those_in_the_queue() -> None:
