@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from psdist import addresses
-from psdist.errors import SchedulerUnreachableError
+from psdist.errors import InvalidArgumentError, SchedulerUnreachableError
 
 _LONG = 60.0
 
@@ -54,6 +54,14 @@ def test_a_port_is_joined_so_that_it_can_be_parsed() -> None:
     for host, text in [("10.0.0.3", "10.0.0.3:80"), ("::1", "[::1]:80"), ("[::1]", "[::1]:80"), ("box", "box:80")]:
         assert addresses.format_address(host, 80) == text
         assert addresses.parse_address(text) == (host.strip("[]"), 80)
+    for wrong in ("", "h", "h:", ":1", "h:0", "h:65536", "::1:80", "h:x", "h:-1", "h:²"):
+        with pytest.raises(InvalidArgumentError):
+            addresses.parse_address(wrong)
+
+
+def test_loopback() -> None:
+    hosts = {"localhost": True, "127.9.9.9": True, "::1": True, "0.0.0.0": False, "example.org": False}
+    assert {host: addresses.is_loopback(host) for host in hosts} == hosts
 
 
 def test_global_addresses_are_read_from_the_kernels_table() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -35,6 +37,7 @@ S2, S3 = ProcessKey("server", 2), ProcessKey("server", 3)
 SCHEDULER = ProcessKey("scheduler", 0)
 SNAPSHOT = ProcessKey("snapshot", 0)
 ALL = (W0, W1, S0, S1, SCHEDULER)
+WORKERS, SERVERS = (W0, W1), (S0, S1)
 
 
 def supervisor(restarts: int = 0, durable: bool = False, saves: bool = False) -> Supervisor:
@@ -43,15 +46,38 @@ def supervisor(restarts: int = 0, durable: bool = False, saves: bool = False) ->
 
 
 def elastic_agent() -> Supervisor:
-    return Supervisor((W0, W1), RunPolicy(restarts_max=0, elastic=True))
+    return Supervisor(WORKERS, RunPolicy(restarts_max=0, elastic=True))
+
+
+def terminate(*keys: ProcessKey) -> list[Kill]:
+    return [Kill(key, signal.SIGTERM) for key in keys]
+
+
+def starts(effects: Sequence[object]) -> list[Start]:
+    return [effect for effect in effects if isinstance(effect, Start)]
+
+
+def connected(**policy: Any) -> Supervisor:
+    """Return the supervisor of a run whose first worker has registered."""
+    machine = supervisor(**policy)
+    machine.on(Connected(W0), 0.5)
+    return machine
+
+
+def refused(machine: Supervisor, ended: Exited, status: int, *words: str) -> None:
+    """Check that an exit ends the run with this status, and that the message has these words."""
+    assert machine.on(ended, 1.0) == terminate(*(key for key in WORKERS if key != ended.key))
+    end = finish(machine, {*ALL} - {ended.key})
+    assert (end.status, end.culprit) == (status, ended.key)
+    assert all(word in end.message for word in words), end.message
 
 
 def test_all_workers_end_well() -> None:
     machine = supervisor()
     assert machine.on(Exited(W0, 0, True), 1.0) == []
-    assert machine.on(Exited(W1, 0, True), 2.0) == [Kill(S0, signal.SIGTERM), Kill(S1, signal.SIGTERM)]
+    assert machine.on(Exited(W1, 0, True), 2.0) == terminate(*SERVERS)
     assert machine.on(Exited(S0, 0), 2.1) == []
-    assert machine.on(Exited(S1, -15), 2.2) == [Kill(SCHEDULER, signal.SIGTERM)]
+    assert machine.on(Exited(S1, -15), 2.2) == terminate(SCHEDULER)
     assert machine.on(Exited(SCHEDULER, 0), 2.3) == [Finish(0)]
 
 
@@ -98,20 +124,19 @@ def test_other_restarted_workers_continue(own: float | None, others: float | Non
     machine = supervisor(restarts=3)
     assert Start(W1, 1) in machine.on(Exited(W1, -9, True, group_age=own), 2.0)
     assert machine.on(Exited(W0, 0, True, group_age=others), 3.0) == []
-    assert machine.on(Exited(W1, 0, True, group_age=0.5), 3.0) == [Kill(S0, signal.SIGTERM), Kill(S1, signal.SIGTERM)]
+    assert machine.on(Exited(W1, 0, True, group_age=0.5), 3.0) == terminate(*SERVERS)
 
 
 def test_a_snapshot_is_taken_between_the_workers_and_the_servers_end() -> None:
     for interrupted in (False, True):
-        machine = supervisor(saves=True)
-        machine.on(Connected(W0), 0.5)
+        machine = connected(saves=True)
         if interrupted:
             machine.on(Interrupted(signal.SIGTERM), 0.9)
         machine.on(Exited(W0, 0, True), 1.0)
         assert machine.on(Exited(W1, -15, True) if interrupted else Exited(W1, 0, True), 2.0) == [Start(SNAPSHOT, 0)]
         # It has as much time as it needs.
         assert machine.on(TimePassed(), 3600.0) == []
-        assert machine.on(Exited(SNAPSHOT, 0), 3600.0) == [Kill(S0, signal.SIGTERM), Kill(S1, signal.SIGTERM)]
+        assert machine.on(Exited(SNAPSHOT, 0), 3600.0) == terminate(*SERVERS)
         assert finish(machine, {S0, S1, SCHEDULER}).status == (143 if interrupted else 0)
 
 
@@ -123,29 +148,37 @@ def test_a_snapshot_that_fails_is_told_and_makes_a_good_end_a_bad_one() -> None:
         said, *kills = machine.on(Exited(SNAPSHOT, 1), 3.0)
         lost = "progress since the last snapshot is not saved"
         assert said == Say(f"{lost}; the run ends with exit status {status}")
-        assert kills == [Kill(S0, signal.SIGTERM), Kill(S1, signal.SIGTERM)]
+        assert kills == terminate(*SERVERS)
         assert finish(machine, {S0, S1, SCHEDULER}).status == status
 
 
 def test_no_snapshot_of_what_is_lost_or_was_never_used() -> None:
     cases: list[tuple[Event, set[ProcessKey]]] = [
         (Exited(S0, -9), {W0, W1, S1, SCHEDULER}),
-        (RunFailed("lost: server-1", 70), {W0, W1, S0, S1, SCHEDULER}),
+        (RunFailed("lost: server-1", 70), {*ALL}),
         (Exited(SCHEDULER, 2), {W0, W1, S0, S1}),
     ]
     for event, alive in cases:
-        machine = supervisor(saves=True)
-        machine.on(Connected(W0), 0.5)
+        machine = connected(saves=True)
         machine.on(event, 1.0)
         finish(machine, alive)
     machine = supervisor(saves=True)
     machine.on(Exited(W0, 0), 1.0)
-    assert machine.on(Exited(W1, 0), 2.0)[1:] == [Kill(S0, signal.SIGTERM), Kill(S1, signal.SIGTERM)]
+    assert machine.on(Exited(W1, 0), 2.0)[1:] == terminate(*SERVERS)
 
 
-def test_a_second_signal_leaves_the_snapshot_out_and_says_so() -> None:
-    machine = supervisor(saves=True)
-    machine.on(Connected(W0), 0.5)
+@pytest.mark.parametrize(("saves", "lost"), [(True, "; progress since the last snapshot is not saved"), (False, "")])
+def test_a_second_signal_kills_at_once_and_says_what_is_lost(saves: bool, lost: str) -> None:
+    machine = connected(saves=saves)
+    machine.on(Interrupted(signal.SIGINT), 1.0)
+    said, *kills = machine.on(Interrupted(signal.SIGINT), 2.0)
+    assert said == Say(f"SIGINT again: all processes are killed{lost}")
+    assert kills == [Kill(key, signal.SIGKILL) for key in ALL]
+    assert finish(machine, {*ALL}).status == 130
+
+
+def test_a_second_signal_kills_the_snapshot_too() -> None:
+    machine = connected(saves=True)
     machine.on(Interrupted(signal.SIGINT), 1.0)
     machine.on(Exited(W0, -15, True), 1.1)
     assert machine.on(Exited(W1, -15, True), 1.2) == [Start(SNAPSHOT, 0)]
@@ -153,67 +186,50 @@ def test_a_second_signal_leaves_the_snapshot_out_and_says_so() -> None:
     # The end of the snapshot is reported separately.
     assert said == Say("SIGINT again: all processes are killed")
     assert set(kills) == {Kill(key, signal.SIGKILL) for key in (S0, S1, SCHEDULER, SNAPSHOT)}
-    machine = supervisor(saves=True)
-    machine.on(Connected(W0), 0.5)
-    machine.on(Interrupted(signal.SIGINT), 1.0)
-    lost = "progress since the last snapshot is not saved"
-    assert machine.on(Interrupted(signal.SIGINT), 2.0)[0] == Say(f"SIGINT again: all processes are killed; {lost}")
-    assert finish(machine, {W0, W1, S0, S1, SCHEDULER}).status == 130
 
 
 def test_one_stop_that_arrives_twice_is_one_stop() -> None:
-    machine = supervisor(saves=True)
-    machine.on(Connected(W0), 0.5)
+    machine = connected(saves=True)
     machine.on(Interrupted(signal.SIGTERM), 1.0)
     assert machine.on(Interrupted(signal.SIGTERM), 1.02) == [] == machine.on(Interrupted(signal.SIGINT), 1.9)
-    machine.on(Exited(W0, -15, True), 1.9)
-    assert machine.on(Exited(W1, -15, True), 1.9) == [Start(SNAPSHOT, 0)]
-    assert Kill(SNAPSHOT, signal.SIGKILL) in machine.on(Interrupted(signal.SIGTERM), 2.0)
+    assert machine.on(Interrupted(signal.SIGTERM), 2.0)[1:] == [Kill(key, signal.SIGKILL) for key in ALL]
 
 
-def test_a_first_signal_when_the_run_is_ending_leaves_the_snapshot_its_time() -> None:
-    machine = supervisor(saves=True)
-    machine.on(Connected(W0), 0.5)
+@pytest.mark.parametrize("is_repeated", [False, True])
+def test_a_first_signal_when_the_run_is_ending_leaves_the_snapshot_its_time(is_repeated: bool) -> None:
+    machine = connected(saves=True)
     machine.on(Exited(W0, 0), 1.0)
     assert Start(SNAPSHOT, 0) in machine.on(Exited(W1, 0), 1.0)
     assert machine.on(Interrupted(signal.SIGTERM), 1.1) == [
         Say("SIGTERM: the run is already ending; repeat the signal to kill its processes")
     ]
-    machine.on(Exited(SNAPSHOT, 0), 2.0)
-    assert finish(machine, {S0, S1, SCHEDULER}).status == 0
-    machine = supervisor(saves=True)
-    machine.on(Connected(W0), 0.5)
-    machine.on(Exited(W0, 0), 1.0)
-    machine.on(Exited(W1, 0), 1.0)
-    machine.on(Interrupted(signal.SIGTERM), 1.1)
-    assert Kill(SNAPSHOT, signal.SIGKILL) in machine.on(Interrupted(signal.SIGTERM), 2.2)
-
-
-def test_a_scheduler_that_cannot_begin_is_not_started_again() -> None:
-    for status in (2, 69):
-        machine = supervisor(durable=True)
-        assert machine.on(Exited(SCHEDULER, status), 1.0) == [Kill(W0, signal.SIGTERM), Kill(W1, signal.SIGTERM)]
-        end = finish(machine, {W0, W1, S0, S1})
-        assert (end.status, end.culprit) == (status, SCHEDULER)
-    machine = supervisor(durable=True)
-    machine.on(Exited(SCHEDULER, -9), 1.0)
-    assert machine.on(Exited(SCHEDULER, 69), 2.0)[1] == Start(SCHEDULER, 2)
+    if is_repeated:
+        assert Kill(SNAPSHOT, signal.SIGKILL) in machine.on(Interrupted(signal.SIGTERM), 2.2)
+    else:
+        machine.on(Exited(SNAPSHOT, 0), 2.0)
+        assert finish(machine, {S0, S1, SCHEDULER}).status == 0
 
 
 @pytest.mark.parametrize("durable", [False, True])
-def test_a_server_that_cannot_begin_ends_the_run_with_its_status(durable: bool) -> None:
-    machine = supervisor(durable=durable)
-    assert machine.on(Exited(S0, 78), 1.0) == [Kill(W0, signal.SIGTERM), Kill(W1, signal.SIGTERM)]
-    end = finish(machine, {W0, W1, S1, SCHEDULER})
-    assert (end.status, end.culprit, end.message) == (78, S0, "server 0 cannot begin")
-
-
-def test_a_server_whose_device_was_lost_is_started_again_where_there_are_copies() -> None:
+def test_a_service_that_cannot_begin_ends_the_run_with_its_status(durable: bool) -> None:
+    for key, status, words in [(SCHEDULER, 2, ""), (SCHEDULER, 69, ""), (S0, 78, "server 0 cannot begin")]:
+        refused(supervisor(durable=durable), Exited(key, status), status, words)
     machine = supervisor(durable=True)
-    assert machine.on(Exited(S0, 71), 1.0)[1] == Start(S0, 1)
-    # The device did not return; other nodes may still have the one that the run needs.
-    assert machine.on(Exited(S0, 78), 2.0)[1] == Start(S0, 2)
-    assert not machine.stopping
+    machine.on(Exited(SCHEDULER, -9), 1.0)
+    assert machine.on(Exited(SCHEDULER, 69), 2.0)[1] == Start(SCHEDULER, 2)  # It had begun before.
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_dead_server_with_copies_elsewhere_is_started_again(copies: bool) -> None:
+    machine = Supervisor(ALL, RunPolicy(durable=True, copies=copies))
+    said, start = machine.on(Exited(S1, -9), 1.0)
+    assert isinstance(said, Say) and "server 1 died: killed by SIGKILL" in said.message
+    assert ("the run continues" in said.message) is copies is ("if there is one" not in said.message)
+    assert start == Start(S1, 1)
+    # Its device was lost, and did not return; other nodes may still have the one that the run needs.
+    assert machine.on(Exited(S1, 71), 1.1)[1] == Start(S1, 2)
+    assert machine.on(Exited(S1, 78), 1.2)[1] == Start(S1, 3)
+    assert machine.table.attempt(S1) == 3 and not machine.stopping
 
 
 def test_a_failed_worker_is_started_again_with_its_rank() -> None:
@@ -228,43 +244,38 @@ def test_a_failed_worker_is_started_again_with_its_rank() -> None:
 
 def test_the_first_worker_without_restarts_is_the_cause() -> None:
     machine = supervisor()
-    assert machine.on(Exited(W1, -11), 1.0) == [Kill(W0, signal.SIGTERM)]
-    assert machine.on(Exited(W0, 1), 1.1) == [Kill(S0, signal.SIGTERM), Kill(S1, signal.SIGTERM)]
-    for key in (S0, S1):
-        machine.on(Exited(key, 1), 1.2)
-    (end,) = machine.on(Exited(SCHEDULER, 1), 1.3)
-    assert isinstance(end, Finish)
-    assert (end.status, end.culprit) == (139, W1)
-    assert "SIGSEGV" in end.message
+    assert machine.on(Exited(W1, -11), 1.0) == terminate(W0)
+    # The others are interrupted again, and killed within a second.
+    assert machine.on(TimePassed(), 1.4) == []
+    assert machine.on(TimePassed(), 1.5) == terminate(W0)
+    assert machine.on(TimePassed(), 1.9) == []
+    said, kill = machine.on(TimePassed(), 2.0)
+    assert said == Say("worker 0 did not end within 1 s of SIGTERM: killed") and kill == Kill(W0, signal.SIGKILL)
+    assert machine.on(Exited(W0, 1), 2.1) == terminate(*SERVERS)
+    end = finish(machine, {S0, S1, SCHEDULER})
+    assert (end.status, end.culprit) == (139, W1) and "SIGSEGV" in end.message
 
 
-def test_a_worker_with_wrong_settings_is_not_started_again() -> None:
-    machine = supervisor(restarts=3)
-    assert machine.on(Exited(W1, 78), 1.0) == [Kill(W0, signal.SIGTERM)]
-    end = finish(machine, {W0, S0, S1, SCHEDULER})
-    assert (end.status, end.culprit) == (78, W1) and "not restarted" in end.message
+@pytest.mark.parametrize(
+    ("ended", "status", "words"),
+    [
+        (Exited(W1, 78), 78, ["not restarted"]),
+        (Exited(W1, 1, False), 1, ["before psdist.init()", "not restarted"]),
+        (Exited(W1, 1, True, CERTAIN), 1, ["an error of the script itself", "not restarted"]),
+        (Exited(S1, 69), 70, ["server 1", "lost", "--replicas 2"]),
+        (Exited(S0, -9), 70, ["server 0", "lost", "--replicas 2"]),
+    ],
+)
+def test_what_another_attempt_would_not_change_ends_the_run(ended: Exited, status: int, words: list[str]) -> None:
+    refused(supervisor(restarts=3), ended, status, *words)
 
 
-def test_a_worker_whose_first_start_fails_before_it_connects_is_not_started_again() -> None:
-    machine = supervisor(restarts=3)
-    assert machine.on(Exited(W1, 1, False), 1.0) == [Kill(W0, signal.SIGTERM)]
-    end = finish(machine, {W0, S0, S1, SCHEDULER})
-    assert (end.status, end.culprit) == (1, W1)
-    assert "before psdist.init()" in end.message and "not restarted" in end.message
-    # One that has connected, or was killed, may succeed next time.
+def test_a_worker_that_connected_or_was_killed_may_succeed_next_time() -> None:
     for how in (Exited(W1, 1, True), Exited(W1, -9, False)):
         machine = supervisor(restarts=3)
         assert Start(W1, 1) in machine.on(how, 1.0)
         # It started once, so its present obstacle may be temporary.
         assert Start(W1, 2) in machine.on(Exited(W1, 1, False), 2.0)
-
-
-def test_an_error_that_every_attempt_would_raise_is_not_tried_again() -> None:
-    machine = supervisor(restarts=3)
-    assert machine.on(Exited(W1, 1, True, CERTAIN), 1.0) == [Kill(W0, signal.SIGTERM)]
-    end = finish(machine, {W0, S0, S1, SCHEDULER})
-    assert (end.status, end.culprit) == (1, W1)
-    assert "an error of the script itself" in end.message and "not restarted" in end.message
 
 
 def test_the_same_error_twice_before_any_step_is_not_tried_a_third_time() -> None:
@@ -311,41 +322,10 @@ def test_an_elastic_agent_whose_workers_all_failed_has_the_status_of_the_first()
     assert end == Finish(3, "worker 1 failed: exit code 3", W1)
 
 
-def test_a_server_that_handed_over_what_it_held_is_started_again() -> None:
-    assert supervisor().on(Exited(S1, 0), 1.0)[1] == Start(S1, 1)
-
-
-def test_a_dead_server_without_a_copy_ends_the_run() -> None:
-    for key, returncode in ((S1, 69), (S0, -9)):
-        machine = supervisor(restarts=3)
-        kills = machine.on(Exited(key, returncode), 1.0)
-        assert kills == [Kill(W0, signal.SIGTERM), Kill(W1, signal.SIGTERM)]
-        end = finish(machine, {W0, W1, S0, S1, SCHEDULER} - {key})
-        assert (end.status, end.culprit) == (70, key)
-        assert str(key) in end.message and "lost" in end.message and "--replicas 2" in end.message
-
-
-def test_a_dead_server_with_copies_elsewhere_is_started_again() -> None:
-    machine = supervisor(durable=True)
-    said, start = machine.on(Exited(S1, -9), 1.0)
-    assert isinstance(said, Say) and "server 1 died: killed by SIGKILL" in said.message
-    assert start == Start(S1, 1)
-    assert machine.on(Exited(S1, -9), 1.1)[1] == Start(S1, 2)
-    assert machine.table.attempt(S1) == 2 and not machine.stopping
-
-
-def test_without_copies_the_message_does_not_promise_that_the_run_continues() -> None:
-    for copies in (False, True):
-        machine = Supervisor(ALL, RunPolicy(durable=True, copies=copies))
-        said, _ = machine.on(Exited(S1, -9), 1.0)
-        assert isinstance(said, Say)
-        assert ("the run continues" in said.message) is copies is ("if there is one" not in said.message)
-
-
-def test_a_dead_scheduler_is_started_again_with_or_without_copies() -> None:
-    for durable in (False, True):
-        machine = supervisor(durable=durable)
-        assert machine.on(Exited(SCHEDULER, 0), 1.0)[1] == Start(SCHEDULER, 1)
+def test_a_dead_scheduler_and_a_server_that_handed_over_its_shards_are_started_again() -> None:
+    for key in (SCHEDULER, S1):
+        for durable in (False, True):
+            assert supervisor(durable=durable).on(Exited(key, 0), 1.0)[1] == Start(key, 1)
 
 
 def test_who_dies_again_and_again_by_its_own_doing_is_given_up() -> None:
@@ -353,8 +333,8 @@ def test_who_dies_again_and_again_by_its_own_doing_is_given_up() -> None:
         machine = supervisor(durable=True)
         for attempt in range(1, 5):
             assert machine.on(Exited(key, 1), attempt * 9.0)[1] == Start(key, attempt)
-        assert machine.on(Exited(key, 1), 5 * 9.0) == [Kill(W0, signal.SIGTERM), Kill(W1, signal.SIGTERM)]
-        end = finish(machine, {W0, W1, S0, S1, SCHEDULER} - {key})
+        assert machine.on(Exited(key, 1), 5 * 9.0) == terminate(*WORKERS)
+        end = finish(machine, {*ALL} - {key})
         assert (end.status, end.culprit) == (70, key) and "5 exits in a row" in end.message
 
 
@@ -371,14 +351,14 @@ def test_a_longer_life_or_a_kill_from_outside_starts_the_count_anew() -> None:
 
 def test_missing_servers_are_started_under_numbers_that_are_never_given_again() -> None:
     machine = supervisor()
-    assert [e for e in machine.on(ServersWanted(3), 1.0) if isinstance(e, Start)] == [Start(S2, 0)]
+    assert starts(machine.on(ServersWanted(3), 1.0)) == [Start(S2, 0)]
     assert machine.on(ServersWanted(3), 1.1) == []
     assert machine.on(ServersWanted(2, (2,)), 2.0) == []
-    assert machine.on(ServersWanted(2, (2,), (2,)), 3.0)[1:] == [Kill(S2, signal.SIGTERM)]
+    assert machine.on(ServersWanted(2, (2,), (2,)), 3.0)[1:] == terminate(S2)
     assert machine.on(ServersWanted(2, (2,), (2,)), 3.1) == []
     assert machine.on(Exited(S2, 0), 3.2) == []
     assert machine.on(ServersWanted(2), 3.3) == [] and not machine.stopping
-    assert [e for e in machine.on(ServersWanted(3), 4.0) if isinstance(e, Start)] == [Start(S3, 0)]
+    assert starts(machine.on(ServersWanted(3), 4.0)) == [Start(S3, 0)]
 
 
 def test_many_servers_are_started_a_few_at_a_time_and_the_newest_number_counts() -> None:
@@ -395,60 +375,42 @@ def test_many_servers_are_started_a_few_at_a_time_and_the_newest_number_counts()
 
 def test_a_server_that_is_drained_while_as_many_are_wanted_is_replaced_at_once() -> None:
     machine = supervisor()
-    assert [e for e in machine.on(ServersWanted(2, (1,)), 1.0) if isinstance(e, Start)] == [Start(S2, 0)]
-    assert machine.on(ServersWanted(2, (1,), (1,)), 2.0)[1:] == [Kill(S1, signal.SIGTERM)]
-    assert machine.on(Exited(S1, 0), 2.1) == []
+    assert starts(machine.on(ServersWanted(2, (1,)), 1.0)) == [Start(S2, 0)]
+    assert machine.on(ServersWanted(2, (1,), (1,)), 2.0)[1:] == terminate(S1)
+    # It does not stop, and is killed.
+    assert machine.on(TimePassed(), 6.9) == []
+    assert machine.on(TimePassed(), 7.0) == [Kill(S1, signal.SIGKILL)]
+    assert machine.on(TimePassed(), 8.0) == []
+    assert machine.on(Exited(S1, -9), 8.1) == [] and not machine.stopping
 
 
 def test_workers_are_started_under_ranks_that_none_has_had() -> None:
-    machine = supervisor()
-    starts = [e for e in machine.on(WorkersWanted(4, 3), 1.0) if isinstance(e, Start)]
-    assert starts == [Start(ProcessKey("worker", 3), 0), Start(ProcessKey("worker", 4), 0)]
+    machine, ranks = supervisor(), [ProcessKey("worker", rank) for rank in range(7)]
+    assert starts(machine.on(WorkersWanted(4, 3), 1.0)) == [Start(ranks[3], 0), Start(ranks[4], 0)]
     assert machine.on(WorkersWanted(4, 5), 1.1) == []
-    machine.on(Exited(ProcessKey("worker", 4), 0, True), 2.0)
+    machine.on(Exited(ranks[4], 0, True), 2.0)
     assert machine.on(WorkersWanted(4, 5), 2.1) == []  # It is done, and is not replaced.
-    assert [e for e in machine.on(WorkersWanted(5, 5), 3.0) if isinstance(e, Start)] == [
-        Start(ProcessKey("worker", 5), 0),
-        Start(ProcessKey("worker", 6), 0),
-    ]
+    assert starts(machine.on(WorkersWanted(5, 5), 3.0)) == [Start(ranks[5], 0), Start(ranks[6], 0)]
 
 
 def test_surplus_workers_are_stopped_from_the_highest_rank_on_and_are_no_failures() -> None:
-    machine = supervisor(restarts=3)
+    machine, last = supervisor(restarts=3), ProcessKey("worker", 2)
     machine.on(WorkersWanted(3, 2), 1.0)
     effects = machine.on(WorkersWanted(1), 2.0)
-    assert [e for e in effects if isinstance(e, Kill)] == [
-        Kill(W1, signal.SIGTERM),
-        Kill(ProcessKey("worker", 2), signal.SIGTERM),
-    ]
+    assert [effect for effect in effects if isinstance(effect, Kill)] == terminate(W1, last)
     assert machine.on(Exited(W1, 143, True), 3.0) == []
     late = 2.0 + STOP_TIMEOUT_SECONDS
-    assert machine.on(TimePassed(), late) == [Kill(ProcessKey("worker", 2), signal.SIGKILL)]
+    assert machine.on(TimePassed(), late) == [Kill(last, signal.SIGKILL)]
     assert machine.on(TimePassed(), late + 1) == []
-    assert machine.on(Exited(ProcessKey("worker", 2), -9, True), late + 2) == [] and not machine.stopping
+    assert machine.on(Exited(last, -9, True), late + 2) == [] and not machine.stopping
     # The last one ends the run.
     assert machine.on(Exited(W0, 0, True), late + 3) and machine.stopping
-
-
-def test_when_a_run_ends_no_workers_are_started() -> None:
-    machine = supervisor()
-    machine.on(Interrupted(signal.SIGINT), 1.0)
-    assert machine.on(WorkersWanted(9, 2), 1.1) == []
-
-
-def test_a_drained_server_that_does_not_stop_is_killed() -> None:
-    machine = supervisor()
-    machine.on(ServersWanted(1, (1,), (1,)), 1.0)
-    assert machine.on(TimePassed(), 5.9) == []
-    assert machine.on(TimePassed(), 6.0) == [Kill(S1, signal.SIGKILL)]
-    assert machine.on(TimePassed(), 7.0) == []
-    assert machine.on(Exited(S1, -9), 7.1) == [] and not machine.stopping
 
 
 def test_nothing_is_scaled_at_the_end() -> None:
     machine = supervisor()
     machine.on(Interrupted(signal.SIGTERM), 1.0)
-    assert machine.on(ServersWanted(4, (), (1,)), 1.1) == []
+    assert machine.on(WorkersWanted(9, 2), 1.1) == [] == machine.on(ServersWanted(4, (), (1,)), 1.1)
 
 
 def finish(machine: Supervisor, alive: set[ProcessKey]) -> Finish:
@@ -479,20 +441,10 @@ def test_who_ignores_sigterm_is_killed_after_the_grace() -> None:
     assert machine.on(TimePassed(), 55.0)[1:] == [Kill(S0, signal.SIGKILL), Kill(S1, signal.SIGKILL)]
 
 
-def test_a_second_signal_kills_at_once() -> None:
-    machine = supervisor()
-    machine.on(Interrupted(signal.SIGINT), 1.0)
-    said, *kills = machine.on(Interrupted(signal.SIGINT), 2.0)
-    # Without storage there was nothing to save.
-    assert said == Say("SIGINT again: all processes are killed")
-    assert kills == [Kill(key, signal.SIGKILL) for key in (W0, W1, S0, S1, SCHEDULER)]
-    assert finish(machine, {W0, W1, S0, S1, SCHEDULER}).status == 130
-
-
 def test_a_worker_that_never_connects_while_another_waits() -> None:
     machine = supervisor()
     machine.on(Connected(W0), 1.0)
-    assert machine.on(Exited(W1, 0, False), 2.0) == [Kill(W0, signal.SIGTERM)]
+    assert machine.on(Exited(W1, 0, False), 2.0) == terminate(W0)
     end = finish(machine, {W0, S0, S1, SCHEDULER})
     assert (end.status, end.culprit) == (65, W1)
     assert "worker 1" in end.message
@@ -501,7 +453,7 @@ def test_a_worker_that_never_connects_while_another_waits() -> None:
 def test_a_worker_that_connects_after_another_left_without() -> None:
     machine = supervisor()
     assert machine.on(Exited(W1, 0, False), 1.0) == []
-    assert machine.on(Connected(W0), 2.0) == [Kill(W0, signal.SIGTERM)]
+    assert machine.on(Connected(W0), 2.0) == terminate(W0)
 
 
 def test_a_script_that_never_used_psdist_is_a_warning() -> None:
@@ -518,13 +470,13 @@ def test_an_attempt_that_never_connects_is_told_from_one_that_did() -> None:
     machine.on(Connected(W1), 1.0)
     machine.on(Exited(W1, 1, True), 2.0)
     assert machine.waiting_to_connect() == [(W1, 1)]
-    assert machine.on(Exited(W1, 0, False), 3.0) == [Kill(W0, signal.SIGTERM)]
+    assert machine.on(Exited(W1, 0, False), 3.0) == terminate(W0)
 
 
 def test_a_failure_that_is_no_exit() -> None:
     machine = supervisor()
-    assert machine.on(RunFailed("no scheduler", 70, SCHEDULER), 1.0)[0] == Kill(W0, signal.SIGTERM)
-    assert finish(machine, {W0, W1, S0, S1, SCHEDULER}) == Finish(70, "no scheduler", SCHEDULER)
+    assert machine.on(RunFailed("no scheduler", 70, SCHEDULER), 1.0) == terminate(*WORKERS)
+    assert finish(machine, {*ALL}) == Finish(70, "no scheduler", SCHEDULER)
 
 
 def test_the_agent_has_workers_only() -> None:

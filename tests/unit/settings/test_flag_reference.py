@@ -47,24 +47,3 @@ def test_without_flags_programs_have_the_declared_defaults() -> None:
     assert server.start_timeout_seconds == by_name["--start-timeout"]
     assert server.drain_timeout_seconds == by_name["--drain-timeout"]
     assert (server.transport, server.device) == (by_name["--transport"], by_name["--device"])
-
-
-def test_a_misspelled_flag_is_answered_with_the_one_that_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
-    for program, given, meant in [
-        ("psdist run", "--nproc", "--nproc-per-node"),
-        ("psdist run", "--nproc-per-nod", "--nproc-per-node"),
-        ("psdist-worker", "--n-nodes", "--nnodes"),
-        ("psdist-worker", "--max_restart", "--max-restarts"),
-        ("psdist-server", "--schedular", "--scheduler"),
-        ("psdist-scheduler", "--min-worker", "--min-workers"),
-    ]:
-        with pytest.raises(SystemExit):
-            LINES[program].parse([given, "2", "train.py"] if LINES[program].script else [given, "2"], {})
-        assert f"no flag {given}: did you mean {meant}?" in capsys.readouterr().err
-
-
-def test_a_flag_that_is_like_no_other_is_only_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        LINES["psdist-server"].parse(["--zzz", "2"], {})
-    told = capsys.readouterr().err
-    assert "--zzz" in told and "did you mean" not in told
