@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
-import threading
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -12,7 +10,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from benchmarks import emulation, figures, growth, growth_page, network, plan, plot, registry, report, turns
+from benchmarks import figures, growth, growth_page, network, plan, plot, report
 from benchmarks.contenders import Contender, ContenderError
 from benchmarks.peers import kernel
 from benchmarks.shaped_hosts import Counters
@@ -50,14 +48,6 @@ def test_percentiles() -> None:
     assert points["p50"] == pytest.approx(1) and points["p99.9"] > 80 and points["calls"] == 100
 
 
-# --- emulated accelerators --------------------------------------------------------------------------------------------
-
-
-def test_buckets_become_ready_in_the_last_two_thirds() -> None:
-    schedule = emulation.Schedule(0.3, 4)
-    assert schedule.ready_seconds == pytest.approx([0.15, 0.2, 0.25, 0.3])
-
-
 # --- the lower bound --------------------------------------------------------------------------------------------------
 
 
@@ -75,43 +65,6 @@ def test_the_lower_bound_computes_adam_of_the_mean(workers: int) -> None:
     for got, wanted in ((bound.weights, weights), (bound.mean, mean), (bound.square, square)):
         np.testing.assert_allclose(got, wanted, rtol=2e-4, atol=1e-7)
     assert not np.allclose(weights, 1.0)
-
-
-# --- turns ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_worker_takes_turns_until_the_benchmark_hangs_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "turns"
-    monkeypatch.setenv(turns.VARIABLE, str(path))
-    assert turns.directory() == tmp_path
-    with turns.listen(path) as listener:
-        worker = threading.Thread(target=turns.serve, args=(lambda steps: [0.5] * steps, {"who": "me"}))
-        worker.start()
-        connection, _ = listener.accept()
-        line = turns.Line(connection)
-        assert line.receive() == {"who": "me"}
-        for steps in (2, 3):
-            line.send({"steps": steps})
-            assert line.receive() == {"seconds": [0.5] * steps}
-        connection.shutdown(socket.SHUT_RDWR)
-        line.close()
-        worker.join(120)
-    assert not worker.is_alive()
-
-
-def test_settings_travel_on_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = turns.Settings(params=7, workers=3, role="ps", rank=2, copy=True)
-    monkeypatch.setattr("sys.argv", ["peer", settings.text()])
-    assert turns.settings() == settings
-
-
-def test_peers_that_are_not_installed_say_how_to_get_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "PEER_VENVS", tmp_path)
-    assert "--install-peers" in registry.missing("ray")
-    (tmp_path / "ray").mkdir()
-    (tmp_path / "ray/installed").touch()
-    assert registry.missing("ray") == ""
-    assert registry.missing("kernel") == ""
 
 
 # --- what psdist bench measures ---------------------------------------------------------------------------------------
@@ -313,12 +266,6 @@ def test_the_page_of_growth_keeps_its_notes_and_has_a_picture_of_each_curve(tmp_
 # --- plots ------------------------------------------------------------------------------------------------------------
 
 
-def test_ticks_are_round_and_reach_to_both_ends() -> None:
-    assert plot.ticks(1, 16) == [1, 2, 5, 10, 20]
-    assert plot.ticks(3, 3) == [2, 5]
-    assert plot.ticks(1e3, 2e8) == [10.0**power for power in range(3, 10)]
-
-
 def test_what_grows_in_proportion_is_a_straight_line_upwards() -> None:
     picture = ElementTree.fromstring(plot.svg("a < b", "x", "y", {"one": [(1, 2), (10, 20), (100, 200)]}))
     (line,) = (one for one in picture if one.tag.endswith("polyline"))
@@ -329,7 +276,3 @@ def test_what_grows_in_proportion_is_a_straight_line_upwards() -> None:
     for wrong in ({}, {"one": [(0.0, 1.0)]}):
         with pytest.raises(ValueError, match="positive"):
             plot.svg("", "", "", wrong)
-
-
-def test_numbers_at_axes_are_short() -> None:
-    assert [plot.short(value) for value in (0.5, 20, 20_000, 2e8, 1e9)] == ["0.5", "20", "20k", "200M", "1G"]

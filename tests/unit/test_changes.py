@@ -70,87 +70,42 @@ def test_long_values_are_cut() -> None:
     assert len(text) < 300 and text.endswith("...")
 
 
-#: By optimizer, a value of each field that differs from the default, and True if its change needs a reset.
-MOMENTS: dict[str, tuple[Any, bool]] = {
-    "lr": (0.5, False),
-    "betas": ((0.8, 0.9), False),
-    "eps": (0.1, False),
-    "weight_decay": (0.1, False),
-    "maximize": (True, False),
-}
-DECOUPLED = MOMENTS | {"decoupled_weight_decay": (True, False)}
-FIELDS: dict[type[optim.Optimizer], dict[str, tuple[Any, bool]]] = {
-    optim.SGD: {
-        "lr": (0.5, False),
-        "momentum": (0.9, True),
-        "dampening": (0.5, False),
-        "weight_decay": (0.1, False),
-        "nesterov": (True, False),
-        "maximize": (True, False),
-    },
-    optim.ASGD: {
-        **dict.fromkeys(("lr", "lambd", "alpha", "t0", "weight_decay"), (0.5, False)),
-        "maximize": (True, False),
-    },
-    optim.Rprop: {
-        "lr": (0.5, True),
-        "etas": ((0.4, 2.0), False),
-        "step_sizes": ((0.1, 2.0), False),
-        "maximize": (True, False),
-    },
-    optim.Adam: DECOUPLED | {"amsgrad": (True, True)},
-    optim.AdamW: MOMENTS | {"amsgrad": (True, True)},
+#: Fields of each optimizer. The change of one with ``!`` needs a reset.
+MOMENTS = "lr betas eps weight_decay maximize"
+FIELDS: dict[type[optim.Optimizer], str] = {
+    optim.SGD: "lr momentum! dampening weight_decay nesterov maximize",
+    optim.ASGD: "lr lambd alpha t0 weight_decay maximize",
+    optim.Rprop: "lr! etas step_sizes maximize",
+    optim.Adam: f"{MOMENTS} decoupled_weight_decay amsgrad!",
+    optim.AdamW: f"{MOMENTS} amsgrad!",
     optim.Adamax: MOMENTS,
-    optim.NAdam: DECOUPLED | {"momentum_decay": (0.1, False)},
-    optim.RAdam: DECOUPLED,
-    optim.Adagrad: {
-        "lr": (0.5, False),
-        "lr_decay": (0.1, False),
-        "weight_decay": (0.1, False),
-        "initial_accumulator_value": (0.5, True),
-        "eps": (0.1, False),
-        "maximize": (True, False),
-    },
-    optim.Adadelta: {
-        **dict.fromkeys(("lr", "rho", "eps", "weight_decay"), (0.5, False)),
-        "maximize": (True, False),
-    },
-    optim.RMSprop: {
-        "lr": (0.5, False),
-        "alpha": (0.5, False),
-        "eps": (0.1, False),
-        "weight_decay": (0.1, False),
-        "momentum": (0.9, True),
-        "centered": (True, True),
-        "maximize": (True, False),
-    },
-    optim.Lion: {
-        "lr": (0.5, False),
-        "betas": ((0.8, 0.9), False),
-        "weight_decay": (0.1, False),
-        "maximize": (True, False),
-    },
-    optim.FTRL: {
-        **dict.fromkeys(("lr", "beta", "l1", "l2"), (0.5, False)),
-        "maximize": (True, False),
-    },
-    optim.Mean: {"lr": (0.5, False)},
+    optim.NAdam: f"{MOMENTS} decoupled_weight_decay momentum_decay",
+    optim.RAdam: f"{MOMENTS} decoupled_weight_decay",
+    optim.Adagrad: "lr lr_decay weight_decay initial_accumulator_value! eps maximize",
+    optim.Adadelta: "lr rho eps weight_decay maximize",
+    optim.RMSprop: "lr alpha eps weight_decay momentum! centered! maximize",
+    optim.Lion: "lr betas weight_decay maximize",
+    optim.FTRL: "lr beta l1 l2 maximize",
+    optim.Mean: "lr",
 }
 SHARED: dict[str, Any] = {
     "schedule": optim.Cosine(9),
     "max_grad_norm": 1.0,
     "overrides": (optim.override("*", lr=0.5),),
 }
+PAIRS = {"betas": (0.8, 0.95), "etas": (0.4, 2.0), "step_sizes": (0.1, 2.0)}
 
 
 def test_every_field_of_every_optimizer() -> None:
     """A new field must be decided here, and in the table of docs/snapshots.md."""
-    for kind in FIELDS:
-        assert FIELDS[kind].keys() | SHARED.keys() == {field.name for field in fields(kind)}
-        for name, (value, needs_reset) in FIELDS[kind].items():
+    for kind, names in FIELDS.items():
+        decided = {name.rstrip("!"): name.endswith("!") for name in names.split()}
+        assert decided.keys() | SHARED.keys() == {field.name for field in fields(kind)}
+        for name, needs_reset in decided.items():
             # Nesterov needs momentum before and after.
             base = kind(**({"momentum": 0.5} if name == "nesterov" else {}))
-            after = replace(base, **{name: value})
+            default = getattr(base, name)
+            after = replace(base, **{name: not default if isinstance(default, bool) else PAIRS.get(name, 0.25)})
             for one, other in ((base, after), (after, base)):
                 assert needing(one, other) == [name] * needs_reset
                 assert [text.split()[0] for text in texts(one, other)] == [name]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -247,43 +245,6 @@ def test_bad_words_from_the_wire() -> None:
 
 
 # --- schedules --------------------------------------------------------------------------------------------------------
-
-
-def torch_schedule(schedule: optim.Schedule, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    lrs = torch.optim.lr_scheduler
-    match schedule:
-        case optim.Linear():
-            return lrs.LinearLR(optimizer, 1.0, schedule.end_factor, schedule.total_steps)
-        case optim.Cosine():
-            return lrs.CosineAnnealingLR(optimizer, schedule.total_steps, schedule.end_factor)
-        case optim.Step():
-            return lrs.StepLR(optimizer, schedule.every, schedule.gamma)
-        case optim.Polynomial():
-            return lrs.PolynomialLR(optimizer, schedule.total_steps, schedule.power)
-    return lrs.ConstantLR(optimizer, 1.0)
-
-
-def test_schedule_is_torchs() -> None:
-    for warmup in [0, 7]:
-        for schedule in [
-            optim.Constant(),
-            optim.Linear(20, 0.1),
-            optim.Cosine(40, 0.05),
-            optim.Step(9, 0.5),
-            optim.Polynomial(20, 2.0),
-        ]:
-            schedule = replace(schedule, warmup_steps=warmup)
-            optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-            theirs = torch_schedule(schedule, optimizer)
-            if warmup:
-                first = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / 3, 1.0, warmup)
-                theirs = torch.optim.lr_scheduler.SequentialLR(optimizer, [first, theirs], [warmup])
-            for step in range(40):
-                assert schedule.factor(step) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9, abs=1e-12), (
-                    step
-                )
-                optimizer.step()
-                theirs.step()
 
 
 def test_a_step_that_grows_without_limit_is_infinite() -> None:
