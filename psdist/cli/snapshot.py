@@ -26,8 +26,8 @@ from psdist.cli.terminal import bytes_bar, count_bar
 from psdist.consistency import kind_of
 from psdist.errors import ConfigurationError, InternalError, PsdistError, SnapshotCorruptError, UnknownSnapshotError
 from psdist.launcher import final_snapshot
+from psdist.launcher.events import plural
 from psdist.launcher.final_snapshot import size
-from psdist.launcher.local import plural
 from psdist.monitoring.run_json import snapshot_info, values
 from psdist.settings.config import storage_text
 from psdist.settings.exit_codes import FAILURE, OK

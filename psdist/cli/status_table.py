@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from psdist.cli.terminal import printable, printable_values
+from psdist.launcher.events import plural
 from psdist.launcher.final_snapshot import size
-from psdist.launcher.local import plural
 from psdist.security.tls import WARN_SECONDS, utc
 
 _SHOWN_EVENTS = 8

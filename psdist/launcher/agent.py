@@ -14,7 +14,6 @@ import os
 import re
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -26,15 +25,14 @@ from typing import Final
 
 from psdist import addresses, loop_monitor
 from psdist.errors import BY_CODE, ConfigurationError, InternalError
-from psdist.launcher.events import Finish
-from psdist.launcher.local import announce, open_metrics, open_output, plural
+from psdist.launcher.events import Finish, plural
 from psdist.launcher.output import stamped
 from psdist.launcher.plan import SchedulerAddress, ScriptSettings, WorkersPlan, program
 from psdist.launcher.process import spawn
 from psdist.launcher.rendezvous import Place, RankRequest
 from psdist.launcher.run_metrics import RunMetrics
 from psdist.launcher.run_record import DIRECTORY_PREFIX
-from psdist.launcher.runner import ProcessPlan, Runner
+from psdist.launcher.runner import ProcessPlan, Runner, open_metrics, open_output
 from psdist.launcher.shutdown import RunPolicy
 from psdist.security.tls import Credentials
 from psdist.settings import exit_codes, preflight, signals
@@ -310,25 +308,13 @@ async def _supervise(
     """Run the workers. Returns how they ended, and True if any of them ever registered."""
     loop_monitor.watch("agent", environ)
     # Nodes may share the file system, so file names contain the ranks.
-    output = open_output(workers, name, lambda: runner.interrupt(signal.SIGPIPE))
-    runner = Runner(
-        ProcessPlan(
-            ranks=workers.ranks,
-            spec=lambda key, attempt: workers.spec(key.number, attempt, environ),
-            connected=lambda rank, attempt: workers.connected_file(rank, attempt).exists(),
-            script_error=workers.script_error,
-            group_age=workers.group_age,
-            policy=RunPolicy(
-                settings.restarts_max,
-                stop_timeout_seconds=settings.stop_timeout_seconds,
-                elastic=settings.nodes_min < settings.nodes_max,
-            ),
-            metrics=metrics.descriptor,
-        ),
-        output,
-        interval_seconds=settings.interval_seconds,
-        signals=settings.signals,
+    output = open_output(workers, name)
+    policy = RunPolicy(
+        settings.restarts_max,
+        stop_timeout_seconds=settings.stop_timeout_seconds,
+        elastic=settings.nodes_min < settings.nodes_max,
     )
+    runner = Runner(ProcessPlan(workers, environ, policy), output, metrics)
     try:
         last = workers.ranks[-1]
         ranks = f"rank {last}" if settings.processes == 1 else f"ranks {workers.first_rank} to {last}"
@@ -336,10 +322,6 @@ async def _supervise(
             f"node {place.node_rank} of {place.nodes}: {plural(settings.processes, 'worker')}, {ranks} of "
             f"{place.world_size}; scheduler {workers.link.address}"
         )
-        announce(output, workers, environ)
-        metrics.start(output)
-        finish = await runner.run()
-        metrics.close()
-        return finish, runner.has_connected
+        return await runner.run(), runner.has_connected
     finally:
         output.close()

@@ -209,3 +209,8 @@ def status_of(returncode: int) -> int:
 def enumerate_keys(keys: Iterable[ProcessKey]) -> str:
     """Return names of processes, separated by commas."""
     return ", ".join(map(str, keys))
+
+
+def plural(count: int, noun: str) -> str:
+    """Return a count with its noun: ``2 workers``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

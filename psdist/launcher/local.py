@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any, Final
 
 from psdist import addresses, loop_monitor
 from psdist.errors import ConfigurationError
-from psdist.launcher.events import Event, Finish, ProcessKey, RunFailed, ServersWanted, WorkersWanted
+from psdist.launcher.events import Event, Finish, ProcessKey, RunFailed, ServersWanted, WorkersWanted, plural
 from psdist.launcher.output import STDOUT, Output
 from psdist.launcher.plan import (
     SchedulerAddress,
@@ -40,7 +40,7 @@ from psdist.launcher.plan import (
 from psdist.launcher.process import Child, ProcessSpec, free_port
 from psdist.launcher.run_metrics import RunMetrics
 from psdist.launcher.run_record import ADDRESS_FILE, DIRECTORY_PREFIX, RunRegistry, records_directory
-from psdist.launcher.runner import ProcessPlan, Runner
+from psdist.launcher.runner import ProcessPlan, Runner, open_metrics, open_output
 from psdist.launcher.scale_watch import ScaleRequest
 from psdist.launcher.shutdown import RunPolicy
 from psdist.link import fd_passing
@@ -217,12 +217,10 @@ async def _supervise(
 ) -> int:
     run_id, storage = workers.link.run_id, services.settings.storage_path or ""
     mute = settings.log_level in ("warning", "error")
-    output = open_output(workers, run_id, lambda: runner.interrupt(signal.SIGPIPE), mute)
+    output = open_output(workers, run_id, mute)
     watch = _AddressWatch(services, on_address)
 
-    def spec(key: ProcessKey, attempt: int) -> ProcessSpec:
-        if key.role == "worker":
-            return workers.spec(key.number, attempt, environ)
+    def service(key: ProcessKey) -> ProcessSpec:
         if key.role == "server":
             return services.server(key.number, environ)
         if key.role == "snapshot":
@@ -231,21 +229,11 @@ async def _supervise(
 
     runner = Runner(
         ProcessPlan(
-            ranks=workers.ranks,
-            spec=spec,
-            connected=lambda rank, attempt: workers.connected_file(rank, attempt).exists(),
-            script_error=workers.script_error,
-            group_age=workers.group_age,
-            servers=settings.servers,
-            schedulers=1,
-            policy=settings.run_policy,
-            lifeline=services.lifeline,
-            metrics=metrics.descriptor,
+            workers, environ, settings.run_policy, settings.servers, 1, service=service, lifeline=services.lifeline
         ),
         output,
-        interval_seconds=settings.interval_seconds,
-        signals=settings.signals,
-        on_tick=watch.tick,
+        metrics,
+        watch.tick,
     )
     requests = _ScaleRequests(services, environ, lambda event: runner.handle(event))
     watch.on_found = requests.start
@@ -259,14 +247,11 @@ async def _supervise(
         if services.dashboard is not None:
             output.say(f"dashboard: {_dashboard_link(services, workers.link, environ)}")
         output.say(_how_to_join(run_id, settings, RunRegistry(records_directory(environ))))
-        announce(output, workers, environ)
-        metrics.start(output)
         with _ending_with(settings.lifeline_fd, runner):
             finish = await runner.run()
         status = finish.status
         if settings.report_file is not None:
             _report(finish, run_id, output).write(settings.report_file)
-        metrics.close()
         if has_commits(storage):
             if status > exit_codes.SIGNAL_BASE:
                 output.say(how_to_resume(storage, run_id))
@@ -428,49 +413,6 @@ class _AddressWatch:
             message = f"the scheduler did not come up within {waited} (--start-timeout)"
             return RunFailed(message, exit_codes.INFRASTRUCTURE, ProcessKey("scheduler", 0))
         return None
-
-
-# --- shared with the agent --------------------------------------------------------------------------------------------
-
-
-def open_output(workers: WorkersPlan, run_id: str, on_broken: Callable[[], None], mute: bool = True) -> Output:
-    """Open console and files of this node. Raises ConfigurationError if the log directory cannot be made."""
-    script = workers.script
-    routing = script if script.log_dir is None else replace(script, log_dir=script.log_dir / run_id)
-    try:
-        return Output(routing, lambda rank: rank - workers.first_rank, script.role, on_broken, mute)
-    except OSError as error:
-        raise _unusable(routing.log_dir, error) from None
-
-
-def open_metrics(script: ScriptSettings, name: str, ranks: Iterable[int], part: str = "") -> RunMetrics:
-    """Open the destinations of the metrics of this node's workers. Raises ConfigurationError if a directory cannot be
-    used."""
-    directory = script.log_dir
-    if directory is not None:
-        directory = directory / name
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise _unusable(directory, error) from None
-    return RunMetrics(script, name, directory, ranks, part)
-
-
-def _unusable(directory: Path | None, error: OSError) -> ConfigurationError:
-    return ConfigurationError(f"--log-dir {directory} cannot be used: {error.strerror}")
-
-
-def announce(output: Output, workers: WorkersPlan, environ: Mapping[str, str]) -> None:
-    """Print the location of the logs, and settings that the user did not ask for."""
-    if output.directory is not None:
-        output.say(f"logs in {output.directory}")
-    if workers.limits_threads(environ):
-        output.say("OMP_NUM_THREADS=1 for each worker, as several share the cores; set it to choose another number")
-
-
-def plural(count: int, noun: str) -> str:
-    """Return a count with its noun: ``2 workers``."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 # --- snapshots to resume from, read as plain JSON: the launcher imports neither numpy nor an object-store client ---

@@ -127,14 +127,14 @@ class Output:
         routing: Routing,
         local_rank: Callable[[int], int],
         worker_label: str = "worker",
-        on_broken: Callable[[], None] = lambda: None,
         mute_stopping_services: bool = True,
     ) -> None:
         self.directory = routing.log_dir
         self._routing = routing
         self._local_rank = local_rank
         self._worker_label = worker_label
-        self._on_broken = on_broken
+        #: Called once the reader of a stream is gone.
+        self.on_broken: Callable[[], None] = lambda: None
         self._mute_stopping_services = mute_stopping_services
         #: True once the run ends: from then on servers and scheduler only report that their peers end.
         self.stopping = False
@@ -251,7 +251,7 @@ class Output:
             # The reader is gone (psdist run ... | head): end the run, as any program would end.
             if not self._broken:
                 self._broken = True
-                self._on_broken()
+                self.on_broken()
         except OSError as error:
             # The disk is full, or the terminal is gone.
             if stream not in self._lossy:

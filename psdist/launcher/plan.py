@@ -27,7 +27,6 @@ from psdist.launcher.process import ProcessSpec
 from psdist.launcher.run_metrics import MetricsOptions
 from psdist.launcher.shutdown import STOP_TIMEOUT_SECONDS
 from psdist.security.tls import TlsFiles
-from psdist.settings import launcher_reports
 from psdist.settings.config import (
     INSECURE_VARIABLE,
     LOCAL_ADDRESS_VARIABLE,
@@ -265,16 +264,9 @@ class WorkersPlan:
         return self.script.processes > 1 and not base.get("OMP_NUM_THREADS")
 
     def connected_file(self, rank: int, attempt: int) -> Path:
-        """Return the file that the client library creates once it has registered."""
+        """Return the file that the client library creates once it has registered. Its other reports are beside it: see
+        ``launcher_reports``."""
         return self.connected_directory / f"{rank}.{attempt}"
-
-    def script_error(self, rank: int, attempt: int) -> str:
-        """Return the report of a worker that failed: see ``launcher_reports``."""
-        return launcher_reports.read_error(self.connected_file(rank, attempt))
-
-    def group_age(self, rank: int, attempt: int) -> float | None:
-        """Return the seconds since a worker made its newest group of all workers: see ``launcher_reports``."""
-        return launcher_reports.group_age(self.connected_file(rank, attempt))
 
     def spec(self, rank: int, attempt: int, base: Mapping[str, str]) -> ProcessSpec:
         """Return the process of worker ``rank`` at its start number ``attempt``, from 0. Ranks beyond ``ranks`` were

@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
 
-from psdist.launcher.connect_notice import ConnectNotice
+from psdist.errors import ConfigurationError
 from psdist.launcher.events import (
     Connected,
     Event,
@@ -28,35 +30,36 @@ from psdist.launcher.events import (
     TimePassed,
 )
 from psdist.launcher.output import Output
+from psdist.launcher.plan import ScriptSettings, WorkersPlan
 from psdist.launcher.process import Child, ProcessSpec, ReaperProcess
+from psdist.launcher.run_metrics import RunMetrics
 from psdist.launcher.shutdown import RunPolicy
 from psdist.launcher.supervisor import Supervisor
 from psdist.link import processes
-from psdist.settings import signals
+from psdist.settings import launcher_reports, signals
+
+#: First notice about workers that have not called ``psdist.init()``, and the longest pause between two.
+FIRST_SECONDS: Final = 5.0
+LONGEST_PAUSE_SECONDS: Final = 60.0
+_NAMES_SHOWN: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlan:
     """The processes that a run starts with.
 
-    spec: the command of a process's attempt.
-    connected: returns True if a rank's attempt has registered.
-    script_error: returns the report of a rank's attempt that failed; empty if there is none.
-    group_age: returns the seconds since a rank's attempt made its newest group of all workers; None if it made none.
+    environ: the environment that workers extend.
+    service: returns the command of a server, the scheduler or the last snapshot; None if there are none.
     lifeline: a pipe that servers and the scheduler inherit, and end with.
-    metrics: a pipe that workers inherit, and report on.
     """
 
-    ranks: range
-    spec: Callable[[ProcessKey, int], ProcessSpec]
-    connected: Callable[[int, int], bool]
+    workers: WorkersPlan
+    environ: Mapping[str, str]
     policy: RunPolicy
     servers: int = 0
     schedulers: int = 0
+    service: Callable[[ProcessKey], ProcessSpec] | None = None
     lifeline: int | None = None
-    metrics: int | None = None
-    script_error: Callable[[int, int], str] = lambda rank, attempt: ""
-    group_age: Callable[[int, int], float | None] = lambda rank, attempt: None
 
     @property
     def keys(self) -> list[ProcessKey]:
@@ -64,32 +67,39 @@ class ProcessPlan:
         return [
             *(ProcessKey("scheduler", number) for number in range(self.schedulers)),
             *(ProcessKey("server", number) for number in range(self.servers)),
-            *(ProcessKey("worker", rank) for rank in self.ranks),
+            *(ProcessKey("worker", rank) for rank in self.workers.ranks),
         ]
+
+    def spec(self, key: ProcessKey, attempt: int) -> ProcessSpec:
+        """Return the command of a process's attempt."""
+        if key.role == "worker":
+            return self.workers.spec(key.number, attempt, self.environ)
+        assert self.service is not None
+        return self.service(key)
 
 
 class Runner:
     """One run.
 
-    on_tick: called every ``interval_seconds``; it may return a failure.
-    signals: those that end the run. SIGHUP is excluded if this process was started to ignore it, as by ``nohup``.
+    metrics: those of the workers, received and shown while they run.
+    on_tick: called every ``interval_seconds`` of the script's settings; it may return a failure.
     """
 
     def __init__(
         self,
         plan: ProcessPlan,
         output: Output,
-        *,
-        interval_seconds: float,
-        signals: Iterable[int],
+        metrics: RunMetrics,
         on_tick: Callable[[float], RunFailed | None] = lambda now: None,
     ) -> None:
         self._plan = plan
         self._output = output
-        self._interval = interval_seconds
-        # Ignore only SIGHUP: shells start the background jobs of a script with SIGINT ignored, too.
+        self._metrics = metrics
+        self._script = plan.workers.script
+        output.on_broken = lambda: self.interrupt(signal.SIGPIPE)
+        # Ignore only SIGHUP, as after nohup: shells start the background jobs of a script with SIGINT ignored, too.
         ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
-        self._signals = tuple(signum for signum in signals if signum not in ignored)
+        self._signals = tuple(signum for signum in self._script.signals if signum not in ignored)
         self._on_tick = on_tick
         self._children: dict[ProcessKey, Child] = {}
         self._events: deque[Event] = deque()
@@ -98,6 +108,8 @@ class Runner:
 
     async def run(self) -> Finish:
         """Run everything to its end and return how it ended. Prints the cause of a failure."""
+        self._announce()
+        self._metrics.start(self._output)
         self._loop = asyncio.get_running_loop()
         self._finished: asyncio.Future[Finish] = self._loop.create_future()
         for signum in self._signals:
@@ -117,7 +129,17 @@ class Runner:
             self._output.report(finish.culprit)
         if finish.message:
             self._output.say(finish.message)
+        self._metrics.close()
         return finish
+
+    def _announce(self) -> None:
+        """Print the location of the logs, and settings that the user did not ask for."""
+        if self._output.directory is not None:
+            self._output.say(f"logs in {self._output.directory}")
+        if self._plan.workers.limits_threads(self._plan.environ):
+            self._output.say(
+                "OMP_NUM_THREADS=1 for each worker, as several share the cores; set it to choose another number"
+            )
 
     @property
     def has_connected(self) -> bool:
@@ -168,7 +190,7 @@ class Runner:
     def _start(self, spec: ProcessSpec) -> None:
         key = spec.key
         self._output.clear_lines(key)
-        pipes = {"server": self._plan.lifeline, "scheduler": self._plan.lifeline, "worker": self._plan.metrics}
+        pipes = {"server": self._plan.lifeline, "scheduler": self._plan.lifeline, "worker": self._metrics.descriptor}
         try:
             child = Child(
                 spec,
@@ -190,17 +212,16 @@ class Runner:
         if key.role != "worker":
             self.handle(Exited(key, returncode))
             return
-        attempt = self._supervisor.table.attempt(key)
-        error = self._plan.script_error(key.number, attempt) if returncode else ""
-        connected, age = self._plan.connected(key.number, attempt), self._plan.group_age(key.number, attempt)
-        self.handle(Exited(key, returncode, connected, error, age))
+        mark = self._plan.workers.connected_file(key.number, self._supervisor.table.attempt(key))
+        error = launcher_reports.read_error(mark) if returncode else ""
+        self.handle(Exited(key, returncode, mark.exists(), error, launcher_reports.group_age(mark)))
 
     def _tick(self) -> None:
         if self._finished.done():
             return
-        self._loop.call_later(self._interval, self._tick)
+        self._loop.call_later(self._script.interval_seconds, self._tick)
         for key, attempt in self._supervisor.waiting_to_connect():
-            if self._plan.connected(key.number, attempt):
+            if self._plan.workers.connected_file(key.number, attempt).exists():
                 self.handle(Connected(key))
         self._say_who_is_missing()
         failure = self._on_tick(self._loop.time())
@@ -216,3 +237,65 @@ class Runner:
         # Children are left only after a defect of the launcher itself.
         for child in self._children.values():
             child.kill(signal.SIGKILL)
+
+
+# --- notices of missing workers: a script that imports large packages first seems to hang -----------------------------
+
+
+class ConnectNotice:
+    """The notices of one run. The pauses between them double."""
+
+    def __init__(self) -> None:
+        self._pause = FIRST_SECONDS
+        #: When the next notice is due; None if no worker is missing.
+        self._due: float | None = None
+
+    def text(self, ranks: Sequence[int], now: float) -> str:
+        """Return the notice that is due now; empty if there is none. ranks: workers that have not registered yet."""
+        if not ranks:
+            self._due, self._pause = None, FIRST_SECONDS
+        elif self._due is None:
+            self._due = now + self._pause
+        elif now >= self._due:
+            self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
+            self._due = now + self._pause
+            return f"waiting for {_names(ranks)} to call psdist.init()"
+        return ""
+
+
+def _names(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"worker {ranks[0]}"
+    if len(ranks) > _NAMES_SHOWN:
+        return f"workers {', '.join(map(str, ranks[:_NAMES_SHOWN]))} and {len(ranks) - _NAMES_SHOWN} others"
+    return f"workers {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+# --- output and metrics of this node ----------------------------------------------------------------------------------
+
+
+def open_output(workers: WorkersPlan, run_id: str, mute: bool = True) -> Output:
+    """Open console and files of this node. Raises ConfigurationError if the log directory cannot be made."""
+    script = workers.script
+    routing = script if script.log_dir is None else replace(script, log_dir=script.log_dir / run_id)
+    try:
+        return Output(routing, lambda rank: rank - workers.first_rank, script.role, mute)
+    except OSError as error:
+        raise _unusable(routing.log_dir, error) from None
+
+
+def open_metrics(script: ScriptSettings, name: str, ranks: Iterable[int], part: str = "") -> RunMetrics:
+    """Open the destinations of the metrics of this node's workers. Raises ConfigurationError if a directory cannot be
+    used."""
+    directory = script.log_dir
+    if directory is not None:
+        directory = directory / name
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unusable(directory, error) from None
+    return RunMetrics(script, name, directory, ranks, part)
+
+
+def _unusable(directory: Path | None, error: OSError) -> ConfigurationError:
+    return ConfigurationError(f"--log-dir {directory} cannot be used: {error.strerror}")

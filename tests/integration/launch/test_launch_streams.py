@@ -107,9 +107,10 @@ def test_a_log_directory_on_a_full_disk_ends_no_run(stage: Stage) -> None:
 #: Raises at the launcher's first message after the start, as a defect would, and prints how the run ended.
 _DEFECT = """
 import asyncio
-from psdist.launcher.events import ProcessKey
+from pathlib import Path
 from psdist.launcher.output import Output, Routing
-from psdist.launcher.process import ProcessSpec
+from psdist.launcher.plan import SchedulerAddress, ScriptSettings, WorkersPlan
+from psdist.launcher.run_metrics import MetricsOptions, RunMetrics
 from psdist.launcher.runner import ProcessPlan, Runner
 from psdist.launcher.shutdown import RunPolicy
 
@@ -117,13 +118,11 @@ class Defect(Output):
     def say(self, message):
         raise RuntimeError(message)
 
-plan = ProcessPlan(
-    ranks=range(1),
-    spec=lambda key, attempt: ProcessSpec(key, ("true",), {"PATH": "/usr/bin:/bin"}),
-    connected=lambda rank, attempt: False,
-    policy=RunPolicy(restarts_max=0),
-)
-runner = Runner(plan, Defect(Routing(), lambda rank: rank), interval_seconds=0.1, signals=())
+script = ScriptSettings(command=("true",), no_python=True)
+workers = WorkersPlan(script, SchedulerAddress(), Path("/nowhere"), ("127.0.0.1", 1))
+plan = ProcessPlan(workers, {"PATH": "/usr/bin:/bin"}, RunPolicy(restarts_max=0))
+metrics = RunMetrics(MetricsOptions(), "run", None, range(1))
+runner = Runner(plan, Defect(Routing(), lambda rank: rank), metrics)
 print("status", asyncio.run(asyncio.wait_for(runner.run(), 30)).status)
 """
 

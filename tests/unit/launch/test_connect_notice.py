@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from psdist.launcher.connect_notice import ConnectNotice
+from psdist.launcher.runner import ConnectNotice
 
 
 def test_a_long_import_is_said_after_some_seconds_and_then_less_and_less_often() -> None:

@@ -115,7 +115,8 @@ def test_a_full_disk_is_said_once_on_the_other_stream(
     full: Callable[[str], None], capsys: pytest.CaptureFixture[str], name: str, stream: int, title: str
 ) -> None:
     full(name)
-    output = Output(Routing(), lambda rank: rank, on_broken=lambda: pytest.fail("no reader is gone"))
+    output = Output(Routing(), lambda rank: rank)
+    output.on_broken = lambda: pytest.fail("no reader is gone")
     output.clear_lines(WORKER)
     for _ in range(3):
         output.show_lines(WORKER, stream, ["lost"])
@@ -132,7 +133,8 @@ def test_a_full_disk_is_said_once_on_the_other_stream(
 def test_two_full_disks_raise_nothing(full: Callable[[str], None]) -> None:
     full("stdout")
     full("stderr")
-    output = Output(Routing(), lambda rank: rank, on_broken=lambda: pytest.fail("no reader is gone"))
+    output = Output(Routing(), lambda rank: rank)
+    output.on_broken = lambda: pytest.fail("no reader is gone")
     output.clear_lines(WORKER)
     output.show_lines(WORKER, STDOUT, ["lost"])
     output.say("lost")
