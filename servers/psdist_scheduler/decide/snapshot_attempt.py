@@ -375,6 +375,11 @@ class WorkerStateUploads:
                 later[name] = lowest
         return later
 
+    def do_without(self, worker: Identity, names: Iterable[str]) -> None:
+        """Stop waiting for a worker's states of these parameter sets."""
+        for name in names:
+            self._wanted.pop((worker, name), None)
+
     def forget(self, is_live: Callable[[str, int], bool]) -> None:
         """Stop waiting for workers that are gone. States that they sent are kept if an answer named them."""
         for worker in [worker for worker in self.answers if not is_live(*worker)]:

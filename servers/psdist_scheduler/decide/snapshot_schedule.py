@@ -62,9 +62,19 @@ class CutSearch:
     exact: set[str] = field(default_factory=set)
     #: Step that a server reported as not passed, by parameter set.
     known: dict[str, int] = field(default_factory=dict)
+    #: Earliest step for which a worker still has its state, by parameter set. No slice need be there.
+    kept: dict[str, int] = field(default_factory=dict)
 
     def version(self, p: ParameterSet) -> int:
         return max(p.version, self.known.get(p.name, 0))
+
+    def earliest(self, p: ParameterSet) -> int:
+        """Return the earliest step that no slice has passed and for which all workers have their state."""
+        return max(self.version(p), self.kept.get(p.name, 0))
+
+    def is_passed(self, steps: Mapping[str, int]) -> bool:
+        """Return True if a cut at ``steps`` is too early for a slice or for a worker's state."""
+        return any(max(self.known.get(name, 0), self.kept.get(name, 0)) > step for name, step in steps.items())
 
     def soonest(self, ready: Iterable[ParameterSet], waiting: Iterable[Mapping[str, int]]) -> dict[str, int]:
         """Return the earliest possible cut, as far as is known.
@@ -72,7 +82,15 @@ class CutSearch:
         waiting: next pushes of the workers that wait for it.
         """
         waiting, stepped = list(waiting), [p for p in ready if p.is_stepped]
-        steps = {p.name: max(self.version(p), *(next.get(p.name, 0) for next in waiting), 0) for p in stepped}
+        steps = {
+            # Workers that wait make no pushes for the sake of a later cut.
+            p.name: max(
+                self.version(p) if is_idle(p, waiting) else self.earliest(p),
+                *(next.get(p.name, 0) for next in waiting),
+                0,
+            )
+            for p in stepped
+        }
         if not any(p.entry.members for p in stepped):
             return steps
         distance = 0 if self.refused < 2 else min(1 << min(self.refused - 2, 10), _DISTANCE_MAX)
@@ -87,6 +105,11 @@ class CutSearch:
         """Record that no slice of these parameter sets has passed these steps, though one may have reached them."""
         for name, step in steps:
             self.known[name] = max(self.known.get(name, 0), step)
+
+    def learn_states(self, steps: Iterable[tuple[str, int]]) -> None:
+        """Record that a worker has no state of these parameter sets from before these steps."""
+        for name, step in steps:
+            self.kept[name] = max(self.kept.get(name, 0), step)
 
     def count_refusal(self) -> bool:
         """Count a refused cut. Returns True if another one may be tried."""
@@ -226,8 +249,8 @@ class SnapshotSchedule:
         alignment.want(HOLDER)
         if (vector := alignment.vector) is None or (due.ahead and alignment.is_even is not False):
             return None
-        if any(self.search.known.get(name, 0) > step for name, step in vector.items()):
-            alignment.restart()  # A server has passed the position.
+        if self.search.is_passed(vector):
+            alignment.restart()
             return None
         return None if due.ahead else DueSnapshot(due.steps | vector, due.reason)
 
@@ -244,7 +267,7 @@ class SnapshotSchedule:
         """Note that an attempt ended for good, successfully or not."""
         versions = [self.search.version(p) for p in attempt.parameters.values() if p.record]
         self._ended_at, self._ended_version = now, max(self._ended_version, attempt.step, *versions)
-        self.search = CutSearch(known=self.search.known)
+        self.search = CutSearch(known=self.search.known, kept=self.search.kept)
 
     def rolled_back(self) -> None:
         """Forget the known steps, which a rollback has undone."""
@@ -253,7 +276,7 @@ class SnapshotSchedule:
     def _due_by_steps(
         self, ready: Sequence[ParameterSet], soonest: dict[str, int], *, is_even: bool
     ) -> DueSnapshot | None:
-        versions = {p.name: self.search.version(p) for p in ready if p.entry.spec.is_trained}
+        versions = {p.name: self.search.earliest(p) for p in ready if p.entry.spec.is_trained}
         if not versions:
             return None
         high, interval = max(versions.values()), self._policy.steps

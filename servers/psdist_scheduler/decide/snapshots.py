@@ -264,16 +264,37 @@ class Snapshots:
                 search.learn((name, s) for name, s in event.steps_next if name in attempt.steps)
                 return [] if None in attempt.servers.values() else self._on_all_prepared(attempt, now)
             case sn.Marked() if attempt.phase is AttemptPhase.MARKING:
-                if later := attempt.on_marked(event, sender.identity):
-                    search.learn(later.items())
-                    search.count_refusal()
-                    return self._give_up(attempt, f"{sender.member_id} has passed the cut", now)
-                return [] if attempt.unanswered else attempt.take_cut(self._members, search.known)
+                return self._on_marked(attempt, event, sender, now)
             case sn.Written():
                 attempt.on_written(event, sender.member_id)
             case sn.PartFailed() if sender.member_id in attempt.servers or sender.member_id in attempt.uploads.workers:
                 return self._fail(attempt, f"{sender.member_id}: {event.text}", now)
         return []
+
+    def _on_marked(self, attempt: Attempt, event: sn.Marked, sender: Member, now: float) -> list[Effect]:
+        """Process a worker's marks. If it no longer has its state from before the cut, a later cut is tried, if one is
+        possible."""
+        search, effects = self.schedule.search, list[Effect]()
+        if later := attempt.on_marked(event, sender.identity):
+            search.learn_states(later.items())
+            if not all(self._is_last_cut(attempt, name) for name in later):
+                search.count_refusal()
+                return self._give_up(attempt, f"{sender.member_id} has passed the cut", now)
+            attempt.uploads.do_without(sender.identity, later)
+            steps = ", ".join(f"step {step} of {name!r}" for name, step in later.items())
+            text = f"snapshot {attempt.directory} is without the state of {sender}, which has none from before {steps}"
+            effects.append(LogEvent(text, "warning"))
+        return effects if attempt.unanswered else effects + attempt.take_cut(self._members, search.known)
+
+    def _is_last_cut(self, attempt: Attempt, name: str) -> bool:
+        """True if a parameter set does not move beyond the cut before the snapshot is taken.
+
+        The run ends there, or workers that wait for the snapshot make no push. A worker that takes part only from a
+        later step on has no state from before that.
+        """
+        waiting = [waiter.next for waiter in self.waiters.workers]
+        is_end = attempt.number == self.end_snapshot.attempt
+        return is_end or snapshot_schedule.is_idle(attempt.parameters[name], waiting)
 
     def on_session(self, member: Member, epoch: int, now: float) -> list[Effect]:
         """Repeat commands to a member with a new session. Those on its previous session, and its reports, may be
