@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
+from weakref import WeakValueDictionary
 
 import grpc
 import grpc.aio
@@ -68,6 +69,9 @@ class Service:
     def __init__(self, scheduler: Scheduler, token: str = "") -> None:
         self._scheduler = scheduler
         self._token = token
+        #: Locks of the states that are being received, by worker, attempt and parameter set. A call whose answer was
+        #: lost may still be carried out when it is repeated.
+        self._uploads: WeakValueDictionary[tuple[object, ...], asyncio.Lock] = WeakValueDictionary()
 
     def handler(self, on_caller: Callable[[str], None] = lambda _: None) -> grpc.GenericRpcHandler:
         """Return the handler for a grpc server. on_caller: see ``service_handler``."""
@@ -168,14 +172,17 @@ class Service:
         return pb.GetClusterMapResponse(map=self._scheduler.calls.map)
 
     async def HandInState(self, request: object, context: Context) -> pb.HandInStateResponse:
-        """Receive a worker's own state, in parts."""
+        """Receive a worker's own state, in parts. A call that repeats one in progress waits for its end, so that no
+        file is written twice."""
         first = frames.parse(pb.HandInStateRequest, await _read(context))
         header, storage = first.header, self._scheduler.storage
-        place = await self._ask(lambda call: conversions.make_event(StateOffered, call, header))
-        assert isinstance(place, StatePlace)
-        if place.file and storage is not None:
-            state = await snapshot_io.write_state(storage, place, header, self._parts(first, context))
-            self._scheduler.post(StateWritten(header.attempt, (header.worker_id, header.incarnation), state))
+        worker = header.worker_id, header.incarnation
+        async with self._uploads.setdefault((worker, header.attempt, header.parameters), asyncio.Lock()):
+            place = await self._ask(lambda call: conversions.make_event(StateOffered, call, header))
+            assert isinstance(place, StatePlace)
+            if place.file and storage is not None:
+                state = await snapshot_io.write_state(storage, place, header, self._parts(first, context))
+                self._scheduler.post(StateWritten(header.attempt, worker, state))
         return pb.HandInStateResponse()
 
     async def _parts(self, first: pb.HandInStateRequest, context: Context) -> AsyncIterator[bytes]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any, cast
 
+import grpc.aio
 import pytest
 import xxhash
 
@@ -12,8 +15,13 @@ from psdist.errors import InvalidArgumentError, SnapshotCorruptError
 from psdist.snapshots.format import Manifest, WorkerState
 from psdist.snapshots.opening import open_storage
 from psdist.v1 import scheduler_pb2 as pb
-from psdist_scheduler.decide.snapshot_events import StatePlace, StateSource
+from psdist_scheduler.decide import cluster_events as ev
+from psdist_scheduler.decide.effects import Answer
+from psdist_scheduler.decide.snapshot_events import StateOffered, StatePlace, StateSource, StateWritten
 from psdist_scheduler.run import snapshot_io
+from psdist_scheduler.run.open_calls import OpenCalls
+from psdist_scheduler.run.scheduler import Scheduler
+from psdist_scheduler.run.service import Service
 
 pytestmark = pytest.mark.asyncio
 DATA = bytes(range(256)) * 10_000
@@ -69,3 +77,50 @@ async def test_a_spoiled_file_is_told_by_its_name(tmp_path: Path, spoiled: bytes
         path.write_bytes(spoiled)
     with pytest.raises(SnapshotCorruptError, match=PLACE.file):
         _ = [message async for message in snapshot_io.read_state(storage, source_of(state))]
+
+
+class UploadScheduler:
+    """Scheduler that wants one file, until it is written."""
+
+    def __init__(self, path: Path) -> None:
+        self.storage = open_storage(str(path))
+        self.calls = OpenCalls(self.post)
+        self.written: list[WorkerState] = []
+
+    def post(self, event: ev.Event) -> None:
+        match event:
+            case StateOffered():
+                file = "" if self.written else PLACE.file
+                self.calls.carry_out(Answer(event.call, StatePlace(PLACE.directory, file, PLACE.rank)))
+            case StateWritten():
+                self.written.append(event.state)
+
+
+class UploadContext:
+    """Stream of a call that hands ``DATA`` in, the second half only after ``arrives`` is set."""
+
+    def __init__(self) -> None:
+        self.arrives = asyncio.Event()
+        half = len(DATA) // 2
+        self._messages = [
+            pb.HandInStateRequest(header=header_of(DATA), part=DATA[:half]),
+            pb.HandInStateRequest(part=DATA[half:]),
+        ]
+
+    async def read(self) -> Any:
+        if len(self._messages) < 2:
+            await self.arrives.wait()
+        return self._messages.pop(0).SerializeToString() if self._messages else grpc.aio.EOF
+
+
+async def test_a_call_that_repeats_one_in_progress_writes_nothing(tmp_path: Path) -> None:
+    """The connection of a call may break while the scheduler still carries the call out."""
+    scheduler = UploadScheduler(tmp_path)
+    service = Service(cast(Scheduler, scheduler))
+    contexts = [UploadContext(), UploadContext()]
+    calls = [asyncio.create_task(service.HandInState(None, cast(Any, context))) for context in contexts]
+    await asyncio.sleep(0)
+    for context in reversed(contexts):
+        context.arrives.set()
+    await asyncio.gather(*calls)
+    assert len(scheduler.written) == 1 and len(files(tmp_path)) == 1

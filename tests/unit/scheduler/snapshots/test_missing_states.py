@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from psdist.snapshots.format import WorkerState
 from psdist_scheduler.decide import snapshot_events as sn
 from psdist_scheduler.decide.cluster_state import Member
 from tests.support.snapshot_driver import DIGEST, SnapshotDriver
@@ -42,7 +43,7 @@ class JoinerDriver(SnapshotDriver):
         self.on(sn.StateOffered(call, "", worker.member_id, worker.incarnation, attempt, "mlp", before, 100))
         if call not in self.errors:
             place = self.told[call][-1]
-            state = sn.WorkerState("mlp", place.rank, before, place.file, 100, DIGEST)
+            state = WorkerState("mlp", place.rank, before, place.file, 100, DIGEST)
             self.on(sn.StateWritten(attempt, (worker.member_id, worker.incarnation), state))
 
     @property
