@@ -150,6 +150,8 @@ class LostWorld(SnapshotWorld):
         #: Damaged snapshots, as their directories with the paths of their records; and directories of the readable
         #: ones.
         self.damaged: dict[str, str] = {}
+        #: True if the scheduler knew one of the damaged snapshots.
+        self._knew_damaged = False
         self.readable: set[str] = set()
         #: Names of the processes that must end, and numbers of the lives that have ended with an error.
         self._alive: set[str] = set()
@@ -356,6 +358,8 @@ class LostWorld(SnapshotWorld):
         self._kept_files = dict(self.bucket.files)
         self.damaged = self.bucket.damage(self.options.how, self.options.newest, self._chance_of_loss)
         self.readable -= self.damaged.keys()
+        catalog = self.scheduler.cluster.snapshots.catalog if self.scheduler is not None else None
+        self._knew_damaged = catalog is not None and any(c.directory in self.damaged for c in catalog.commits)
         self.oracle.only_readable(self.readable)
         self.counts[f"damaged snapshots: {self.options.how}"] += len(self.damaged)
 
@@ -401,6 +405,12 @@ class LostWorld(SnapshotWorld):
         return self.options.how == "emptied" and self.options.lost == "started again with its store, snapshots damaged"
 
     @property
+    def _is_unheard(self) -> bool:
+        """True if the storage was emptied before a scheduler had heard of any snapshot in it: the only one was still
+        being confirmed, or the scheduler was down."""
+        return self.options.how == "emptied" and not self._knew_damaged
+
+    @property
     def _to_end(self) -> list[str]:
         """Processes that end by themselves and have not ended yet."""
         return [name for name in self.running if not self.is_unknown or name.startswith("worker")]
@@ -432,6 +442,8 @@ class LostWorld(SnapshotWorld):
         if self.options.damages:
             wanted = (ServerLostError, SnapshotCorruptError, ConfigurationError)
             named = ["held shard"] if self.is_unknown else [*self.damaged, *self.damaged.values()]
+            if self.options.lost.startswith("servers lost") and self._is_unheard:
+                named.append("held")
             named += [saved.directory for saved in self.oracle.commits[self._commits :] if not self._is_whole(saved)]
         if not isinstance(end.error, wanted) or not any(name in str(end.error) for name in named):
             self.oracle.violation(f"{end.name} ended with {end.error!r}, after: {self.options.lost}")

@@ -42,7 +42,7 @@ class Catalog:
         #: Snapshots that could not be loaded, and the reason for each, by directory.
         self.bad: dict[str, str] = {}
         #: Snapshots skipped when the storage was last read, and the reason for each, by directory or path of the
-        #: record.
+        #: record. If none could be read, also those that it had before.
         self.unreadable: dict[str, str] = {}
         #: True if a snapshot was given up and the storage was not read since.
         self.is_searching = False
@@ -141,9 +141,13 @@ class Catalog:
         self._is_reading = False
         if history is None:
             return
+        skipped = dict(text.partition(": ")[::2] for text in history.skipped)
+        if history.newest is None:
+            listed = {commit.directory for commit in history.commits}
+            gone = {c.directory: f"{c.path} is missing" for c in self.commits if c.directory not in listed}
+            skipped = self.unreadable | gone | skipped
         self.known, self.is_searching = True, False
-        self.commits = tuple(history.commits)
-        self.unreadable = dict(text.partition(": ")[::2] for text in history.skipped)
+        self.commits, self.unreadable = tuple(history.commits), skipped
         self.highest = max(self.highest, history.highest)
         newest = history.newest
         given_up = newest is not None and not self.bad and not self._is_of_this_course(newest, history.commits)

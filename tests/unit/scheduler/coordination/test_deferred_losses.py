@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from psdist.errors import DuplicateMemberError, SnapshotFailedError
+from psdist.errors import DuplicateMemberError, ServerLostError, SnapshotFailedError
 from psdist_scheduler.decide import cluster_events as ev
 from psdist_scheduler.decide import effects as ef
 from psdist_scheduler.decide import snapshot_events as sn
@@ -130,6 +130,18 @@ def test_where_the_storage_does_not_say_it_is_read() -> None:
             d.go_on()
             assert len(d.rolled_back) == 1
             goes_on(d, 9 if exists else 7)
+
+
+def test_a_run_whose_snapshots_are_gone_from_the_storage_ends_and_names_them() -> None:
+    """Somebody has emptied the storage meanwhile."""
+    d = committing()
+    before = history_of(d).commits[0]
+    lose(d, "server-1")
+    answer(d, unsure=True)
+    d.history, d.storing = sn.History(), True
+    d.go_on()
+    assert isinstance(d.cluster.failed, ServerLostError)
+    assert f"{before.directory} ({before.path} is missing)" in str(d.cluster.failed)
 
 
 def test_what_was_read_before_the_commit_says_nothing_of_it() -> None:
