@@ -98,6 +98,15 @@ class _Kept:
         """psdist's own part, and those of the script."""
         return self.parts if self.own is None else {OWN: self.own, **self.parts}
 
+    @property
+    def is_final(self) -> bool:
+        """True if the state after the push under way is known before that push is answered.
+
+        In SSP the answer may wait for a worker that waits for this very state. Encoding may still change psdist's own.
+        """
+        session = self.session
+        return session.unfinished and not session.partial and not session.synchronous and self.own is None
+
     def record_before(self, number: int) -> SavedState | SnapshotFailedError | None:
         """Return the script's state from its last push below ``number``; None if there is none yet."""
         return next((record for label, record in reversed(self.records.items()) if label <= number), None)
@@ -216,13 +225,14 @@ class WorkerStates:
 
     def _check(self, name: str, kept: _Kept) -> None:
         """Hand in the state if it is needed and this worker is between the last push of the cut and the end of the next
-        one."""
+        one, or in the last push of the cut and its state is final."""
         if kept.wanted is None:
             return
         (attempt, before), session = kept.wanted, kept.session
-        if not (session.step == before if session.unfinished else session.step >= before):
+        is_final = kept.is_final and session.next == before
+        if not is_final and not (session.step == before if session.unfinished else session.step >= before):
             return
-        own = kept.before if session.unfinished else self._save_own(name, kept)
+        own = kept.before if session.unfinished and not is_final else self._save_own(name, kept)
         record = kept.record_before(before) if kept.parts else dict[str, Any]()
         if own is None or record is None:
             return

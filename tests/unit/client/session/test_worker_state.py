@@ -21,7 +21,7 @@ def answer(request: PendingRequest, version: int) -> None:
 class Kept:
     """A script's batches, and pushes that are over; psdist's encoded pushes; and the states that were handed in."""
 
-    def __init__(self, consistency: psdist.BSP | psdist.ASP) -> None:
+    def __init__(self, consistency: psdist.BSP | psdist.SSP | psdist.ASP, *, encodes: bool = True) -> None:
         self.session, self.pushes = PushSequence(2, consistency), SnapshotMarks()
         self.encoded = np.zeros(1)
         self.script = {"batches": np.zeros(1), "learned": np.zeros(1)}
@@ -30,11 +30,12 @@ class Kept:
         self.taken: list[tuple[int, ...]] = []
         self.failed: list[int] = []
         self.states = WorkerStates(self._take, lambda attempt, error: self.failed.append(attempt))
-        self.states.keep("p", lambda: {"encoded": self.encoded}, lambda state: None, self.session, prefix=OWN)
+        if encodes:
+            self.states.keep("p", lambda: {"encoded": self.encoded}, lambda state: None, self.session, prefix=OWN)
         self.states.keep("p", lambda: self.script, self._restore, self.session)
 
     def _take(self, attempt: int, name: str, before: int, state: dict[str, Any]) -> None:
-        numbers = (state[name] for name in (f"{OWN}encoded", "batches", "learned"))
+        numbers = (state[name] for name in (f"{OWN}encoded", "batches", "learned") if name in state)
         self.taken.append((attempt, before, *(int(number[0]) for number in numbers)))
 
     def _restore(self, state: dict[str, Any]) -> None:
@@ -100,6 +101,21 @@ def test_a_state_is_taken_where_pushes_are_marked() -> None:
     assert kept.taken[-1] == (6, 1, 1, 1, 0)
     kept.compute()
     assert kept.mark(7) == {"p": 1} and kept.taken[-1] == (7, 1, 1, 1, 0)
+
+
+def test_a_state_does_not_wait_for_the_answer_to_a_push() -> None:
+    """In SSP the answer may wait for a worker that waits for the snapshot."""
+    kept = Kept(psdist.SSP(1), encodes=False)
+    kept.train()
+    kept.compute()
+    push = kept.begin()
+    assert kept.mark(5) == {"p": 2} and kept.taken == [(5, 2, 2, 1)]
+    kept.end(push)
+    assert len(kept.taken) == 1
+    kept.compute()
+    kept.begin()
+    kept.session.set_given(whole=False)
+    assert kept.mark(6) == {"p": 3} and len(kept.taken) == 1, "the rest of the push changes the state"
 
 
 def test_the_state_of_a_push_is_the_newest_where_the_others_made_steps_alone() -> None:
