@@ -181,7 +181,8 @@ class PushOrder:
         destination: asks for the new weights. The coroutine returns their place then, or None if the push was dropped.
         """
         self._part.check_member()
-        weight = check_weight(weight, self._spec.consistency)
+        if type(weight) is not float or weight != 1.0:  # 1.0 is allowed in every mode.
+            weight = check_weight(weight, self._spec.consistency)
         if self._part.is_skipping:
             return self._skip_push()
         given = _Gradients(gradients, weight, self._index.named(absent) if absent else _NO_TENSORS)
@@ -259,7 +260,8 @@ class PushOrder:
         part.phases.end_step(part.name, request.number)
         part.end_push(request, seen=push.reads)
         self.drops.not_dropped()
-        launcher_reports.note_step()
+        if not counters.pushes:
+            launcher_reports.note_step()
         counters.pushes += 1
         counters.pulls += push.reads
         counters.abstained += push.abstained

@@ -121,16 +121,13 @@ class ProgramOrder:
         self.ranges: dict[tuple[str, int], int] = {}
         #: Number of pushes dropped since the rollback.
         self._dropped = 0
+        #: True if the script trains several parameter sets, so that their order matters.
+        self.is_shared = False
         self._names: frozenset[str] = frozenset()
         self._finder = PeriodFinder()
         #: Number of the script's pushes, including dropped ones; and this number at the newest declared boundary.
         self._made = 0
         self._boundary: int | None = None
-
-    @property
-    def is_shared(self) -> bool:
-        """True if the script trains several parameter sets, so that their order matters."""
-        return len(self._names) > 1
 
     def start_incarnation(self) -> None:
         """Forget the sequences of the previous incarnation. The script continues from its place."""
@@ -141,6 +138,7 @@ class ProgramOrder:
         self.sequences[name] = sequence
         if name not in self._names:
             self._names |= {name}
+            self.is_shared = len(self._names) > 1
             self._finder = PeriodFinder(self._names)
 
     def begin_push(self, name: str) -> None:

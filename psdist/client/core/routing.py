@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from psdist.errors import ServerLostError, UnknownParametersError
 from psdist.types import ClusterMap, ParametersEntry, Replica, ServerEntry
@@ -28,7 +29,7 @@ class ServerNews:
     lost: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Route:
     """Slices of a parameter set, ascending, and their primary in the map of ``epoch``.
 
@@ -42,12 +43,12 @@ class Route:
     slices: tuple[int, ...]
     generation: int = 0
 
-    @property
+    @cached_property
     def peer(self) -> str:
         """Name of the server for messages."""
         return f"{self.server_id} ({self.address})"
 
-    @property
+    @cached_property
     def server(self) -> Replica:
         """Server and incarnation."""
         return Replica(self.server_id, self.incarnation)

@@ -91,7 +91,8 @@ class WorkerAlignment:
 
     def push_began(self, name: str) -> None:
         """Record a push of ``name`` that has begun. Report it if it led to the position where this worker is held."""
-        self.order.begin_push(name)
+        if self.order.is_shared:
+            self.order.begin_push(name)
         if not self._allows():
             self._report_progress()
             self._wake()

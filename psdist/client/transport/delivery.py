@@ -151,7 +151,8 @@ class Delivery:
 
     async def _deliver_route(self, request: Request, planner: Planner, route: Route) -> None:
         """Get the slices of ``route`` answered, by whichever server holds them in the end."""
-        backoff, denials = Backoff(self._rng), 0
+        backoff: Backoff | None = None
+        denials = 0
         sends = isinstance(request, PushRequest) and not request.abstains
         subject = Subject(request.sender.parameters, request.progress.number, route.server_id)
         reason = f"for {route.peer} to answer {request.title}"
@@ -187,8 +188,8 @@ class Delivery:
                     wait.update_reason(f"for a newer cluster map, for {request.title}: {broken.message}")
                     await self.view.newer_than(route.epoch, _NEWER_MAP_SECONDS)
                 elif broken is not None:
-                    if len(left) < len(route.slices):
-                        backoff.reset()
+                    if backoff is None or len(left) < len(route.slices):
+                        backoff = Backoff(self._rng)
                     cause = self._reachability.reason(route.server) or broken.message
                     wait.update_reason(f"for {route.peer} to be reachable again, for {request.title}: {cause}")
                     # A server that is gone meanwhile is not waited for.

@@ -188,9 +188,10 @@ class PushRequest(Request):
             return
         assert self.flat is not None
         start, stop = self.slicing.bounds(index)
-        cast = self.codec.encode(self.flat[start:stop], out)
-        if cast is not out:  # No cast was needed.
-            out[...] = cast
+        if self.codec.dtype == "float32":
+            out[...] = self.flat[start:stop]
+        else:
+            self.codec.encode(self.flat[start:stop], out)
 
 
 @dataclass

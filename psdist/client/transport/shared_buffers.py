@@ -58,7 +58,9 @@ class OfferedArena:
         #: Number of times that its memory was returned to the system: a server may have seen holes.
         self.releases = 0
         #: Reason that there is no file, once creating one has failed.
-        self.no_file = ""
+        self._no_file = ""
+        #: True if there is no file until ``share`` is called.
+        self.is_detached = False
         self._making = asyncio.Lock()
         self._is_detaching = False
 
@@ -96,7 +98,7 @@ class OfferedArena:
                     await in_thread(self._arena.fill)
             except OSError as error:
                 return reason_of(error)
-        return self.no_file
+        return self._no_file
 
     async def share(self) -> None:
         """Create a new file after ``detach``. Nobody may write to the arena during the call."""
@@ -106,14 +108,19 @@ class OfferedArena:
                 try:
                     await in_thread(self._arena.share)
                 except OSError as error:
-                    self.no_file = reason_of(error)
+                    self._no_file = reason_of(error)
+                self._note_file()
 
-    @property
-    def is_detached(self) -> bool:
-        """True if there is no file until ``share`` is called."""
-        if self._arena is None or self.no_file:
-            return False
-        return self._is_detaching or not self._arena.shareable
+    def allow_file(self) -> None:
+        """Let ``share`` try again to create a file, although that has failed."""
+        self._no_file = ""
+        self._note_file()
+
+    def _note_file(self) -> None:
+        """Update ``is_detached``. Called when something that it follows from has changed."""
+        arena = self._arena
+        has_file = arena is None or (arena.shareable and not self._is_detaching)
+        self.is_detached = not has_file and not self._no_file
 
     @property
     def memory(self) -> GradientArena:
@@ -144,12 +151,14 @@ class OfferedArena:
             user.on_detached()
         if self._arena is not None:
             self._is_detaching = True
+            self._note_file()
             async with self._making:
                 self._pages_replaced()
                 try:
                     await off_loop(self.elements, self._arena.detach)
                 finally:
                     self._is_detaching = False
+                    self._note_file()
 
     def _pages_replaced(self) -> None:
         for user in self._users:

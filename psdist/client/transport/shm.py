@@ -441,7 +441,7 @@ class ShmTransport(NegotiatedTransport[ShmConnection]):
 
     def rejoin(self, sender: RequestIdentity, entry: ParametersEntry) -> None:
         """See ``NegotiatedTransport.rejoin``. Call ``withdraw`` first."""
-        self.arena.no_file = ""
+        self.arena.allow_file()
         super().rejoin(sender, entry)
 
     async def close(self) -> None:
