@@ -18,9 +18,8 @@ from psdist.client.reporting.worker_totals import ReportedNumbers, worker_totals
 from psdist.client.session.membership import OnDrop, Registration
 from psdist.client.session.worker_session import WorkerSession
 from psdist.client.transport.creation import CreatedParameters, ParametersCreator
-from psdist.client.transport.delivery import Delivery
+from psdist.client.transport.delivery import Delivery, Transports
 from psdist.client.transport.grpc import GrpcTransport
-from psdist.client.transport.transport import Transports
 from psdist.compression import Auto, Float32
 from psdist.errors import InvalidArgumentError, LayoutMismatchError, SettingsMismatchError
 from psdist.metrics.interval import Measurements

@@ -34,7 +34,7 @@ from psdist.client.session.worker_session import WorkerSession
 from psdist.client.session.worker_state import OWN, Restore, Save, State, check_state, part_of
 from psdist.client.transport.buffers import PullTarget
 from psdist.client.transport.creation import CreatedParameters, ParametersCreator
-from psdist.client.transport.delivery import Delivery
+from psdist.client.transport.delivery import Delivery, Transports
 from psdist.client.transport.grpc import GrpcTransport
 from psdist.client.transport.requests import (
     ByteCounters,
@@ -45,7 +45,6 @@ from psdist.client.transport.requests import (
 )
 from psdist.client.transport.shm import ShmTransport
 from psdist.client.transport.tcp import TcpTransport
-from psdist.client.transport.transport import Transports
 from psdist.compression import Cast, Codec, Float32
 from psdist.consistency import BSP, SSP
 from psdist.data.batch_position import BATCHES

@@ -6,6 +6,10 @@ replaced by the whole gradient. An attempt on a server that is gone ends immedia
 that names their new primary. Only a map says that something is lost (``routing``). Servers do not wait for each other
 here: with clipping by the global norm, the answer of one may depend on a slice that is sent again to another.
 
+A handle has its transports in the order of preference. Before each call the missing connections are prepared, which may
+take a negotiation with servers. A request then uses the first transport that is open to its server. gRPC is last, and
+always open. It alone carries weights that the script wrote, beside the gradients of their slices.
+
 Not here: the numbers of steps and versions (``push_sequence``), the server of each slice (``routing``), how a request
 travels (``transport``).
 """
@@ -13,7 +17,7 @@ travels (``transport``).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from typing import Any, Final, Protocol
 
@@ -21,7 +25,7 @@ from psdist.client.core.routing import Route, RoutingPlan
 from psdist.client.reporting.phase_timer import Subject
 from psdist.client.session.worker_session import WorkerSession
 from psdist.client.transport.requests import PushRequest, Request
-from psdist.client.transport.transport import Transports
+from psdist.client.transport.transport import Connection, Transport
 from psdist.errors import (
     InternalError,
     NotMemberError,
@@ -53,6 +57,55 @@ class Pusher(Protocol):
 
     async def start_push(self) -> int:
         """Return the snapshot mark of the next push, once it may begin."""
+
+
+class Transports:
+    """Transports of one handle, the preferred one first. The last is always open."""
+
+    def __init__(self, *transports: Transport) -> None:
+        self._transports = transports
+
+    def connection(self, route: Route, request: Request) -> Connection:
+        """Return the connection that carries ``request`` to the route's server now."""
+        written = request.progress.options.written
+        has_more = written is not None and written.touches(request.slicing, route.slices)
+        for transport in self._transports[-1:] if has_more else self._transports:
+            if connection := transport.connection(route):
+                return connection
+        raise InternalError(f"no transport to {route.peer} is open")
+
+    def is_missing(self, routes: Sequence[Route]) -> bool:
+        """Return True if ``prepare`` has anything to do. Call it before each call."""
+        for route in routes:
+            for transport in self._transports:
+                if transport.connection(route):
+                    break
+                if transport.is_missing(route):
+                    return True
+        return False
+
+    async def prepare(self, routes: Sequence[Route]) -> None:
+        """Open the transports to the servers of ``routes`` that were not tried yet, or broke, unless a preferred one is
+        open."""
+        for transport in self._transports:
+            if not routes:
+                return
+            await transport.prepare(routes)
+            routes = [route for route in routes if not transport.connection(route)]
+
+    def statuses(self, servers: Iterable[str]) -> dict[str, str]:
+        """Return, by server, the transport in use, and why those before it are not: "shm", "grpc: too old a kernel"."""
+        return {server_id: self._status(server_id) for server_id in servers}
+
+    def _status(self, server_id: str) -> str:
+        reasons: list[tuple[str, str]] = []
+        for transport in self._transports:
+            if not (reason := transport.why_closed(server_id)):
+                break
+            reasons.append((transport.name, reason))
+        if len(reasons) > 1:
+            return f"{transport.name}: {'; '.join(f'no {name}: {reason}' for name, reason in reasons)}"
+        return f"{transport.name}: {reasons[0][1]}" if reasons else transport.name
 
 
 class Delivery:

@@ -1,10 +1,6 @@
-"""The interface of a transport, the choice of the one that carries a request to a server, and the order of its writes.
+"""The interface of a transport, and the order of its writes.
 
-A handle has its transports in the order of preference. Before each call the missing connections are prepared, which may
-take a negotiation with servers. A request then uses the first transport that is open to its server. gRPC is last, and
-always open. It alone carries weights that the script wrote, beside the gradients of their slices.
-
-Not here: retries and routes (``delivery``).
+Not here: the choice of the one that carries a request, retries and routes (``delivery``).
 """
 
 from __future__ import annotations
@@ -13,13 +9,13 @@ import asyncio
 import heapq
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final, Protocol
 
 from psdist.client.core.routing import Route
 from psdist.client.session.waits import Wait
 from psdist.client.transport.requests import Request
-from psdist.errors import ClosedError, InternalError, PsdistError, ServerUnreachableError
+from psdist.errors import ClosedError, PsdistError, ServerUnreachableError
 
 #: Writing a slice that the server reads takes less, unless the network is slow; then two are written concurrently.
 PATIENCE_SECONDS: Final = 0.02
@@ -69,55 +65,6 @@ class Transport(ABC):
     def why_closed(self, server_id: str) -> str:
         """Return why it is not used to a server; empty if it is open."""
         return ""
-
-
-class Transports:
-    """Transports of one handle, the preferred one first. The last is always open."""
-
-    def __init__(self, *transports: Transport) -> None:
-        self._transports = transports
-
-    def connection(self, route: Route, request: Request) -> Connection:
-        """Return the connection that carries ``request`` to the route's server now."""
-        written = request.progress.options.written
-        has_more = written is not None and written.touches(request.slicing, route.slices)
-        for transport in self._transports[-1:] if has_more else self._transports:
-            if connection := transport.connection(route):
-                return connection
-        raise InternalError(f"no transport to {route.peer} is open")
-
-    def is_missing(self, routes: Sequence[Route]) -> bool:
-        """Return True if ``prepare`` has anything to do. Call it before each call."""
-        for route in routes:
-            for transport in self._transports:
-                if transport.connection(route):
-                    break
-                if transport.is_missing(route):
-                    return True
-        return False
-
-    async def prepare(self, routes: Sequence[Route]) -> None:
-        """Open the transports to the servers of ``routes`` that were not tried yet, or broke, unless a preferred one is
-        open."""
-        for transport in self._transports:
-            if not routes:
-                return
-            await transport.prepare(routes)
-            routes = [route for route in routes if not transport.connection(route)]
-
-    def statuses(self, servers: Iterable[str]) -> dict[str, str]:
-        """Return, by server, the transport in use, and why those before it are not: "shm", "grpc: too old a kernel"."""
-        return {server_id: self._status(server_id) for server_id in servers}
-
-    def _status(self, server_id: str) -> str:
-        reasons: list[tuple[str, str]] = []
-        for transport in self._transports:
-            if not (reason := transport.why_closed(server_id)):
-                break
-            reasons.append((transport.name, reason))
-        if len(reasons) > 1:
-            return f"{transport.name}: {'; '.join(f'no {name}: {reason}' for name, reason in reasons)}"
-        return f"{transport.name}: {reasons[0][1]}" if reasons else transport.name
 
 
 class WriteQueue:
