@@ -192,6 +192,8 @@ class Participation:
         self.is_outdated = False
         #: True if a push is under way that is neither answered nor dropped; it is recorded in the program order.
         self.has_begun = False
+        #: True if snapshots hold a state of this worker for this set.
+        self._keeps_state = False
         self.traffic = ByteCounters()
         #: Clock of the script's calls.
         self.phases = session.waits.phases
@@ -357,7 +359,8 @@ class Participation:
 
     def take_state(self) -> None:
         """Take the script's state, in the call that makes the next push."""
-        self._session.snapshots.states.take(self.name)
+        if self._keeps_state:
+            self._session.snapshots.states.take(self.name)
 
     def begin_push(self, *, abstains: bool = False) -> PendingRequest:
         """Return the next push, with all slices unanswered. abstains: it has no gradient at all."""
@@ -378,7 +381,8 @@ class Participation:
             await alignment.until_allowed(self.name)
             sequence = self.current.sequence
             begins = not sequence.unfinished  # Another bucket of the same push may have been sent meanwhile.
-        session.snapshots.states.push_started(self.name)
+        if self._keeps_state:
+            session.snapshots.states.push_started(self.name)
         mark = sequence.send(session.snapshots.marks.mark)
         if begins:
             self.has_begun = True
@@ -392,7 +396,8 @@ class Participation:
         self.writes.clear()
         self.has_begun = False
         session.activities.throughput.push_ended(self.name, request.staleness_max)
-        session.snapshots.states.push_finished(self.name)
+        if self._keeps_state:
+            session.snapshots.states.push_finished(self.name)
         session.shutdown.push_ended()
         self.shared_memory.on_push_completed()
 
@@ -545,6 +550,7 @@ class Participation:
             )  # fmt: skip
         check_state(self.name, save())
         self._session.snapshots.states.keep(self.name, save, restore, self.current.sequence, prefix=prefix)
+        self._keeps_state = True
         self._session.snapshots.report_kept()
 
     async def state(self) -> State:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from psdist.client.core.push_sequence import SnapshotMarks
-from psdist.client.reporting.worker_totals import Throughput
+from psdist.client.reporting.phase_timer import Throughput
 from psdist.client.session.waits import Activities, AwaitedCall, GroupCalls, ReportedWait
 from psdist.collectives.core import plans
 from psdist.collectives.core.machine import COLLECTIVES, CallDone, CallLane, Effect, GroupMachine, SendCall, SendPart

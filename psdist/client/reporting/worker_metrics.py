@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from psdist.client.reporting.phase_timer import PhaseTimer
-from psdist.client.reporting.worker_totals import ReportedNumbers, Throughput, codecs_of
+from psdist.client.reporting.phase_timer import PhaseTimer, Throughput
+from psdist.client.reporting.worker_totals import ReportedNumbers, codecs_of
 from psdist.metrics.interval import Phase
 from psdist.monitoring.catalog import SECONDS_BOUNDS, VERSIONS_BOUNDS
 from psdist.monitoring.exporter import Exporter

@@ -1,20 +1,17 @@
-"""Counts of one client for its heartbeats: its totals, its speed over the last seconds, and which of them have changed.
+"""Counts of one client for its heartbeats: its totals, and which of them have changed.
 
-``psdist status`` shows steps per second and each worker's share of waiting. The others wait for the worker with a small
-share. Some counts are left out of a heartbeat: a client with 1,024 parameter sets has 2,048, and rarely trains all of
+Some counts are left out of a heartbeat: a client with 1,024 parameter sets has 2,048, and rarely trains all of
 its sets between two heartbeats. A stream loses no message while it lasts, so the scheduler can add the changes to the
 counts that it holds.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
-from typing import Any, Final, NamedTuple, Protocol
+from collections import Counter
+from collections.abc import Iterable, Mapping, MutableMapping
+from typing import Any, Protocol
 
-from psdist.client.reporting.phase_timer import PhaseTimer
+from psdist.client.reporting.phase_timer import PhaseTimer, Throughput
 from psdist.metrics.interval import Measurements
 from psdist.metrics.report import MEASURED
 from psdist.types import ParametersSpec
@@ -96,80 +93,6 @@ def codecs_of(spec: ParametersSpec, options: Any) -> tuple[str, str]:
     """Return the names of the codecs of pushes and pulls. options: of a ``ServerAccess``."""
     pull = spec.pull_compression.partition("(")[0] or options.pull_dtype
     return type(options.codec).__name__.lower(), pull.lower()
-
-
-#: Length of the measured window.
-_WINDOW_SECONDS: Final = 10.0
-
-
-class _Sample(NamedTuple):
-    """Counters at one time of the clock."""
-
-    time: float
-    waited: float
-    pushes: Counter[str]
-
-
-class Throughput:
-    """Counter of the pushes and waits of one client. clock: seconds, monotonic; by default the loop's."""
-
-    def __init__(self, clock: Callable[[], float] = lambda: asyncio.get_running_loop().time()) -> None:
-        self._clock = clock
-        #: Answered pushes by parameter set.
-        self.pushes: Counter[str] = Counter()
-        #: Of the last push: the largest over its slices, in versions.
-        self.staleness = 0
-        #: Called with the staleness of each push that ended.
-        self.on_push: Callable[[int], None] | None = None
-        #: Seconds of finished waits, number of waits under way, and start of the first of these.
-        self._waited = 0.0
-        self._open = 0
-        self._since = 0.0
-        self._samples: deque[_Sample] = deque()
-
-    def push_ended(self, parameters: str, staleness: int = 0) -> None:
-        """Count an answered push. staleness: the largest over its slices, in versions."""
-        self.pushes[parameters] += 1
-        self.staleness = staleness
-        if self.on_push is not None:
-            self.on_push(staleness)
-
-    def wait_began(self) -> None:
-        """Start a wait of the script. Concurrent waits of several threads count once."""
-        if not self._open:
-            self._since = self._clock()
-        self._open += 1
-
-    def wait_ended(self) -> None:
-        """End a wait."""
-        self._open -= 1
-        if not self._open:
-            self._waited += self._clock() - self._since
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Return a ``with`` block that counts as a wait."""
-        self.wait_began()
-        try:
-            yield
-        finally:
-            self.wait_ended()
-
-    def rates(self) -> pb.WorkerRates | None:
-        """Return pushes and waits since the oldest call of this method within the window; None at the first call."""
-        now = self._clock()
-        current = _Sample(now, self._waited + (now - self._since if self._open else 0.0), self.pushes.copy())
-        while len(self._samples) > 1 and self._samples[0].time < now - _WINDOW_SECONDS:
-            self._samples.popleft()
-        self._samples.append(current)
-        before = self._samples[0]
-        if before is current:
-            return None
-        return pb.WorkerRates(
-            seconds=now - before.time,
-            waiting_seconds=current.waited - before.waited,
-            pushes=current.pushes - before.pushes,
-        )
 
 
 class ChangedCounts:

@@ -29,8 +29,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from psdist.client.core.push_sequence import SnapshotMarks
-from psdist.client.reporting.phase_timer import PhaseTimer, Subject, TimedRequest
-from psdist.client.reporting.worker_totals import Throughput
+from psdist.client.reporting.phase_timer import PhaseTimer, Subject, Throughput, TimedRequest
 from psdist.errors import MutualWaitError, PsdistError
 from psdist.tracing.member import MemberTrace
 from psdist.v1 import scheduler_pb2 as pb

@@ -166,25 +166,23 @@ class WorkerStates:
 
     def take(self, parameters: str) -> None:
         """Take the script's state, in the call that makes the next push, or gives the last part of it."""
-        kept = self._kept.get(parameters)
-        if kept is not None:
-            self._record(parameters, kept, kept.session.step + 1)
+        kept = self._kept[parameters]
+        self._record(parameters, kept, kept.session.step + 1)
 
     def push_started(self, parameters: str) -> None:
         """Save psdist's own state before a push is encoded for the first time."""
-        kept = self._kept.get(parameters)
-        if kept is not None and not kept.session.unfinished:
+        kept = self._kept[parameters]
+        if not kept.session.unfinished:
             self._check(parameters, kept)
             kept.before = self._save_own(parameters, kept)
 
     def push_finished(self, parameters: str) -> None:
         """Forget the states before a push that is over."""
-        kept = self._kept.get(parameters)
-        if kept is not None:
-            kept.before = None
-            self._check(parameters, kept)
-            while len(kept.records) > 1 and list(kept.records)[1] <= kept.session.step:
-                del kept.records[next(iter(kept.records))]
+        kept = self._kept[parameters]
+        kept.before = None
+        self._check(parameters, kept)
+        while len(kept.records) > 1 and list(kept.records)[1] <= kept.session.step:
+            del kept.records[next(iter(kept.records))]
 
     def mark(self, attempt: int, sessions: Mapping[str, PushSequence], steps: Mapping[str, int]) -> dict[str, int]:
         """Hand in the states that an attempt needs, now or later. Returns the lowest push before which each is

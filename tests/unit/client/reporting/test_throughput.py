@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from psdist.client.core.push_sequence import SnapshotMarks
-from psdist.client.reporting.worker_totals import Throughput
+from psdist.client.reporting.phase_timer import Throughput
 from psdist.client.session.waits import Activities, GroupCalls
 
 
