@@ -139,7 +139,7 @@ class Layout:
         words = WORDS[self.dtype]
         return self.offsets if words == 1 else tuple(offset // words for offset in self.offsets)
 
-    @property
+    @cached_property
     def total(self) -> int:
         """Number of elements of the flat vector."""
         return self.offsets[-1]
@@ -182,14 +182,14 @@ class GradientDifference(NamedTuple):
     from_zeros: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Slicing:
     """Division of a flat vector of ``total`` elements into slices, independent of the number of servers."""
 
     total: int
     slice_elements: int
 
-    @property
+    @cached_property
     def count(self) -> int:
         """Number of slices."""
         return -(-self.total // self.slice_elements)

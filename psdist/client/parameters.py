@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from numpy.typing import ArrayLike, NDArray
@@ -32,7 +33,6 @@ from psdist.client.process.other_processes import ProcessBound
 from psdist.client.push import AsyncBucket
 from psdist.client.push_order import PushOrder
 from psdist.client.reporting.worker_totals import transport_of
-from psdist.client.results import PullDestination
 from psdist.client.session.membership import DropCounter, OnDrop
 from psdist.client.session.worker_state import (
     RANDOM,
@@ -41,7 +41,7 @@ from psdist.client.session.worker_state import (
     restore_random_generators,
     save_random_generators,
 )
-from psdist.client.transport.buffers import PullTarget
+from psdist.client.transport.buffers import PullDestination, PullTarget
 from psdist.device.device import device_number
 from psdist.errors import InvalidArgumentError
 from psdist.hyperparameters import by_group
@@ -344,7 +344,7 @@ class AsyncParameters(ProcessBound):
     async def _arrays(self, target: PullTarget, destination: PullDestination) -> Arrays:
         """Return the arrays for the user once all weights have arrived in ``target``."""
         waits, results = destination.there is not None, self._order.results
-        return await off_loop(self.layout.total, lambda: results.arrays(target, destination), waits=waits)
+        return await off_loop(self.layout.total, partial(results.arrays, target, destination), waits=waits)
 
     async def push_pull_async(
         self, gradients: Mapping[str, ArrayLike] | Iterable[str], weight: float = 1.0, absent: Iterable[str] = ()

@@ -23,9 +23,8 @@ from psdist.client.core.flat_vector import Arrays, Flat
 from psdist.client.core.push_sequence import PendingRequest, PushProgress, ReadySlices, SliceIndex
 from psdist.client.encoding import EncodedPush
 from psdist.client.participation import Participation
-from psdist.client.results import Results
 from psdist.client.session.membership import run_in_incarnation
-from psdist.client.transport.buffers import PullTarget
+from psdist.client.transport.buffers import PullTarget, Results
 from psdist.client.transport.delivery import all_or_first_error
 from psdist.client.transport.requests import EncodedGradient
 from psdist.errors import (

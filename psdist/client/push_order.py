@@ -27,9 +27,8 @@ from psdist.client.encoding import EncodedPush, Encoding
 from psdist.client.gradients import GradientVector, StaleBufferCheck
 from psdist.client.participation import Participation
 from psdist.client.push import AsyncBucket, Gradient, Push
-from psdist.client.results import PullDestination, Results
 from psdist.client.session.membership import DropCounter, run_in_incarnation
-from psdist.client.transport.buffers import PullTarget
+from psdist.client.transport.buffers import PullDestination, PullTarget, Results
 from psdist.consistency import BSP, SSP, check_weight
 from psdist.errors import FencedError, InvalidArgumentError, WrittenWeightsError
 from psdist.metrics.interval import Phase
@@ -97,7 +96,10 @@ class PushOrder:
             casts_on_device=self.encoding is None and options.cast.dtype != "float32" and not self._needs_norm,
         )  # fmt: skip
         part.shared_memory.before_replaced = self.gradients.unregister
-        self.results = Results(part)
+        memory, has_differences = part.shared_memory, bool(spec.pull_compression)
+        self.results = Results(
+            layout, part.slicing, options.pull_dtype, lambda: memory.weights, has_differences=has_differences
+        )
         self._index = SliceIndex(layout, part.slicing)
         #: The push in buckets, until the call after its end.
         self._push: Push | None = None

@@ -1,11 +1,12 @@
-"""Memory that a handle reuses from call to call, so that steady training allocates none.
+"""Memory that a handle reuses from call to call, so that steady training allocates none, and the results made of it.
 
 The kernel clears each new page on first touch. For a large model this takes longer than copying it.
 
 A ``PullTarget`` is the destination of one call's weights. ``HeldWeights`` are weights that match a version at the
 servers, for servers that send differences (``pull_compression``). Invariant: a slice with a version there has the bytes
 of that version at the servers. It loses the version before anything else is written to it. All slices lose theirs when
-the parameter set restarts from a snapshot.
+the parameter set restarts from a snapshot. ``Results`` chooses the destination as the user named it, and returns the
+arrays once the weights have arrived.
 
 ``shared_buffers`` is memory shared with servers, and ``flat_vector`` maps tensors to the flat vector.
 """
@@ -13,24 +14,28 @@ the parameter set restarts from a snapshot.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from psdist.address_range import AddressRange
+from psdist.client.core import flat_vector
 from psdist.client.core.flat_vector import Arrays, Flat
 from psdist.compression import casts
 from psdist.compression.dtypes import NUMPY_DTYPES
-from psdist.errors import InternalError
+from psdist.errors import InternalError, InvalidArgumentError
 from psdist.off_loop import LARGE_ELEMENTS
 from psdist.types import DType, Layout, Slicing
 from psdist.v1 import server_pb2
 from psdist.wire.limits import DIFFERENCES_MAX
+
+if TYPE_CHECKING:
+    from psdist.client.device.vectors import DeviceVectors
 
 #: Number of vectors lent to the user that are remembered for reuse once nobody refers to them. A loop that assigns each
 #: result to the same name still holds the previous one while the next is filled.
@@ -73,12 +78,18 @@ class BufferPool:
         """
         if self._layout.total == 0:
             return np.empty(0, np.float32)
-        free = [memory for memory, user in self._lent if user() is None]
-        memory = free[0] if free else _vector(self._layout.total)
+        memory: Flat | None = None
+        for number, (vector, user) in enumerate(self._lent):
+            if user() is None:
+                memory = vector
+                del self._lent[number]
+                break
+        if memory is None:
+            memory = _vector(self._layout.total)
         # Made from a memoryview, because a view of an array's view refers to the base array alone.
         lent: Flat = np.frombuffer(memory.data, np.float32)
-        others = [entry for entry in self._lent if entry[0] is not memory]
-        self._lent = [*others, (memory, weakref.ref(lent))][-_LENT_MAX:]
+        self._lent.append((memory, weakref.ref(lent)))
+        del self._lent[:-_LENT_MAX]
         return lent
 
 
@@ -218,3 +229,101 @@ class PullTarget:
             start, stop = self.slicing.bounds(index)
             self.part(index)[...] = self.shared[start:stop]
         return self.target
+
+
+@dataclass(frozen=True, slots=True)
+class PullDestination:
+    """Destination of a pull, as the user named it: see ``AsyncParameters.pull``.
+
+    there: vectors on the device that the call names; None for the host.
+
+    Raises InvalidArgumentError for arguments that exclude each other.
+    """
+
+    out: Mapping[str, NDArray[Any]] | None
+    copy: bool
+    there: DeviceVectors | None = None
+
+    def __post_init__(self) -> None:
+        if self.out is not None and self.there is not None:
+            raise InvalidArgumentError("out and device exclude each other: pass one of them")
+        if self.out is not None and not self.copy:
+            raise InvalidArgumentError("out and copy=False exclude each other: pass one of them")
+
+
+class Results:
+    """Results of one handle's calls.
+
+    dtype: dtype of the weights on the wire.
+    shared: returns the servers' own memory if all weights can be read in it, else None.
+    has_differences: True if servers may send differences to the weights that this handle holds.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        slicing: Slicing,
+        dtype: DType,
+        shared: Callable[[], Flat | None],
+        *,
+        has_differences: bool,
+    ) -> None:
+        self._layout = layout
+        self._slicing = slicing
+        self._dtype: DType = dtype
+        self._shared = shared
+        self._pool = BufferPool(layout)
+        #: Weights that differences are added to; None if servers send whole weights.
+        self._held = HeldWeights(slicing, self._pool.kept) if has_differences else None
+        #: Vector and arrays of the last result without a copy. The next result is mostly the same.
+        self._viewed: tuple[Flat, Arrays] | None = None
+
+    def target(self, destination: PullDestination) -> PullTarget:
+        """Return the destination of a call's weights. Raises as ``flat_vector.check_out``."""
+        slicing, dtype, out = self._slicing, self._dtype, destination.out
+        mine = flat_vector.check_out(self._layout, out) if out is not None else None
+        if self._held is not None:
+            return PullTarget(slicing, self._pool.kept, self._shared(), held=self._held)
+        if out is not None:
+            if mine is not None:
+                return PullTarget(slicing, mine, dtype=dtype)
+        elif destination.copy and destination.there is None:
+            return PullTarget(slicing, self._pool.fresh(), dtype=dtype)
+        # Weights in fewer bits are rounded, so they cannot be read in the servers' memory.
+        shared = self._shared() if dtype == "float32" else None
+        return PullTarget(slicing, self._pool.kept, shared, dtype)
+
+    def arrays(self, target: PullTarget, destination: PullDestination) -> dict[str, Any]:
+        """Return the arrays for the user, once all weights have arrived."""
+        out, copy = destination.out, destination.copy
+        if out is None and copy and target.held is None and destination.there is None:
+            return flat_vector.unflatten(self._layout, target.target)
+        vector = target.vector(range(self._slicing.count))
+        if destination.there is not None:
+            return destination.there.arrays(vector, copy=copy)
+        if out is None and copy:
+            fresh = self._pool.fresh()
+            fresh[...] = vector
+            return flat_vector.unflatten(self._layout, fresh)
+        if out is not None:
+            if target.target is self._pool.kept:
+                flat_vector.copy_out(self._layout, vector, out)
+            return {tensor.name: out[tensor.name] for tensor in self._layout.tensors}
+        if self._viewed is None or self._viewed[0] is not vector or self._pool.converted:
+            every = range(len(self._layout.tensors))
+            self._viewed = vector, flat_vector.views(self._layout, every, vector, self._pool.converted)
+        return {name: array.view() for name, array in self._viewed[1].items()}
+
+    def bucket_arrays(self, target: PullTarget, numbers: tuple[int, ...], slices: frozenset[int]) -> Arrays:
+        """Return read-only arrays of these tensors, whose ``slices`` have arrived."""
+        return flat_vector.views(self._layout, numbers, target.vector(slices), self._pool.converted)
+
+    def release_memory(self) -> None:
+        """Release the memory of results without a copy, unless it is the base of the servers' differences."""
+        self.discard()
+        if self._held is None:
+            self._pool.release()
+
+    def discard(self) -> None:
+        """Forget the last result: its memory may be released."""
+        self._viewed = None
