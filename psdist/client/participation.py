@@ -85,14 +85,12 @@ class Incarnation:
     origin: registration under which its pushes began to be numbered. It is another object if they were restarted.
     entry: the parameter set, by the map with which the incarnation began.
     sequence: numbers of its pushes.
-    continues: True if it continues the pushes of the incarnation before.
     """
 
     sender: RequestIdentity
     origin: Registration
     entry: ParametersEntry
     sequence: PushSequence
-    continues: bool
     _membership: WorkerMembership
     #: Plan of all slices, with the map and the news that it follows from.
     _planned: tuple[ClusterMap, ServerNews, RoutingPlan] | None = field(default=None, init=False)
@@ -245,7 +243,6 @@ class Participation:
             origin=mine if before is None else before.origin,
             entry=entry,
             sequence=sequence,
-            continues=before is not None,
             _membership=self._session.membership,
         )
 
@@ -310,9 +307,12 @@ class Participation:
         """Take part in the incarnation in which another handle of this client rejoins."""
         if self._rejoining.locked() or self.incarnation == self._membership.registration.incarnation:
             return
+        origin = self.current.origin
         async with self._rejoining:
             await self._membership.retry_across_incarnations(self.start_incarnation)
-            self.set_outdated(not self.current.continues and not self.has_begun)
+            # Outdated weights stay so if a later incarnation continues: the script has received no others.
+            if self.current.origin is not origin and not self.has_begun:
+                self.set_outdated(True)
 
     async def start_incarnation(self, mine: Registration) -> None:
         """Take part as the incarnation ``mine``."""

@@ -188,6 +188,22 @@ async def test_a_gradient_computed_while_expelled_is_dropped(setup: Setup) -> No
     assert setup.weights.statistics().dropped == 1
 
 
+async def test_weights_from_before_a_drop_stay_outdated_when_the_worker_rejoins_again(setup: Setup) -> None:
+    part = setup.weights.participation
+    await setup.weights.push_pull(gradient())
+    setup.expel(first_step=5)
+    await setup.expelled()
+    await part.follow_rejoin()
+    assert part.is_outdated and setup.weights.step == 5
+    setup.scheduler.resumes = True
+    setup.scheduler.expel()
+    await setup.expelled()
+    await part.follow_rejoin()
+    assert part.incarnation == 3 and part.is_outdated, "the script has not received new weights"
+    await setup.weights.pull()
+    assert not part.is_outdated
+
+
 async def test_registration_asks_for_the_same_id_and_rank(setup: Setup) -> None:
     setup.expel(first_step=0)
     await setup.expelled()
