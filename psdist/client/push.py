@@ -281,8 +281,11 @@ class Push:
     async def _send_bucket(self, bucket: AsyncBucket, ready: ReadySlices) -> None:
         parts = self._parts(ready)
         try:
-            parts = self._parts(await self._encode(ready))
-            await run_in_incarnation(lambda: self._send(parts), self._rejoin, lambda: self._part.incarnation)
+            try:
+                parts = self._parts(await self._encode(ready))
+                await run_in_incarnation(lambda: self._send(parts), self._rejoin, lambda: self._part.incarnation)
+            finally:  # Answers that came before a failure count.
+                self._absorb(parts)
             if self.is_over or self._part.current.origin is not self._origin:
                 raise self.dropped()
         except asyncio.CancelledError:
@@ -292,7 +295,6 @@ class Push:
             bucket.error = error if isinstance(error, PsdistError) else InternalError(f"a bucket failed: {error!r}")
             self._failures.append(bucket.error)
         finally:
-            self._absorb(parts)
             if bucket.error is not None:
                 self._progress.take_back(bucket.numbers, [index for part, _ in parts for index in part.pending])
                 self._update_sequence()
@@ -315,10 +317,12 @@ class Push:
                 arrays = {} if target is None else self._results.bucket_arrays(target, bucket.numbers, bucket.slices)
                 bucket.weights = arrays
         self._waiting = [bucket for bucket in self._waiting if not bucket.done()]
-        if self.finished:
-            self._on_answered(self)
-        self._changed.set()
-        self._changed = asyncio.Event()
+        try:
+            if self.finished:
+                self._on_answered(self)
+        finally:
+            self._changed.set()
+            self._changed = asyncio.Event()
 
     # --- waiting ---------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import pytest_asyncio
 
 import psdist
 from psdist import errors
+from psdist.client.core.push_sequence import PendingRequest
 from tests.support.client_fakes import Break, FakeScheduler, FakeServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -168,6 +169,22 @@ async def test_a_failure_ends_the_buckets_under_way_before_their_memory_may_be_w
     assert [set(value) for bucket in again for value in (await bucket).values()] == [{1.0}, {1.0}]
     assert setup.handle.step == 1 and setup.withdrawals == 1
     never.set()
+
+
+class Miscounted(PendingRequest):
+    """A push whose answers cannot be added up."""
+
+    def absorb(self, part: PendingRequest) -> None:
+        raise RuntimeError("miscounted on purpose")
+
+
+async def test_a_failure_of_the_accounting_is_raised_where_the_bucket_is_waited_for(setup: Setup) -> None:
+    bucket = await setup.give("a")
+    push = bucket.push
+    push.request = Miscounted(push.number, set(push.request.pending))
+    await setup.give("b")
+    with pytest.raises(errors.InternalError, match="miscounted on purpose"):
+        await asyncio.wait_for(bucket.wait(), 20)
 
 
 async def test_a_bucket_takes_no_longer_than_a_request_may() -> None:
