@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from random import Random
-from typing import Any, Final
+from typing import Final
 
 import psutil
 
@@ -201,7 +201,7 @@ class ParameterServer:
         self.me = Replica(registration.server_id, registration.incarnation)
         self._report: Callable[[], None] = lambda: None
         self._report_snapshot: Callable[[scheduler_pb2.SnapshotReport], None] = lambda report: None
-        self._pool: KernelPool[Any, Any] = KernelPool(kernel_threads)
+        self._pool = KernelPool(kernel_threads)
         self._idle_cores = IdleCores()
         self._compiler = compiler
         self._lanes = lanes

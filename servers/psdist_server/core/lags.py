@@ -126,22 +126,23 @@ class LagTable:
     """Lags of a server's slices."""
 
     def __init__(self) -> None:
-        self._by_slice: dict[int, Lags] = {}
+        #: Only slices with lags.
+        self.by_slice: dict[int, Lags] = {}
 
     def of(self, index: int) -> Lags:
         """Return the lags of a slice. The value does not change later."""
-        return self._by_slice.get(index, ())
+        return self.by_slice.get(index, ())
 
     def set(self, index: int, lags: Lags) -> None:
         """Set the lags of a slice; none drops them."""
-        self._by_slice.pop(index, None)
+        self.by_slice.pop(index, None)
         if lags:
-            self._by_slice[index] = lags
+            self.by_slice[index] = lags
 
     def skip(self, index: int, absent: Ranges) -> None:
         """Count an update of a slice that skipped ``absent``."""
         if absent:
-            self._by_slice[index] = advanced(self.of(index), absent)
+            self.by_slice[index] = advanced(self.of(index), absent)
 
     def rows(self, indices: Iterable[int]) -> LagRows:
         """Return the lags of these slices."""

@@ -336,30 +336,6 @@ class DenseParameters:
             if update.is_encoded or update.weights:
                 # One by one, so that the sum of a slice stays in the cache from decoding to use.
                 return [self._apply_alone(one) for one in updates]
-        return self._apply(updates)
-
-    def _apply_alone(self, update: Update) -> Bad:
-        if update.weights and update.parts:
-            total, divisor, bad = means.weighted_total(update.parts, update.weights, self.slicing.size(update.index))
-            self._apply([replace(update, parts=[total], divisor=divisor, is_encoded=False, weights=())])
-            return bad
-        return self._apply_encoded(update) if update.is_encoded else self._apply([update])[0]
-
-    def _apply_encoded(self, update: Update) -> Bad:
-        """Apply an update with encoded parts: by their sum, in this thread's memory, if all of it is finite."""
-        size = self.slicing.size(update.index)
-        total = means.total(update.parts, size)
-        by_total = replace(update, parts=[total], divisor=len(update.parts), is_encoded=False)
-        if all(map(means.is_encoded, update.parts)):
-            # Each was checked on arrival and cannot change. If their sum overflows, nothing is updated and no part is
-            # to blame.
-            self._apply([by_total])
-            return ()
-        if means.all_finite(total):
-            return self._apply([by_total])[0]
-        return self._apply([replace(update, parts=means.decoded(update.parts, size), is_encoded=False)])[0]
-
-    def _apply(self, updates: Sequence[Update]) -> list[Bad]:
         sequence = self.weights.sequence
         # By the settings' identity, because hashing the settings of many groups would take longer than a small kernel.
         by_scalars: dict[tuple[int, float, int, int, int], list[SegmentJob]] = {}
@@ -367,7 +343,7 @@ class DenseParameters:
             if update.parts:
                 sequence[update.index] = 2 * update.step + 1
                 segments = self._segments[update.index]
-                if update.absent or self.lags.of(update.index):
+                if update.absent or update.index in self.lags.by_slice:
                     segments = self._segments_of(update.index, update.absent)
                 for segment in segments:
                     key = (update.step, update.lr_scale, id(update.settings), segment.group, segment.lag)
@@ -389,6 +365,27 @@ class DenseParameters:
                 self.published.unchanged(update.index)
             sequence[update.index] = 2 * update.step + 2
         return [tuple(sorted(bad.get(number, ()))) for number in range(len(updates))]
+
+    def _apply_alone(self, update: Update) -> Bad:
+        if update.weights and update.parts:
+            total, divisor, bad = means.weighted_total(update.parts, update.weights, self.slicing.size(update.index))
+            self.apply([replace(update, parts=[total], divisor=divisor, is_encoded=False, weights=())])
+            return bad
+        return self._apply_encoded(update) if update.is_encoded else self.apply([update])[0]
+
+    def _apply_encoded(self, update: Update) -> Bad:
+        """Apply an update with encoded parts: by their sum, in this thread's memory, if all of it is finite."""
+        size = self.slicing.size(update.index)
+        total = means.total(update.parts, size)
+        by_total = replace(update, parts=[total], divisor=len(update.parts), is_encoded=False)
+        if all(map(means.is_encoded, update.parts)):
+            # Each was checked on arrival and cannot change. If their sum overflows, nothing is updated and no part is
+            # to blame.
+            self.apply([by_total])
+            return ()
+        if means.all_finite(total):
+            return self.apply([by_total])[0]
+        return self.apply([replace(update, parts=means.decoded(update.parts, size), is_encoded=False)])[0]
 
     def _run(self, jobs: Sequence[SegmentJob], scalars: tuple[np.float32, ...]) -> list[tuple[int, list[int]]]:
         """Run the kernel on segments of one group, with the same scalars. Returns the rows with bad parts, and those

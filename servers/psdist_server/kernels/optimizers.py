@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psdist.hyperparameters import Settings
-from psdist.optim import Optimizer, asgd_average_weight, asgd_step_size, nadam_log_product, nadam_momentum
+from psdist.optim import Constant, Optimizer, asgd_average_weight, asgd_step_size, nadam_log_product, nadam_momentum
 from psdist_server.kernels.means import FusedUpdate
 from psdist_server.kernels.updates import UPDATES
 
@@ -60,7 +60,9 @@ class Rule:
         self.state_names = spec.state_names
         self._scalars = _SCALARS[spec.kind]
         self._groups = tuple(map(spec.setting_defaults, spec.groups))
-        self._schedules = tuple(map(spec.group_schedule, spec.groups))
+        schedules = map(spec.group_schedule, spec.groups)
+        #: By group; None if its learning rate never changes.
+        self._schedules = tuple(None if one == Constant() else one for one in schedules)
         self.kernels = tuple(kernel_of(spec.kind, values) for values in self._groups)
         self.arrays = tuple(
             (0, *(1 + self.state_names.index(name) for name in spec.group_state_names(group))) for group in spec.groups
@@ -113,8 +115,10 @@ class Rule:
         self, group: int, values: Values, step: int, lr_scale: float, lag: int
     ) -> tuple[np.float32, ...] | None:
         age = step - lag - self.state_since
-        factor = self._schedules[group].factor(step - self.spec.delay if age else step)
-        scalars = self._scalars(values, values["lr"] * factor, lr_scale, age)
+        schedule, rate = self._schedules[group], values["lr"]
+        if schedule is not None:
+            rate *= schedule.factor(step - self.spec.delay if age else step)
+        scalars = self._scalars(values, rate, lr_scale, age)
         return None if scalars is None else tuple(map(self._dtype, scalars))
 
 

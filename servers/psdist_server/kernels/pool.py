@@ -17,18 +17,16 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final
 
 from psdist.consistency import BSP
 from psdist.off_loop import off_loop
 from psdist.types import ParametersEntry
 
-W = TypeVar("W")
-R = TypeVar("R")
 #: Runs several work items and returns the result of each.
-Run = Callable[[Sequence[W]], Sequence[R]]
+Run = Callable[[Sequence[Any]], Sequence[Any]]
 #: Called with a work item and its result, or the error that it raised.
-Done = Callable[[W, R | None, BaseException | None], None]
+Done = Callable[[Any, Any, BaseException | None], None]
 
 #: Largest batch of one thread. More would leave other threads idle and delay answers.
 BATCH_MAX: Final = 16
@@ -38,15 +36,15 @@ INLINE_ELEMENTS: Final = 1 << 15
 _LAST: Final = 1 << 48
 
 
-class KernelPool(Generic[W, R]):
+class KernelPool:
     """Pool of ``threads`` kernel threads. Create it on the event loop that receives the results."""
 
     def __init__(self, threads: int) -> None:
         self._loop = asyncio.get_running_loop()
-        self._waiting: list[tuple[int, int, Run[W, R], W, Done[W, R]]] = []
+        self._waiting: list[tuple[int, int, Run, Any, Done]] = []
         self._order = itertools.count()
         self._changed = threading.Condition()
-        self._ended: list[tuple[Done[W, R], W, R | None, BaseException | None]] = []
+        self._ended: list[tuple[Done, Any, Any, BaseException | None]] = []
         self._closed = False
         self._threads = [threading.Thread(target=self._serve, name=f"kernel-{i}", daemon=True) for i in range(threads)]
         for thread in self._threads:
@@ -57,7 +55,7 @@ class KernelPool(Generic[W, R]):
         """Number of threads."""
         return len(self._threads)
 
-    def submit(self, priority: int, run: Run[W, R], work: W, done: Done[W, R]) -> None:
+    def submit(self, priority: int, run: Run, work: Any, done: Done) -> None:
         """Run ``work`` by ``run``, possibly together with other work for the same ``run``, once no work of a lower
         ``priority`` is left; then call ``done`` on the loop."""
         with self._changed:
@@ -75,7 +73,7 @@ class KernelPool(Generic[W, R]):
     def _serve(self) -> None:
         while batch := self._next():
             run = batch[0][0]
-            results: Sequence[R | None] = [None] * len(batch)
+            results: Sequence[Any] = [None] * len(batch)
             error: BaseException | None = None
             try:
                 results = run([work for _, work, _ in batch])
@@ -84,7 +82,7 @@ class KernelPool(Generic[W, R]):
             self._report([(done, work, result, error) for (_, work, done), result in zip(batch, results, strict=True)])
             del batch, run, results, error  # Otherwise an idle thread would keep the last payloads alive.
 
-    def _next(self) -> list[tuple[Run[W, R], W, Done[W, R]]]:
+    def _next(self) -> list[tuple[Run, Any, Done]]:
         """Return the next batch for one thread; empty when the pool is closed."""
         with self._changed:
             while not self._waiting and not self._closed:
@@ -97,7 +95,7 @@ class KernelPool(Generic[W, R]):
                 batch.append(heapq.heappop(self._waiting)[2:])
             return batch
 
-    def _report(self, ended: list[tuple[Done[W, R], W, R | None, BaseException | None]]) -> None:
+    def _report(self, ended: list[tuple[Done, Any, Any, BaseException | None]]) -> None:
         with self._changed:
             if self._closed:
                 return
@@ -125,9 +123,7 @@ class KernelLauncher:
     fail: called with a description and the error of a failed kernel.
     """
 
-    def __init__(
-        self, entry: ParametersEntry, pool: KernelPool[Any, Any], fail: Callable[[str, BaseException], None]
-    ) -> None:
+    def __init__(self, entry: ParametersEntry, pool: KernelPool, fail: Callable[[str, BaseException], None]) -> None:
         self._pool = pool
         self._fail = fail
         self._shard_count = max(1, len(entry.shards))

@@ -111,7 +111,7 @@ class ParameterStore:
         entry: ParametersEntry,
         dense: DenseParameters,
         me: Replica,
-        pool: KernelPool[Any, Any],
+        pool: KernelPool,
         network: ReplicaNetwork,
         on_aggregated: Callable[[ParameterStore, int], None],
         prepare_sums: Callable[[], None] = lambda: None,

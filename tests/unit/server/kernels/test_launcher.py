@@ -29,7 +29,7 @@ def launcher(pool: Pool, *, inline: bool) -> tuple[KernelLauncher, list[str]]:
     failures: list[str] = []
     spec = ParametersSpec("p", optim.SGD(lr=1.0), BSP() if inline else ASP(), slice_elements=4096)
     entry = ParametersEntry(spec, 4 * 4096, (Shard(Replica("server-0", 1)),) * 2)
-    made = KernelLauncher(entry, cast(KernelPool[Any, Any], pool), lambda what, error: failures.append(what))
+    made = KernelLauncher(entry, cast(KernelPool, pool), lambda what, error: failures.append(what))
     return made, failures
 
 

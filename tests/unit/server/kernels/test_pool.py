@@ -35,7 +35,7 @@ class Work:
 
 
 async def test_low_slices_are_updated_first() -> None:
-    pool: KernelPool[int, int] = KernelPool(1)
+    pool = KernelPool(1)
     work = Work()
     pool.submit(0, work.run, 99, work.tell)
     await asyncio.to_thread(work.begun.wait)
@@ -47,7 +47,7 @@ async def test_low_slices_are_updated_first() -> None:
 
 
 async def test_where_many_wait_several_are_taken_at_once() -> None:
-    pool: KernelPool[int, int] = KernelPool(1)
+    pool = KernelPool(1)
     work = Work()
     pool.submit(0, work.run, 0, work.tell)
     await asyncio.to_thread(work.begun.wait)
@@ -60,7 +60,7 @@ async def test_where_many_wait_several_are_taken_at_once() -> None:
 
 
 async def test_what_is_run_differently_is_not_mixed() -> None:
-    pool: KernelPool[int, int] = KernelPool(1)
+    pool = KernelPool(1)
     one, other = Work(), Work()
     other.release.set()
     pool.submit(0, one.run, 0, one.tell)
@@ -75,7 +75,7 @@ async def test_what_is_run_differently_is_not_mixed() -> None:
 
 
 async def test_everything_is_told_once_by_any_number_of_threads() -> None:
-    pool: KernelPool[int, int] = KernelPool(4)
+    pool = KernelPool(4)
     work = Work()
     work.release.set()
     for number in range(1000, 1500):
@@ -86,7 +86,7 @@ async def test_everything_is_told_once_by_any_number_of_threads() -> None:
 
 
 async def test_an_error_is_told_and_the_thread_goes_on() -> None:
-    pool: KernelPool[int, int] = KernelPool(1)
+    pool = KernelPool(1)
     work = Work()
     work.release.set()
     pool.submit(0, work.run, 13, work.tell)
@@ -98,7 +98,7 @@ async def test_an_error_is_told_and_the_thread_goes_on() -> None:
 
 
 async def test_closing_drops_what_has_not_begun() -> None:
-    pool: KernelPool[int, int] = KernelPool(1)
+    pool = KernelPool(1)
     work = Work()
 
     def fail(*_: object) -> None:

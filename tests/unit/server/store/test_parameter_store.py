@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -25,7 +25,7 @@ async def test_before_it_is_ready_one_that_was_being_filled_may_get_the_place_of
     """The values are uploaded again, so nothing is missing of its copy."""
     spec = ParametersSpec("p", optim.SGD(lr=1.0), BSP(), slice_elements=4096)
     entry = ParametersEntry(spec=spec, total=4096, shards=(Shard(OTHER, 1, (), (ME,)),))
-    pool: KernelPool[Any, Any] = KernelPool(1)
+    pool = KernelPool(1)
     network = cast(ReplicaNetwork, SimpleNamespace(carriers=()))
     store = ParameterStore(entry, DenseParameters(entry), ME, pool, network, lambda *_: None)
     await store.update(entry, 1)
@@ -44,7 +44,7 @@ async def test_a_copy_keeps_no_entry_of_a_life_that_is_over_even_where_its_updat
     first, second = (ParametersMember("worker-0", incarnation, 0) for incarnation in (1, 2))
     shards = (Shard(OTHER, 1, (ME,)),)
     entry = ParametersEntry(spec=spec, total=4096, shards=shards, ready=True, members=(first,))
-    pool: KernelPool[Any, Any] = KernelPool(1)
+    pool = KernelPool(1)
     network = cast(ReplicaNetwork, SimpleNamespace(carriers=()))
     store = ParameterStore(entry, DenseParameters(entry), ME, pool, network, lambda *_: None)
     await store.update(entry, 1)
