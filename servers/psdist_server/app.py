@@ -197,8 +197,9 @@ async def _until_stopped(
 async def _follow_readiness(link: ServerSession, probe: health.HealthServicer) -> None:
     """Keep ``psdist.ready`` up to date, forever."""
     while True:
+        link.session_changed.clear()
         await set_ready(probe, ready=link.in_session)
-        await asyncio.sleep(link.registration.heartbeat_seconds)
+        await link.session_changed.wait()
 
 
 async def _own_address(settings: ServerSettings, scheduler: str, port: int) -> str:

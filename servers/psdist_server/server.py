@@ -49,6 +49,8 @@ from psdist_server.store.statistics import SliceSpans
 MAP_WAIT_SECONDS: Final = 10.0
 #: A shorter period says little: the kernel counts in hundredths of a second.
 _SECONDS_MIN: Final = 0.25
+#: Interval at which the usable cores are counted: a container's quota may change while it runs.
+_COUNT_SECONDS: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +204,7 @@ class ParameterServer:
         self._report: Callable[[], None] = lambda: None
         self._report_snapshot: Callable[[scheduler_pb2.SnapshotReport], None] = lambda report: None
         self._pool = KernelPool(kernel_threads)
-        self._idle_cores = IdleCores()
+        self._cores = Cores()
         self._compiler = compiler
         self._lanes = lanes
         # On Linux it reads the monotonic clock, the one that ``clock_id`` is about.
@@ -309,24 +311,27 @@ class ParameterServer:
         stores = self.stores.values()
         replicas = [report for store in stores for report in store.replicator.reports(store.entry)]
         equal = [report for store in stores if (report := store.gradients.comparison.report) is not None]
-        return [*replicas, *equal, *self.loader.reports()]
+        return [*replicas, *equal, *(self.loader.reports() if self.loader.loads else ())]
 
     def snapshot_progress(self) -> scheduler_pb2.SnapshotProgress | None:
         """Return the progress of the snapshot being loaded or written, if there is one."""
-        return self.loader.progress() or self.snapshot_writer.progress()
+        loading = self.loader.progress() if self.loader.loads else None
+        if loading is None and self.snapshot_writer.attempt is not None:
+            return self.snapshot_writer.progress()
+        return loading
 
     def statistics(self) -> server_pb2.GetStatisticsResponse:
         """Return the counters of all parameter stores."""
-        cores = usable_cores()
+        idle_cores = self._cores.idle()
         return server_pb2.GetStatisticsResponse(
             server_id=self.me.server_id,
             epoch=self.admission.map.epoch,
             resident_bytes=psutil.Process(os.getpid()).memory_info().rss,
-            idle_cores=self._idle_cores.measure(cores),
+            idle_cores=idle_cores,
             device=self._lanes.device.name if self._lanes is not None else "",
             device_bytes=self._lanes.device.allocated if self._lanes is not None else 0,
             kernel_threads=self._pool.threads,
-            cores=cores,
+            cores=self._cores.usable,
             parameters=[store.statistics() for store in self.stores.values()],
         )
 
@@ -341,23 +346,25 @@ class ParameterServer:
         await in_thread(self._pool.close)  # Waits for running kernels.
 
 
-class IdleCores:
-    """Mean number of this host's cores that do nothing, over the time between two calls: no more than this process may
-    use. It predicts what more kernel threads would do."""
+class Cores:
+    """Cores that this process may use, and how many do nothing: that predicts what more kernel threads would do."""
 
     def __init__(self) -> None:
+        self.usable = usable_cores()
         psutil.cpu_percent()  # Starts the first period.
-        self._since = time.monotonic()
+        self._since = self._counted = time.monotonic()
         self._newest: float | None = None
 
-    def measure(self, usable: int) -> float | None:
-        """Return the mean of the last period of a quarter of a second or more, at most ``usable``; None before the
-        first one has passed."""
+    def idle(self) -> float | None:
+        """Return the mean number of this host's idle cores in the last period of a quarter of a second or more, at most
+        the usable ones; None before the first one has passed."""
         now = time.monotonic()
+        if now - self._counted >= _COUNT_SECONDS:
+            self.usable, self._counted = usable_cores(), now
         if now - self._since >= _SECONDS_MIN:
             self._since = now
             idle = (psutil.cpu_count() or 1) * (1 - psutil.cpu_percent() / 100)
-            self._newest = min(idle, usable)
+            self._newest = min(idle, self.usable)
         return self._newest
 
 

@@ -65,6 +65,8 @@ class ServerSession(MemberSession):
         self.run_ended = asyncio.Event()
         #: True while the session is open and its first map has been adopted.
         self.in_session = False
+        #: Set when ``in_session`` changes.
+        self.session_changed = asyncio.Event()
         #: ``host:port`` of this server's metrics; empty without.
         self.metrics_address = ""
         #: Proposals of earlier sessions. Those that the first map does not confirm are withdrawn.
@@ -122,6 +124,7 @@ class ServerSession(MemberSession):
 
     def end_stream(self) -> None:
         self.in_session = False
+        self.session_changed.set()
         self._server.snapshot_writer.session_ended()
         self._server.trace.session_ended()
 
@@ -136,7 +139,7 @@ class ServerSession(MemberSession):
 
     def heartbeat(self) -> pb.SessionRequest.Heartbeat:
         self._send_reports()
-        server = self._server
+        server, credentials = self._server, self.connection.credentials
         statistics = server.statistics()
         return pb.SessionRequest.Heartbeat(
             epoch=server.admission.map.epoch,
@@ -144,7 +147,7 @@ class ServerSession(MemberSession):
             waiting_for=sorted({wait for part in statistics.parameters for wait in part.waiting_for}),
             snapshot=server.snapshot_progress(),
             metrics_address=self.metrics_address,
-            certificate_not_after=self.connection.credentials.certificate_not_after(),
+            certificate_not_after=0.0 if credentials.tls is None else credentials.certificate_not_after(),
             heard=[
                 common_pb2.WorkerIncarnation(worker_id=worker_id, incarnation=incarnation, age_seconds=age)
                 for worker_id, incarnation, age in server.admission.take_heard()
@@ -155,6 +158,7 @@ class ServerSession(MemberSession):
         await self._server.adopt_map(cluster)
         if not self.in_session:
             self.in_session = True
+            self.session_changed.set()
             for parameters, worker_id in self._stale:
                 self._server.withdraw(parameters, worker_id)
 

@@ -87,16 +87,16 @@ class SnapshotLoader:
         self._open_storage = storage
         self._report = report
         self._rng = rng
-        self._loads: dict[str, _Load] = {}
+        self.loads: dict[str, _Load] = {}
 
     def update_loads(self, stores: Iterable[ParameterStore]) -> None:
         """Adopt a new map: start the loads that it asks for, and stop the others."""
         wanted = {h.entry.spec.name: h for h in stores if h.entry.restore is not None and not h.entry.ready}
-        for name in [name for name, load in self._loads.items() if wanted.get(name) is not load.store]:
-            self._end(self._loads.pop(name))
+        for name in [name for name, load in self.loads.items() if wanted.get(name) is not load.store]:
+            self._end(self.loads.pop(name))
         for name, store in wanted.items():
             assert store.entry.restore is not None
-            load = self._loads.setdefault(name, _Load(store, store.entry.restore, store.dense.array_count))
+            load = self.loads.setdefault(name, _Load(store, store.entry.restore, store.dense.array_count))
             if (load.task is None or load.task.done()) and load.failed is None and self._missing(load):
                 load.task = asyncio.create_task(self._run(load))
                 load.task.add_done_callback(partial(self._ended, load))
@@ -104,7 +104,7 @@ class SnapshotLoader:
     def reports(self) -> list[LoadReport]:
         """Return the loaded shards and the failed loads, until the parameter set is ready."""
         found: list[LoadReport] = []
-        for load in self._loads.values():
+        for load in self.loads.values():
             name, generation = load.store.entry.spec.name, load.store.entry.generation
             if load.failed is not None:
                 found.append(load.failed)
@@ -116,7 +116,7 @@ class SnapshotLoader:
 
     def progress(self) -> pb.SnapshotProgress | None:
         """Return the progress of loading, or None if nothing is being loaded."""
-        loads = [load for load in self._loads.values() if load.task is not None and not load.task.done()]
+        loads = [load for load in self.loads.values() if load.task is not None and not load.task.done()]
         if not loads:
             return None
         return pb.SnapshotProgress(
@@ -128,7 +128,7 @@ class SnapshotLoader:
 
     async def close(self) -> None:
         """Stop all loading."""
-        loads, self._loads = list(self._loads.values()), {}
+        loads, self.loads = list(self.loads.values()), {}
         for load in loads:
             self._end(load)
         await asyncio.gather(*(load.task for load in loads if load.task is not None), return_exceptions=True)

@@ -98,7 +98,7 @@ class SnapshotWriter:
         self._open_storage = storage
         self._send = send
         self._budget_bytes = copy_bytes_max
-        self._attempt: _Attempt | None = None
+        self.attempt: _Attempt | None = None
         self._newest = 0
         #: For hashing, so that the kernels of updates do not wait for it.
         self._thread = ThreadPoolExecutor(1, "snapshot")
@@ -112,10 +112,10 @@ class SnapshotWriter:
             self._newest = command.attempt
             self._discard()
             self._prepare(command.attempt, command.prepare)
-        elif self._attempt is None or command.attempt != self._attempt.number:
+        elif self.attempt is None or command.attempt != self.attempt.number:
             return
         elif kind == "cut":
-            self._begin(self._attempt, command.cut)
+            self._begin(self.attempt, command.cut)
         elif kind == "end":
             logger.info("snapshot ended", attempt=command.attempt, committed=command.end.committed)
             self._discard()
@@ -136,7 +136,7 @@ class SnapshotWriter:
             return
         accepted = all(steps.get(wanted.parameters, 0) <= wanted.step for _, wanted, _ in here)
         if accepted:
-            attempt = self._attempt = _Attempt(number, prepare.directory)
+            attempt = self.attempt = _Attempt(number, prepare.directory)
             budget = CopyBudget(self._budget_bytes)
             for place, wanted, store in here:
                 state = CutState(wanted.step if _is_stepped(store) else None, _sizes(store), budget)
@@ -157,7 +157,7 @@ class SnapshotWriter:
                 if agreed.final_step:
                     part.store.cuts.end_steps(agreed.final_step)
         for part in list(attempt.parts.values()):
-            if self._attempt is attempt and part.task is None:
+            if self.attempt is attempt and part.task is None:
                 part.task = asyncio.create_task(self._write(attempt, part))
                 part.task.add_done_callback(partial(self._written, attempt))
         self._watch(attempt, -1)
@@ -174,7 +174,7 @@ class SnapshotWriter:
 
     def _fail(self, number: int, error: PsdistError) -> None:
         """End the attempt here and report the error."""
-        if self._attempt is None or self._attempt.number != number:
+        if self.attempt is None or self.attempt.number != number:
             return
         logger.warning("gave up a snapshot", attempt=number, reason=str(error))
         self._discard()
@@ -182,7 +182,7 @@ class SnapshotWriter:
 
     def _discard(self) -> None:
         """Discard the attempt: cancel its writers, release its copies, resume the updates that wait for it."""
-        attempt, self._attempt = self._attempt, None
+        attempt, self.attempt = self.attempt, None
         if attempt is None:
             return
         for part in attempt.parts.values():
@@ -197,7 +197,7 @@ class SnapshotWriter:
 
     def progress(self) -> pb.SnapshotProgress | None:
         """Return the progress of the attempt, or None if there is none."""
-        attempt = self._attempt
+        attempt = self.attempt
         if attempt is None:
             return None
         parts = attempt.parts.values()
@@ -212,7 +212,7 @@ class SnapshotWriter:
 
     def _watch(self, attempt: _Attempt, before: int) -> None:
         """Check regularly whether training is waiting for a storage that writes nothing. If so, fail the attempt."""
-        if self._attempt is not attempt:
+        if self.attempt is not attempt:
             return
         stalls = attempt.bytes_done == before and any(
             part.store.cuts.delays_training for part in attempt.parts.values()

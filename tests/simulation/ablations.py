@@ -581,4 +581,9 @@ def _any_filling(put: Put) -> None:
 @_ablation("a copy is resumed only from the state that it holds", **_DOUBT)
 def _standing_lsn(put: Put) -> None:
     put(Shard, "fill_of", lambda *_: 0)
-    put(replication.PrimaryReplication, "advance", lambda self: None)
+
+    def unnumbered(self: replicator.Replicator, index: int) -> int | None:
+        machine = self._machine(index)
+        return machine.lsn + 1 if machine is not None and machine.peers else None
+
+    put(replicator.Replicator, "take_lsn", unnumbered)

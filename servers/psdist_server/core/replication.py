@@ -204,6 +204,8 @@ class PrimaryReplication(Generic[G]):
         self.term = term
         self.slices = tuple(slices)
         self.base = base
+        #: Number of the newest change. One without a replica to send it to has a number, too: the new state could be
+        #: mistaken for the previous one, and a replica that held that one and returns would never receive the change.
         self.lsn = base[1]
         self.peers: dict[Replica, Peer] = {}
         #: A replica knows a newer primary: answer nothing before a newer map.
@@ -306,7 +308,7 @@ class PrimaryReplication(Generic[G]):
     def replaced(self, index: int) -> list[ReplicationEffect[G]]:
         """Slice ``index`` was replaced without an update: send it to every replica again."""
         if not self.peers:
-            self.advance()
+            self.lsn += 1
         effects: list[ReplicationEffect[G]] = []
         for replica, peer in self.peers.items():
             if not peer.is_open:  # Copied on its next stream, whatever lsn it holds.
@@ -329,15 +331,6 @@ class PrimaryReplication(Generic[G]):
         peer.complete_copy(self.lsn)
         peer.waiting_since = now if peer.acked < self.lsn else None
         return self._take_replicated()
-
-    def advance(self) -> None:
-        """Number a change of the shard's state while there is no replica to send it to.
-
-        Without its own number the new state could be mistaken for the previous one: a replica that held that one and
-        returns would never receive the change.
-        """
-        assert not self.peers, self.peers
-        self.lsn += 1
 
     def update(self, update: ReplicaUpdate[G], now: float) -> list[ReplicationEffect[G]]:
         """Number an update (its ``lsn`` must be ``self.lsn + 1``) and send it to all replicas."""

@@ -87,11 +87,6 @@ class ShardMachine(ABC, Generic[S]):
         self._cancelled: set[int] = set()
 
     @property
-    def version_min(self) -> int:
-        """Lowest version of any slice."""
-        return min((state.version for state in self.slices.values()), default=0)
-
-    @property
     def version_max(self) -> int:
         """Highest version of any slice."""
         return max((state.version for state in self.slices.values()), default=0)

@@ -60,8 +60,8 @@ from psdist_server.store.rpc_call import Call, CallTable, SliceAnswer
 from psdist_server.store.shard_router import ShardRouter, SliceContents
 from psdist_server.store.slice_reads import InPlaceReaders, SliceReads
 from psdist_server.store.snapshot_cut import CutController
-from psdist_server.store.statistics import Counters, SliceSpans, replica_statistics
-from psdist_server.store.stream_to_replica import ReplicaNetwork, now
+from psdist_server.store.statistics import Counters, SliceSpans
+from psdist_server.store.stream_to_replica import ReplicaNetwork
 
 #: Memory for more elements than this is allocated in a thread, because the kernel clears it.
 _LARGE_ELEMENTS: Final = 1 << 20
@@ -373,7 +373,7 @@ class ParameterStore:
         if self.replicator.hold(effect) or (call := self.router.calls.pop(effect.token)) is None:
             return
         if call.is_push and (effect.ignored or effect.staleness):
-            self.counters.workers[call.identity.worker_id].answered(effect.ignored, effect.late, effect.staleness)
+            self.counters.answered(call.identity.worker_id, effect.ignored, effect.late, effect.staleness)
         call.answer(effect.token, SliceAnswer(effect.index, effect.version, effect.ignored, effect.staleness))
 
     def _refuse(self, effect: RefuseSlice) -> None:
@@ -411,28 +411,21 @@ class ParameterStore:
             return "for a snapshot to be written: this server has no memory for more copies"
         return f"for {replicas} to acknowledge the update" if replicas else "for this server to apply the update"
 
-    def _carrier(self, replica: Replica) -> str:
-        """Describe the carrier of updates to a replica, and why no better one is used. Empty while no stream is
-        open."""
-        stream = self.replicator.streams.get(replica)
-        return stream.carrier_text if stream is not None else ""
-
     def statistics(self) -> server_pb2.ParametersStatistics:
         """Return counters and waits as a message."""
-        machines = self.router.machines.values()
+        slices = [state.version for machine in self.router.machines.values() for state in machine.slices.values()]
+        workers = self.counters.workers
         return server_pb2.ParametersStatistics(
             parameters=self.entry.spec.name,
-            version_min=min((machine.version_min for machine in machines), default=0),
-            version_max=max((machine.version_max for machine in machines), default=0),
+            version_min=min(slices, default=0),
+            version_max=max(slices, default=0),
             applied_slices=self.counters.applied_slices,
             apply_seconds=self.counters.apply_seconds,
             bytes_held=self.counters.bytes_held,
             estimate_bytes=self.gradients.estimates.bytes,
             waiting_for=sorted({call.waiting_for for call in self.router.calls if call.waiting_for}),
-            replicas=replica_statistics(
-                self.replicator.machines, self._carrier, now(), self.replicator.network.lease_seconds
-            ),
+            replicas=self.replicator.statistics(),
             primary_of=sorted(self.router.machines),
             backup_of=sorted(self.backups.machines),
-            workers=self.counters.by_worker(),
+            workers=[workers[worker_id] for worker_id in sorted(workers)],
         )

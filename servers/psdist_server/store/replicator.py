@@ -170,7 +170,7 @@ class Replicator:
             return None
         if machine.peers:
             return machine.lsn + 1
-        machine.advance()
+        machine.lsn += 1
         return None
 
     def has_room(self) -> bool:
@@ -327,8 +327,37 @@ class Replicator:
             for replica, peer in machine.peers.items():
                 if peer.complete and replica in shard.filling:
                     found.append(ReplicaReport("filled", self.name, number, machine.term, replica, fill=peer.fill))
-            for replica in machine.unreachable(now(), self.network.lease_seconds):
+            for replica in self._unreachable(machine):
                 peer = machine.peers[replica]
                 reason = peer.refusal or self.streams[replica].reason or "it does not answer"
                 found.append(ReplicaReport("unreachable", self.name, number, machine.term, replica, reason, peer.fill))
         return found
+
+    def statistics(self) -> list[pb.ReplicaStatistics]:
+        """Return how far each replica is behind."""
+        found = []
+        for number, machine in sorted(self.machines.items()):
+            unreachable = self._unreachable(machine)
+            for replica, peer in machine.peers.items():
+                updates, size = machine.lag(replica)
+                state = "filling" if peer.is_copying or not peer.required else "in sync"
+                stream = self.streams.get(replica)
+                found.append(
+                    pb.ReplicaStatistics(
+                        shard=number,
+                        server_id=replica.server_id,
+                        state="unreachable" if replica in unreachable else state,
+                        lag_updates=updates,
+                        lag_bytes=size,
+                        slices_filled=len(machine.slices) - len(peer.missing)
+                        if peer.is_copying or peer.required
+                        else 0,
+                        slices=len(machine.slices),
+                        digests=peer.digests,
+                        carrier=stream.carrier_text if stream is not None else "",
+                    )
+                )
+        return found
+
+    def _unreachable(self, machine: Machine) -> list[Replica]:
+        return machine.unreachable(now(), self.network.lease_seconds) if machine.peers else []

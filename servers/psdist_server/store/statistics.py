@@ -5,87 +5,38 @@ Counters are plain numbers, written on the event loop and readable from anywhere
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from psdist.tracing.spans import Span, SpanKind, SpanRecorder
-from psdist.types import Replica
 from psdist.v1 import server_pb2
-from psdist_server.core.replication import PrimaryReplication
 
 
-@dataclass(slots=True)
-class WorkerCounters:
-    """Activity of one worker, in slices and bytes."""
+class WorkerTable(dict[str, server_pb2.WorkerStatistics]):
+    """Activity of each worker, by its id: in slices and bytes, as it is reported."""
 
-    pushes: int = 0
-    pulls: int = 0
-    push_bytes: int = 0
-    pull_bytes: int = 0
-    late: int = 0
-    duplicates: int = 0
-    non_finite: int = 0
-    rejected: int = 0
-    staleness_sum: int = 0
-    staleness_max: int = 0
-    saved_bytes: int = 0
-
-    def answered(self, ignored: bool, late: bool, staleness: int) -> None:
-        """Count one acknowledged contribution."""
-        self.late += ignored and late
-        self.duplicates += ignored and not late
-        self.staleness_sum += staleness
-        self.staleness_max = max(self.staleness_max, staleness)
+    def __missing__(self, worker_id: str) -> server_pb2.WorkerStatistics:
+        """Start counting for a worker."""
+        counters = self[worker_id] = server_pb2.WorkerStatistics(worker_id=worker_id)
+        return counters
 
 
 @dataclass(slots=True)
 class Counters:
-    """Counters of one parameter set on one server. workers: those of each worker, by its id."""
+    """Counters of one parameter set on one server."""
 
     applied_slices: int = 0
     apply_seconds: float = 0.0
     bytes_held: int = 0
-    workers: defaultdict[str, WorkerCounters] = field(default_factory=lambda: defaultdict(WorkerCounters))
+    workers: WorkerTable = field(default_factory=WorkerTable)
 
-    def by_worker(self) -> list[server_pb2.WorkerStatistics]:
-        """Return the workers' counters as messages."""
-        return [
-            server_pb2.WorkerStatistics(
-                worker_id=worker_id, **{name: getattr(counters, name) for name in WorkerCounters.__dataclass_fields__}
-            )
-            for worker_id, counters in sorted(self.workers.items())
-        ]
-
-
-def replica_statistics(
-    machines: Mapping[int, PrimaryReplication[Any]],
-    carrier: Callable[[Replica], str],
-    now: float,
-    lease_seconds: float,
-) -> list[server_pb2.ReplicaStatistics]:
-    """Return how far each replica of these shards is behind. carrier: describes the carrier of updates to a replica."""
-    found = []
-    for number, machine in sorted(machines.items()):
-        unreachable = machine.unreachable(now, lease_seconds)
-        for replica, peer in machine.peers.items():
-            updates, size = machine.lag(replica)
-            state = "filling" if peer.is_copying or not peer.required else "in sync"
-            found.append(
-                server_pb2.ReplicaStatistics(
-                    shard=number,
-                    server_id=replica.server_id,
-                    state="unreachable" if replica in unreachable else state,
-                    lag_updates=updates,
-                    lag_bytes=size,
-                    slices_filled=len(machine.slices) - len(peer.missing) if peer.is_copying or peer.required else 0,
-                    slices=len(machine.slices),
-                    digests=peer.digests,
-                    carrier=carrier(replica),
-                )
-            )
-    return found
+    def answered(self, worker_id: str, ignored: bool, late: bool, staleness: int) -> None:
+        """Count an acknowledged contribution that was ignored or stale."""
+        counters = self.workers[worker_id]
+        counters.late += ignored and late
+        counters.duplicates += ignored and not late
+        counters.staleness_sum += staleness
+        counters.staleness_max = max(counters.staleness_max, staleness)
 
 
 class SliceSpans:

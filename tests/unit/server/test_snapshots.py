@@ -424,7 +424,7 @@ async def test_an_optimizer_begins_anew_at_the_weights_of_a_snapshot(driver: Dri
     Rule(after).initialize(weights, states, [(0, weights.size, 0)])
     for step in range(3, 6):
         store = other.host.admission.store("p")
-        assert [shard.version_min for shard in store.router.machines.values()] == [step] * 3
+        assert {one.version for shard in store.router.machines.values() for one in shard.slices.values()} == {step}
         assert set(store.dense.weights.sequence.tolist()) == {2 * step}, "who reads in place goes by it"
         assert [array.tobytes() for array in (store.dense.weights.array, *store.dense.states)] == [
             array.tobytes() for array in (weights, *states)

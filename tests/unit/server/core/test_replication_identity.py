@@ -46,7 +46,7 @@ def test_a_replica_that_missed_an_update_is_copied_whatever_late_reports_made_of
     fill(p, b, 0.0)
     assert p.peers[B].complete
     p.adopt_map(Shard(A, 2), 3.0)
-    p.advance()  # An update while there is no replica.
+    p.lsn += 1  # An update while there is no replica.
     p.adopt_map(filling(second), 5.0)
     p.adopt_map(backed(second), 5.1)  # The scheduler believed the report on the first filling.
     assert p.opened(B, b.held, 5.2) == [SendBegin(B, 245, second, 2)]
@@ -56,13 +56,13 @@ def test_a_replica_that_missed_an_update_is_copied_whatever_late_reports_made_of
 def test_every_update_has_a_number_also_without_a_replica() -> None:
     p: PrimaryReplication[str] = PrimaryReplication(0, 2, [0], base=(1, 244))
     p.adopt_map(Shard(A, 2), 0.0)
-    p.advance()
+    p.lsn += 1
     assert p.lsn == 245
     p.adopt_map(filling(1), 1.0)
     p.opened(B, None, 1.0)
     p.update(update(246, 245), 1.0)
     p.adopt_map(Shard(A, 2), 2.0)
-    p.advance()
+    p.lsn += 1
     p.validate()
     assert p.lsn == 247 and not p.log_bytes
 
