@@ -7,7 +7,7 @@ server adds every gradient to its weights (w += g), so that a push applied twice
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -455,16 +455,34 @@ class Setup:
         self.client: psdist.AsyncClient
         self.weights: psdist.AsyncParameters
 
-    async def start(self, init: dict[str, np.ndarray] | None = None, **settings: Any) -> Setup:
+    async def connect(self, **settings: Any) -> Setup:
+        """Start the servers and the scheduler, and connect a client with these settings."""
         for server in self.servers:
             await server.start()
         await self.scheduler.start()
-        self.client = await psdist.AsyncClient(self.scheduler.address, rank=3).connect()
+        self.client = await psdist.AsyncClient(self.scheduler.address, rank=3, **settings).connect()
         await self.scheduler.hello.wait()
-        if init is None:
-            init = {"v": np.zeros(8, np.float32), "w": np.zeros(ELEMENTS - 8, np.float32)}
-        self.weights = await self.client.parameters("p", init, psdist.optim.SGD(), **settings)
         return self
+
+    async def create(self, init: dict[str, np.ndarray] | None = None, **settings: Any) -> psdist.AsyncParameters:
+        """Create the parameters, or get them again."""
+        optimizer = settings.pop("optimizer", psdist.optim.SGD())
+        self.weights = await self.client.parameters("p", gradient(0.0) if init is None else init, optimizer, **settings)
+        return self.weights
+
+    async def start(
+        self, init: dict[str, np.ndarray] | None = None, *, client: dict[str, Any] | None = None, **settings: Any
+    ) -> Setup:
+        """Connect a client with the settings ``client``, and create the parameters."""
+        await self.connect(**client or {})
+        await self.create(init, **settings)
+        return self
+
+    async def heard(self) -> None:
+        """Wait until the client has the newest map."""
+        view = self.client.session.membership.view
+        while view.cluster.epoch < self.scheduler.epoch:
+            await view.changed()
 
     def expel(self, first_step: int) -> None:
         """Expel the worker; the others continue to ``first_step``."""
@@ -515,6 +533,9 @@ def gradient(value: float = 1.0) -> dict[str, np.ndarray]:
 
 def flat(values: dict[str, np.ndarray]) -> list[float]:
     return np.concatenate([values["v"], values["w"]]).tolist()
+
+
+Start = Callable[..., Awaitable[Setup]]
 
 
 async def leave(client: psdist.AsyncClient) -> None:

@@ -51,14 +51,15 @@ class FrameSocket:
 
     async def frame(self) -> tuple[bytes, bytes]:
         """Return the header and the payload of the next frame. Raises ConnectionError at the end."""
-        sizes = self._prefix.unpack(await self._receive(self._prefix.size))
-        return await self._receive(sizes[0]), await self._receive(sum(sizes[1:]))
+        sizes = self._prefix.unpack(await self.receive(self._prefix.size))
+        return await self.receive(sizes[0]), await self.receive(sum(sizes[1:]))
 
-    async def _receive(self, size: int) -> bytes:
+    async def receive(self, size: int, most: int = 0) -> bytes:
+        """Return ``size`` bytes; up to ``most`` if they are there. Raises ConnectionError at the end."""
         data = bytearray()
         async with asyncio.timeout(PATIENCE_SECONDS):
             while len(data) < size:
-                part = await asyncio.get_running_loop().sock_recv(self._socket, size - len(data))
+                part = await asyncio.get_running_loop().sock_recv(self._socket, max(size, most) - len(data))
                 if not part:
                     raise ConnectionError("the peer closed the connection")
                 data += part

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import pytest_asyncio
 
 import psdist
 from psdist import errors
@@ -27,8 +26,6 @@ from psdist_scheduler.decide.leased_datasets import Datasets
 from psdist_scheduler.decide.restore_point import Resume
 from psdist_scheduler.run import conversions
 from tests.support.client_fakes import FakeScheduler, FakeServer
-
-pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 class DataScheduler(FakeScheduler):
@@ -91,7 +88,7 @@ class DataScheduler(FakeScheduler):
         return pb.GetDataPositionResponse(spec=standing.spec, position=standing.position, leased=standing.leased)
 
 
-@pytest_asyncio.fixture(loop_scope="session")
+@pytest.fixture
 async def scheduler() -> AsyncIterator[DataScheduler]:
     scheduler = DataScheduler([])
     await scheduler.start()
@@ -99,13 +96,13 @@ async def scheduler() -> AsyncIterator[DataScheduler]:
     await scheduler.stop()
 
 
-@pytest_asyncio.fixture(loop_scope="session")
+@pytest.fixture
 async def client(scheduler: DataScheduler) -> AsyncIterator[psdist.AsyncClient]:
     async with psdist.AsyncClient(scheduler.address, rank=0) as client:
         yield client
 
 
-@pytest_asyncio.fixture(loop_scope="session")
+@pytest.fixture
 async def data(client: psdist.AsyncClient) -> AsyncDataset:
     return await client.dataset("train", size=40, range_size=10, shuffle=False)
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
-import pytest_asyncio
 
 import psdist
 from psdist import errors, off_loop
@@ -24,9 +22,7 @@ from psdist.compression import Codec, Float16, Int8, PerTensor, RandomK, segment
 from psdist.types import Layout, Slicing, TensorSpec
 from psdist.v1 import common_pb2
 from psdist.v1 import scheduler_pb2 as pb
-from tests.support.client_fakes import Break, Setup, leave
-
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+from tests.support.client_fakes import Break, Setup, Start
 
 INIT = {"v": np.zeros((10, 8), np.float32), "b": np.zeros(7, np.float32), "w": np.zeros((9, 9), np.float32)}
 #: Coarse, so that much is left out.
@@ -42,9 +38,6 @@ def joined(values: dict[str, np.ndarray]) -> np.ndarray:
     return np.concatenate([np.asarray(values[name]).reshape(-1) for name in INIT])
 
 
-Start = Callable[..., Awaitable[Setup]]
-
-
 @pytest.fixture
 def sent_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Encode slices one by one in threads while earlier ones are sent, as with large gradients."""
@@ -53,21 +46,16 @@ def sent_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding, "_TOGETHER_ELEMENTS", 1)
 
 
-@pytest_asyncio.fixture(loop_scope="session", params=["sent then", "sent meanwhile"])
-async def start(request: pytest.FixtureRequest) -> AsyncIterator[Start]:
-    """Start clients, which leave without the snapshot for saved state."""
+@pytest.fixture(params=["sent then", "sent meanwhile"])
+def start(request: pytest.FixtureRequest, start: Start) -> Start:
+    """Start clients that compress."""
     if request.param == "sent meanwhile":
         request.getfixturevalue("sent_meanwhile")
-    setups: list[Setup] = []
 
-    async def start(**settings: Any) -> Setup:
-        setups.append(Setup())
-        return await setups[-1].start(INIT, **{"compression": CODEC} | settings)
+    async def compressing(**settings: Any) -> Setup:
+        return await start(INIT, **{"compression": CODEC} | settings)
 
-    yield start
-    for setup in setups:
-        await leave(setup.client)
-        await setup.stop()
+    return compressing
 
 
 def residual(setup: Setup) -> np.ndarray:

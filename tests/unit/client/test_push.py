@@ -8,43 +8,35 @@ from typing import Any
 
 import numpy as np
 import pytest
-import pytest_asyncio
 
 import psdist
 from psdist import errors
 from psdist.client.core.push_sequence import PendingRequest
-from tests.support.client_fakes import Break, FakeScheduler, FakeServer
+from tests.support.client_fakes import Break, Setup, Start, gradient
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
 #: Slices of four elements, alternating between the two servers: 0, 1 and half of 2 belong to "a", the rest to "b".
 INIT = {"a": np.zeros(10, np.float32), "b": np.zeros(14, np.float32)}
 ONES = {name: np.ones_like(value) for name, value in INIT.items()}
 
 
-class Setup:
-    """A handle on two fake servers, and how often its memory was withdrawn from them."""
+class Buckets(Setup):
+    """A client that pushes in buckets, and how often its memory was withdrawn from the servers."""
 
     def __init__(self) -> None:
-        self.servers = [FakeServer("server-0"), FakeServer("server-1")]
-        self.scheduler = FakeScheduler(self.servers[:])
+        super().__init__()
         self.withdrawals = 0
         self.given: list[psdist.AsyncBucket] = []
 
-    async def start(self, **settings: Any) -> Setup:
-        for server in self.servers:
-            await server.start()
-        await self.scheduler.start()
-        self.client = psdist.AsyncClient(self.scheduler.address, connect_timeout=60, **settings)
-        await self.client.connect()
-        self.handle = await self.client.parameters("p", INIT, psdist.optim.SGD())
-        self.handle.participation.shared_memory.withdraw = self._withdraw
-        return self
+    async def create(self, init: dict[str, np.ndarray] | None = None, **settings: Any) -> psdist.AsyncParameters:
+        weights = await super().create(INIT, **settings)
+        weights.participation.shared_memory.withdraw = self._withdraw
+        return weights
 
     async def _withdraw(self) -> None:
         self.withdrawals += 1
 
-    async def give(self, name: str, value: float = 1.0) -> psdist.AsyncBucket:
-        self.given.append(await self.handle.push_pull_async({name: ONES[name] * np.float32(value)}))
+    async def give(self, name: str) -> psdist.AsyncBucket:
+        self.given.append(await self.weights.push_pull_async({name: ONES[name]}))
         return self.given[-1]
 
     async def settle(self) -> None:
@@ -52,19 +44,11 @@ class Setup:
         if tasks := self.given[-1].push.tasks:
             await asyncio.wait(tasks)
 
-    def sent(self, server: int) -> list[tuple[int, int]]:
-        return self.servers[server].requests
 
-    async def stop(self) -> None:
-        await self.client.close()
-        for server in self.servers:
-            await server.stop()
-        await self.scheduler.stop()
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def setup() -> AsyncIterator[Setup]:
-    setup = await Setup().start()
+@pytest.fixture
+async def setup() -> AsyncIterator[Buckets]:
+    setup = Buckets()
+    await setup.start()
     yield setup
     await setup.stop()
 
@@ -72,7 +56,7 @@ async def setup() -> AsyncIterator[Setup]:
 REFUSAL = errors.InvalidArgumentError("refused on purpose")
 
 
-async def test_a_failed_bucket_is_given_again_and_only_the_rest_is_sent(setup: Setup) -> None:
+async def test_a_failed_bucket_is_given_again_and_only_the_rest_is_sent(setup: Buckets) -> None:
     setup.servers[1].breaks = [Break(1, REFUSAL)]
     failed = await setup.give("b")
     await setup.settle()
@@ -83,35 +67,35 @@ async def test_a_failed_bucket_is_given_again_and_only_the_rest_is_sent(setup: S
         await failed
     assert setup.withdrawals == 1
     with pytest.raises(errors.InvalidArgumentError, match="misses a, b"):
-        await setup.handle.pull()
+        await setup.weights.pull()
     first = await setup.give("a")
     with pytest.raises(errors.InvalidArgumentError, match="b must be given first"):
         await first
     second = await setup.give("b")
     values = await first | await second
     assert {name: set(value) for name, value in values.items()} == {"a": {1.0}, "b": {1.0}}
-    assert setup.handle.step == 1 and setup.handle.statistics().pushes == 1
+    assert setup.weights.step == 1 and setup.weights.statistics().pushes == 1
     # The refusal may overtake the other server's answer, which is then requested again.
-    assert set(setup.sent(0)) == {(0, 0), (0, 2), (0, 4)} and setup.sent(0).count((0, 0)) == 1
-    assert setup.sent(1).count((0, 3)) == 1 and setup.sent(1).count((0, 1)) == 1
-    assert (await setup.handle.push_pull(ONES))["b"].tolist() == [2.0] * 14
+    assert set(setup.servers[0].requests) == {(0, 0), (0, 2), (0, 4)} and setup.servers[0].requests.count((0, 0)) == 1
+    assert setup.servers[1].requests.count((0, 3)) == 1 and setup.servers[1].requests.count((0, 1)) == 1
+    assert (await setup.weights.push_pull(ONES))["b"].tolist() == [2.0] * 14
 
 
 @pytest.mark.parametrize("call", ["bucket", "pull"])
-async def test_a_failure_that_nobody_saw_is_told_by_the_next_call(setup: Setup, call: str) -> None:
+async def test_a_failure_that_nobody_saw_is_told_by_the_next_call(setup: Buckets, call: str) -> None:
     setup.servers[1].breaks = [Break(0, REFUSAL)]
     failed = await setup.give("b")
     await setup.settle()
     assert failed.done() and setup.withdrawals == 0  # the user may be writing the next bucket
     with pytest.raises(errors.InvalidArgumentError, match="on purpose"):
-        await (setup.give("a") if call == "bucket" else setup.handle.pull())
+        await (setup.give("a") if call == "bucket" else setup.weights.pull())
     assert setup.withdrawals == 1
     await setup.give("b")
     await setup.give("a")
-    assert set((await setup.handle.pull())["a"]) == {1.0} and setup.handle.step == 1
+    assert set((await setup.weights.pull())["a"]) == {1.0} and setup.weights.step == 1
 
 
-async def test_who_waits_for_a_slice_of_a_failed_bucket_is_told(setup: Setup) -> None:
+async def test_who_waits_for_a_slice_of_a_failed_bucket_is_told(setup: Buckets) -> None:
     first = await setup.give("a")
     await setup.settle()
     proceed = asyncio.Event()
@@ -131,7 +115,7 @@ async def test_who_waits_for_a_slice_of_a_failed_bucket_is_told(setup: Setup) ->
 
 @pytest.mark.parametrize("answers", [0, 1])
 @pytest.mark.parametrize("lose_answer", [False, True])
-async def test_broken_streams_apply_each_slice_once(setup: Setup, answers: int, lose_answer: bool) -> None:
+async def test_broken_streams_apply_each_slice_once(setup: Buckets, answers: int, lose_answer: bool) -> None:
     for step in range(3):
         for server in setup.servers:
             server.breaks = [Break(answers, lose_answer=lose_answer), Break(0, lose_answer=lose_answer)]
@@ -142,7 +126,7 @@ async def test_broken_streams_apply_each_slice_once(setup: Setup, answers: int, 
     assert setup.withdrawals == 0
 
 
-async def test_two_buckets_break_at_once(setup: Setup) -> None:
+async def test_two_buckets_break_at_once(setup: Buckets) -> None:
     setup.servers[0].breaks = [Break(0, REFUSAL), Break(0, REFUSAL)]
     buckets = [await setup.give("b"), await setup.give("a")]
     await setup.settle()
@@ -151,10 +135,10 @@ async def test_two_buckets_break_at_once(setup: Setup) -> None:
             await bucket
     again = [await setup.give("a"), await setup.give("b")]
     assert [set(value) for bucket in again for value in (await bucket).values()] == [{1.0}, {1.0}]
-    assert setup.handle.step == 1
+    assert setup.weights.step == 1
 
 
-async def test_a_failure_ends_the_buckets_under_way_before_their_memory_may_be_written(setup: Setup) -> None:
+async def test_a_failure_ends_the_buckets_under_way_before_their_memory_may_be_written(setup: Buckets) -> None:
     never = asyncio.Event()
     setup.servers[0].breaks = [Break(0, hang=never), Break(0, REFUSAL)]
     under_way = await setup.give("b")
@@ -167,7 +151,7 @@ async def test_a_failure_ends_the_buckets_under_way_before_their_memory_may_be_w
         await under_way
     again = [await setup.give("b"), await setup.give("a")]
     assert [set(value) for bucket in again for value in (await bucket).values()] == [{1.0}, {1.0}]
-    assert setup.handle.step == 1 and setup.withdrawals == 1
+    assert setup.weights.step == 1 and setup.withdrawals == 1
     never.set()
 
 
@@ -178,7 +162,7 @@ class Miscounted(PendingRequest):
         raise RuntimeError("miscounted on purpose")
 
 
-async def test_a_failure_of_the_accounting_is_raised_where_the_bucket_is_waited_for(setup: Setup) -> None:
+async def test_a_failure_of_the_accounting_is_raised_where_the_bucket_is_waited_for(setup: Buckets) -> None:
     bucket = await setup.give("a")
     push = bucket.push
     push.request = Miscounted(push.number, set(push.request.pending))
@@ -187,28 +171,23 @@ async def test_a_failure_of_the_accounting_is_raised_where_the_bucket_is_waited_
         await asyncio.wait_for(bucket.wait(), 20)
 
 
-async def test_a_bucket_takes_no_longer_than_a_request_may() -> None:
-    setup = await Setup().start(request_timeout=0.3)
-    try:
-        never = asyncio.Event()
-        setup.servers[0].breaks = [Break(0, hang=never)]
-        bucket = await setup.handle.push_pull_async(ONES)
-        with pytest.raises(errors.WaitTimeoutError, match=r"did not come within 0\.01 s"):
-            await bucket.wait(0.01)
-        assert not bucket.done()
-        with pytest.raises(errors.WaitTimeoutError, match=r"request_timeout=0\.3"):
-            await bucket.wait(120)
-        never.set()
-    finally:
-        await setup.stop()
+async def test_a_bucket_takes_no_longer_than_a_request_may(start: Start) -> None:
+    setup = await start(client={"request_timeout": 0.3})
+    setup.servers[0].breaks = [Break(0, hang=asyncio.Event())]
+    bucket = await setup.weights.push_pull_async(gradient())
+    with pytest.raises(errors.WaitTimeoutError, match=r"did not come within 0\.01 s"):
+        await bucket.wait(0.01)
+    assert not bucket.done()
+    with pytest.raises(errors.WaitTimeoutError, match=r"request_timeout=0\.3"):
+        await bucket.wait(120)
 
 
-async def test_a_push_that_fails_gives_its_memory_back(setup: Setup) -> None:
+async def test_a_push_that_fails_gives_its_memory_back(setup: Buckets) -> None:
     setup.servers[0].breaks = [Break(0, REFUSAL), Break(0, hang=asyncio.Event())]
     with pytest.raises(errors.InvalidArgumentError):
-        await setup.handle.push_pull(ONES)
+        await setup.weights.push_pull(ONES)
     assert setup.withdrawals == 1
-    call = asyncio.create_task(setup.handle.push(ONES))
+    call = asyncio.create_task(setup.weights.push(ONES))
     await setup.servers[0].hanging.wait()
     call.cancel()
     await asyncio.wait({call})

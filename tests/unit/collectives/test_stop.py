@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import pytest_asyncio
 
 import psdist
 from psdist.collectives.core.machine import needed_ranks
@@ -35,8 +34,6 @@ from psdist.v1 import common_pb2
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import status
 from tests.support.client_fakes import FakeScheduler
-
-pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 Call = Callable[[AsyncWorkerGroup], Coroutine[Any, Any, Any]]
 
@@ -83,7 +80,7 @@ class Scheduler(FakeScheduler):
         return found
 
 
-@pytest_asyncio.fixture(loop_scope="session")
+@pytest.fixture
 async def scheduler() -> AsyncIterator[Scheduler]:
     scheduler = Scheduler([])
     await scheduler.start()
@@ -91,7 +88,7 @@ async def scheduler() -> AsyncIterator[Scheduler]:
     await scheduler.stop()
 
 
-@pytest_asyncio.fixture(loop_scope="session")
+@pytest.fixture
 async def client(scheduler: FakeScheduler) -> AsyncIterator[psdist.AsyncClient]:
     client = await psdist.AsyncClient(scheduler.address).connect()
     yield client

@@ -1,4 +1,5 @@
-"""Connections of frames: payloads in their place on either event loop, back-pressure, limits, one end."""
+"""Connections of frames, with payloads, as headers alone and over TLS, on either event loop: frames in their place,
+back-pressure, holds, and one end. ``tests/contract`` checks refused input."""
 
 from __future__ import annotations
 
@@ -6,153 +7,123 @@ import asyncio
 import socket
 import struct
 from collections.abc import Awaitable, Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import pytest
 import uvloop
 
-from psdist.errors import InvalidArgumentError, LimitExceededError, PsdistError
 from psdist.link.frame_connection import _TURN_BYTES as TURN_BYTES
 from psdist.link.frame_connection import FrameConnection, unacknowledged_bytes
+from psdist.security.tls import TlsFiles
 from psdist.wire import limits
+from tests.support.certificates import make_ca, write_tls
+from tests.support.frame_ends import FrameEnd, frame_pair
 
 LOOPS: list[Callable[[], asyncio.AbstractEventLoop]] = [asyncio.new_event_loop, uvloop.new_event_loop]
 
 
-class End:
-    """One end of a connection, its received frames, and the errors it ended with. memory: buffer for payloads."""
-
-    def __init__(self, memory: np.ndarray | None = None) -> None:
-        self.headers: list[bytes] = []
-        self.payloads: list[bytes] = []
-        self.ends: list[PsdistError | None] = []
-        self.changed = asyncio.Event()
-        self.connection = FrameConnection(self)
-        self._memory = memory
-        self._target = memoryview(b"")
-
-    def begin_frame(self, header: bytes, size: int) -> memoryview:
-        if header == b"bad":
-            raise InvalidArgumentError("bad")
-        self.headers.append(header)
-        memory = np.empty(size, np.uint8) if self._memory is None else self._memory
-        self._target = memory[:size].data
-        self.changed.set()
-        return self._target
-
-    def end_frame(self) -> None:
-        self.payloads.append(bytes(self._target))
-        self.changed.set()
-
-    def connection_ended(self, error: PsdistError | None) -> None:
-        self.ends.append(error)
-        self.changed.set()
-
-    async def until(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(60):
-            while not condition():
-                self.changed.clear()
-                await self.changed.wait()
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
+    return write_tls(tmp_path_factory.mktemp("identity"), make_ca())
 
 
-async def pair(end: End) -> tuple[asyncio.Server, socket.socket]:
-    """Connects ``end``, and returns its listener, and the socket of the other side."""
-    loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: end.connection, "127.0.0.1", 0)
-    other = socket.socket()
-    other.setblocking(False)
-    await loop.sock_connect(other, server.sockets[0].getsockname())
-    return server, other
-
-
-def framed(header: bytes, payload: bytes = b"") -> bytes:
-    return struct.pack("<II", len(header), len(payload)) + header + payload
-
-
-async def received(other: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size and (part := await asyncio.get_running_loop().sock_recv(other, 1 << 20)):
-        data += part
-    return data
-
-
-async def payloads_come_to_their_place() -> None:
-    memory = np.zeros(1 << 20, np.uint8)
-    end = End(memory)
-    server, other = await pair(end)
-    payload = np.random.default_rng(1).integers(0, 255, memory.size, np.uint8).tobytes()
-    with other:
-        await asyncio.get_running_loop().sock_sendall(other, framed(b"a", payload) + framed(b"b"))
-        await end.until(lambda: len(end.payloads) == 2)
-        assert end.headers == [b"a", b"b"] and end.payloads == [payload, b""] and memory.tobytes() == payload
-        other.shutdown(socket.SHUT_WR)
-        await end.until(lambda: end.ends)
+async def frames_come_whole_to_their_place(kind: str, files: TlsFiles | None) -> None:
+    memory, has_payloads = np.zeros(1 << 20, np.uint8), kind != "headers"
+    end = FrameEnd(memory, has_payloads=has_payloads)
+    payload = np.random.default_rng(1).integers(0, 255, memory.size, np.uint8).tobytes() if has_payloads else b""
+    async with frame_pair(end, files, has_payloads=has_payloads) as peer:
+        data = b"".join(map(peer.framed, (b"", b"x" * 70_000, b"y"), (b"", payload, b"")))
+        cuts = [0, 2, 9, 50_000, len(data) - 1, len(data)]
+        for start, stop in pairwise(cuts):
+            await peer.send(data[start:stop])
+            await asyncio.sleep(0)
+        await end.until(lambda: len(end.payloads) == 3)
+        assert end.headers == [b"", b"x" * 70_000, b"y"] and end.payloads == [b"", payload, b""]
+        assert memory.tobytes() == (payload or bytes(memory.size))
+        peer.close()
+        assert await end.ended() is None
+        end.connection.send(b"to nobody")
     assert end.ends == [None]
-    server.close()
 
 
-async def frames_are_sent_from_where_they_lie_and_wait_for_a_reader() -> None:
-    end = End()
-    server, other = await pair(end)
-    with other:
-        await asyncio.get_running_loop().sock_sendall(other, framed(b"hello"))
-        await end.until(lambda: end.payloads)
-        memory = np.arange(1 << 18, dtype=np.float32)
-        sent = 0
+async def frames_wait_for_a_reader_and_are_sent_from_where_they_lie(kind: str, files: TlsFiles | None) -> None:
+    end, has_payloads, sent = FrameEnd(has_payloads=kind != "headers"), kind != "headers", 0
+    header = b"h" if has_payloads else b"h" * (1 << 19)
+    memory = np.arange(1 << 18 if has_payloads else 0, dtype=np.float32)
+    async with frame_pair(end, files, has_payloads=has_payloads) as peer:
         while not end.connection.is_full:
-            end.connection.send(b"h", memory.view(np.uint8).data)
+            end.connection.send(header, memory.view(np.uint8).data)
             sent += 1
-        assert end.connection.is_sending and sent < 64
+        assert end.connection.is_sending and 0 < sent < 64
+        if kind == "payloads":
+            assert sent * memory.nbytes + 9 * sent > unacknowledged_bytes(end.connection) > sent * memory.nbytes // 4
         draining = asyncio.create_task(end.connection.drain())
-        whole = framed(b"h", memory.tobytes()) * sent
-        assert len(whole) > unacknowledged_bytes(end.connection) > len(whole) // 4
-        assert await received(other, len(whole)) == whole
+        assert [await peer.frame() for _ in range(sent)] == [(header, memory.tobytes())] * sent
         await draining
-        assert unacknowledged_bytes(end.connection) == 0
-        assert not end.connection.is_sending
-    end.connection.abort()
-    server.close()
-
-
-async def an_abort_lets_go_of_memory_and_of_who_waits() -> None:
-    end = End()
-    server, other = await pair(end)
-    with other:
-        await asyncio.get_running_loop().sock_sendall(other, framed(b"hello"))
-        await end.until(lambda: end.payloads)
+        assert not end.connection.is_sending and (kind != "payloads" or unacknowledged_bytes(end.connection) == 0)
         while not end.connection.is_full:
-            end.connection.send(b"h", memoryview(bytes(1 << 20)))
+            end.connection.send(header, memory.view(np.uint8).data)
         draining = asyncio.create_task(end.connection.drain())
         end.connection.abort()
         await draining
         assert not end.connection.is_sending
         end.connection.send(b"after the end")
     assert end.ends == []
-    server.close()
 
 
-async def what_is_held_comes_later() -> None:
-    end = End()
-    server, other = await pair(end)
-    with other:
-        await asyncio.get_running_loop().sock_sendall(other, framed(b"a"))
+async def what_is_held_comes_later(kind: str, files: TlsFiles | None) -> None:
+    end, payload = FrameEnd(has_payloads=kind != "headers"), b"" if kind == "headers" else b"x" * 100_000
+    async with frame_pair(end, files, has_payloads=kind != "headers") as peer:
+        end.connection.hold()
+        end.connection.hold()
+        await peer.send(peer.framed(b"b", payload))
+        end.connection.release()
+        await asyncio.sleep(0)
+        assert end.headers == []
+        end.connection.release()
         await end.until(lambda: end.payloads)
-        end.connection.hold()
-        end.connection.hold()
-        await asyncio.get_running_loop().sock_sendall(other, framed(b"b", b"x" * 100_000))
-        end.connection.release()
-        assert end.headers == [b"a"]
-        end.connection.release()
+        end.connection.discard_payload()  # Between frames this does nothing.
+        real, holds = end.end_frame, []
+
+        def hold_at_the_first() -> None:
+            real()
+            if not holds:
+                holds.append(end.connection.hold())
+
+        end.end_frame = hold_at_the_first
+        await peer.send(peer.framed(b"c") + peer.framed(b"d", payload) + peer.framed(b"e"))
         await end.until(lambda: len(end.payloads) == 2)
-        assert end.payloads[1] == b"x" * 100_000
-    await end.until(lambda: end.ends)
-    server.close()
+        assert end.headers[1:] == [b"c"], "the rest of one read is held"
+        end.connection.release()
+        await end.until(lambda: len(end.payloads) == 4)
+        assert end.headers == [b"b", b"c", b"d", b"e"] and end.payloads == [payload, b"", payload, b""]
+
+
+CASES: list[Callable[[str, TlsFiles | None], Awaitable[None]]] = [
+    frames_come_whole_to_their_place,
+    frames_wait_for_a_reader_and_are_sent_from_where_they_lie,
+    what_is_held_comes_later,
+]
+
+
+@pytest.mark.parametrize("make_loop", LOOPS, ids=["asyncio", "uvloop"])
+@pytest.mark.parametrize("kind", ["payloads", "headers", "tls"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_connection(
+    case: Callable[[str, TlsFiles | None], Awaitable[None]],
+    kind: str,
+    make_loop: Callable[[], asyncio.AbstractEventLoop],
+    files: TlsFiles,
+) -> None:
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        runner.run(case(kind, files if kind == "tls" else None))
 
 
 async def a_sender_that_keeps_up_leaves_turns_to_other_callbacks() -> None:
     """The whole payload is in the socket or on its way, and is taken in parts, with turns of the loop between them."""
-    end, loop = End(), asyncio.get_running_loop()
-    server, other = await pair(end)
+    end, loop = FrameEnd(), asyncio.get_running_loop()
     payload, most, before = bytes(limits.DATA_MESSAGE_BYTES), 0, 0
 
     def look() -> None:
@@ -161,62 +132,53 @@ async def a_sender_that_keeps_up_leaves_turns_to_other_callbacks() -> None:
         if not end.payloads:
             loop.call_soon(look)
 
-    with other:
+    async with frame_pair(end) as peer:
         look()
-        await loop.sock_sendall(other, framed(b"a", payload))
+        await peer.send(peer.framed(b"a", payload))
         await end.until(lambda: end.payloads)
-        assert end.payloads == [payload] and 0 < most < limits.DATA_MESSAGE_BYTES - TURN_BYTES
-    server.close()
-
-
-async def what_is_no_frame_ends_the_connection() -> None:
-    for data, error in (
-        (struct.pack("<II", limits.SHARED_MESSAGE_BYTES + 1, 0), LimitExceededError),
-        (struct.pack("<II", 0, limits.DATA_MESSAGE_BYTES + 1), LimitExceededError),
-        (framed(b"bad"), InvalidArgumentError),
-    ):
-        end = End()
-        server, other = await pair(end)
-        with other:
-            await asyncio.get_running_loop().sock_sendall(other, data + framed(b"after"))
-            await end.until(lambda end=end: end.ends)
-            assert [type(one) for one in end.ends] == [error] and end.payloads == []
-        server.close()
+    assert end.payloads == [payload] and 0 < most < limits.DATA_MESSAGE_BYTES - TURN_BYTES
 
 
 async def frames_of_one_turn_are_one_write_and_keep_their_order() -> None:
-    end, (own, other) = End(), socket.socketpair()
-    for one in (own, other):
-        one.setblocking(False)
-    await asyncio.get_running_loop().create_unix_connection(lambda: end.connection, sock=own)
-    with other:
+    end = FrameEnd()
+    async with frame_pair(end) as peer:
         for header in (b"a", b"b"):
             end.connection.send_soon(header)
         end.connection.send(b"c", memoryview(b"payload"))
         end.connection.send_soon(b"d")
-        expected = framed(b"a") + framed(b"b") + framed(b"c", b"payload") + framed(b"d")
-        assert await received(other, len(expected)) == expected
+        assert [await peer.frame() for _ in range(4)] == [(b"a", b""), (b"b", b""), (b"c", b"payload"), (b"d", b"")]
         end.connection.send_soon(b"e")
         end.connection.abort()
-        assert await received(other, 1) == b""
+        with pytest.raises(ConnectionError):
+            await peer.frame()
 
 
-CASES: list[Callable[[], Awaitable[None]]] = [
-    payloads_come_to_their_place,
-    frames_are_sent_from_where_they_lie_and_wait_for_a_reader,
-    an_abort_lets_go_of_memory_and_of_who_waits,
-    what_is_held_comes_later,
-    a_sender_that_keeps_up_leaves_turns_to_other_callbacks,
-    what_is_no_frame_ends_the_connection,
-    frames_of_one_turn_are_one_write_and_keep_their_order,
-]
+async def who_does_not_read_is_not_heard(waits_for_reader: bool) -> None:
+    end = FrameEnd(has_payloads=False, waits_for_reader=waits_for_reader)
+    async with frame_pair(end, has_payloads=False) as peer:
+        while not end.connection.is_full:
+            end.connection.send(bytes(1 << 16))
+            await asyncio.sleep(0)
+        await peer.send(peer.framed(b"more"))
+        if waits_for_reader:
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert end.headers == []
+            reading = asyncio.create_task(peer.until_closed())
+        await end.until(lambda: end.headers == [b"more"])
+        end.connection.abort()
+        if waits_for_reader:
+            assert not end.connection.is_full
+            await reading
 
 
-def test_connection() -> None:
-    for new_loop in LOOPS:
-        for case in CASES:
-            with asyncio.Runner(loop_factory=new_loop) as runner:
-                runner.run(case())
+@pytest.mark.parametrize("make_loop", LOOPS, ids=["asyncio", "uvloop"])
+def test_turns_and_readers(make_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        runner.run(a_sender_that_keeps_up_leaves_turns_to_other_callbacks())
+        runner.run(frames_of_one_turn_are_one_write_and_keep_their_order())
+        for waits_for_reader in (True, False):
+            runner.run(who_does_not_read_is_not_heard(waits_for_reader))
 
 
 # --- a path that is cut -----------------------------------------------------------------------------------------------

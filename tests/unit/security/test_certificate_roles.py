@@ -23,8 +23,6 @@ from psdist.wire import auth, channels, status
 from psdist.wire.services import service_handler
 from tests.support.certificates import NOW, write_tls
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
-
 SERVICE = pb.DESCRIPTOR.services_by_name["SchedulerService"]
 CA: KeyPair = make_authority("psdist test CA", 365, NOW)
 _NO_MESSAGE = b"\xff\xff\xff"

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 
 import grpc.aio
 import pytest
-import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 
@@ -17,11 +16,10 @@ from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
 from psdist.wire import auth, channels, limits, status
 from tests.support.client_fakes import FakeScheduler
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
 TOKEN = "token-of-the-test"
 
 
-@pytest_asyncio.fixture(loop_scope="session")
+@pytest.fixture
 async def address() -> AsyncIterator[str]:
     server = channels.make_server(Credentials(TOKEN))
     scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(FakeScheduler([]), server)

@@ -10,7 +10,6 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-import pytest_asyncio
 
 from psdist import errors
 from psdist.consistency import BSP
@@ -30,7 +29,6 @@ from psdist_scheduler.run import conversions
 from psdist_scheduler.run.sqlite_store import SqliteStore
 from tests.support.scheduler_driver import Driver, caller
 
-loop = pytest.mark.asyncio(loop_scope="session")
 ECHO = "/test.Test/Echo"
 
 
@@ -269,7 +267,7 @@ class Transport:
         return data
 
 
-@pytest_asyncio.fixture(loop_scope="session")
+@pytest.fixture
 async def transport(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
     made: list[Transport] = []
 
@@ -291,7 +289,6 @@ async def _refusal(call: Any) -> errors.PsdistError:
     return status.from_call(caught.value, "peer")
 
 
-@loop
 async def test_messages_both_ways(transport: Any) -> None:
     server = await transport()
     size = limits.DATA_MESSAGE_BYTES
@@ -304,7 +301,6 @@ async def test_messages_both_ways(transport: Any) -> None:
         assert isinstance(await _refusal(small.unary_unary(ECHO)(bytes(size + 1))), errors.LimitExceededError)
 
 
-@loop
 async def test_calls_at_a_time(transport: Any) -> None:
     server = await transport(CONCURRENT_CALLS_MAX=3)
     async with (
@@ -320,7 +316,6 @@ async def test_calls_at_a_time(transport: Any) -> None:
             call.cancel()
 
 
-@loop
 async def test_connections(transport: Any) -> None:
     server = await transport(CONNECTIONS_MAX=3)
     host, port = server.address.split(":")

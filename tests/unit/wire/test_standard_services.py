@@ -15,9 +15,6 @@ from psdist.v1 import scheduler_pb2
 from psdist.wire import channels, status
 from psdist.wire.services import LIVE, READY, add_standard_services
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
-
-
 SERVICE = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
 
 

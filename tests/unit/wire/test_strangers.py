@@ -10,7 +10,6 @@ from typing import Any
 
 import grpc.aio
 import pytest
-import pytest_asyncio
 
 from psdist.security.tls import Credentials
 from psdist.v1 import server_pb2
@@ -63,7 +62,6 @@ def test_a_connection_is_a_members_from_its_first_call_with_the_token(monkeypatc
     assert machine.surplus([first, second, RemoteEnd("10.0.0.1", 3)]) == [second]
 
 
-@pytest.mark.asyncio(loop_scope="session")
 @pytest.mark.parametrize(("count", "is_looked_at"), [(2000 + 1024, False), (2000 + 1025, True)])
 async def test_many_members_alone_are_not_looked_at_each_second(
     count: int, is_looked_at: bool, monkeypatch: pytest.MonkeyPatch
@@ -96,7 +94,7 @@ async def test_many_members_alone_are_not_looked_at_each_second(
 # --- a real server ----------------------------------------------------------------------------------------------------
 
 
-@pytest_asyncio.fixture(loop_scope="session")
+@pytest.fixture
 async def address() -> AsyncIterator[str]:
     async def answer(*_: object) -> Any:
         return server_pb2.GetStatisticsResponse(epoch=7)
@@ -119,7 +117,6 @@ async def _ask(channel: grpc.aio.Channel, token: str) -> bytes:
     return answer
 
 
-@pytest.mark.asyncio(loop_scope="session")
 async def test_silent_connections_of_one_address_are_limited(
     address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

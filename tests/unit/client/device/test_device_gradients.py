@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import pytest
-import pytest_asyncio
 
 from psdist import errors
 from psdist.client.core.flat_vector import layout_of
@@ -21,11 +19,11 @@ from psdist.client.gradients import GradientVector, StaleBufferCheck
 from psdist.client.session.worker_state import DeferredArray
 from psdist.client.transport.shared_buffers import OfferedArena
 from psdist.compression import BFloat16, Cast, ChunkedTopK, Float16, Int8, PerTensor, RandomK, TopK
-from tests.support.client_fakes import Break, Setup, leave
+from tests.support.client_fakes import Break, Setup, Start
 from tests.support.host_arrays import HostArray, HostArrays
 from tests.support.host_device import needs_compiler
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), needs_compiler]
+pytestmark = needs_compiler
 
 INIT = {"v": np.zeros((10, 8), np.float32), "b": np.zeros(7, np.float32), "w": np.zeros((9, 9), np.float32)}
 CODEC = PerTensor({"*": Int8(block=16)}, min_elements=64)
@@ -33,8 +31,6 @@ RANDOM = PerTensor({"*": RandomK(0.25)}, min_elements=64)
 MOMENTUM = PerTensor({"v": TopK(0.1, momentum=0.9), "w": Int8()}, 64)
 ELEMENTS = 168
 BYTES = 4 * ELEMENTS
-
-Start = Callable[..., Awaitable[Setup]]
 
 
 def gradient(seed: int) -> dict[str, np.ndarray]:
@@ -58,18 +54,14 @@ def made(monkeypatch: pytest.MonkeyPatch) -> HostArrays:
     return found
 
 
-@pytest_asyncio.fixture(loop_scope="session")
-async def start() -> AsyncIterator[Start]:
-    setups: list[Setup] = []
+@pytest.fixture
+def start(start: Start) -> Start:
+    """Start clients that compress."""
 
-    async def start(init: dict[str, np.ndarray] = INIT, **settings: Any) -> Setup:
-        setups.append(Setup())
-        return await setups[-1].start(init, **{"compression": CODEC} | settings)
+    async def compressing(init: dict[str, np.ndarray] = INIT, **settings: Any) -> Setup:
+        return await start(init, **{"compression": CODEC} | settings)
 
-    yield start
-    for setup in setups:
-        await leave(setup.client)
-        await setup.stop()
+    return compressing
 
 
 def sent(setup: Setup) -> dict[tuple[int, int], bytes]:

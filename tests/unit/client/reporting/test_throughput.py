@@ -63,7 +63,6 @@ def test_a_push_of_each_parameter_set() -> None:
     assert rates(throughput) == (0, 0, {"encoder": 1, "head": 2})
 
 
-@pytest.mark.asyncio(loop_scope="session")
 async def test_waits_for_others_count() -> None:
     clock = Clock()
     activities = Activities(SnapshotMarks, GroupCalls())

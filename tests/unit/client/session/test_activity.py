@@ -6,12 +6,10 @@ First ``Activities`` alone, then a client and a fake scheduler, which receives w
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import numpy as np
 import pytest
-import pytest_asyncio
 
 import psdist
 from psdist import errors
@@ -19,9 +17,7 @@ from psdist.client.core.push_sequence import PushSequence, SnapshotMarks
 from psdist.client.session.waits import Activities, GroupCalls
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import status
-from tests.support.client_fakes import Break, Setup, gradient, waits_for
-
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+from tests.support.client_fakes import Break, Setup, Start, gradient, waits_for
 
 STEP = pb.Activity.Step(parameters="p", step=4)
 CIRCLE = errors.MutualWaitError("worker-0 waits for worker-1, which waits for worker-0")
@@ -274,18 +270,16 @@ async def test_a_worker_confirms_that_it_lacks_a_call_only_while_it_waits() -> N
 # --- with a scheduler -------------------------------------------------------------------------------------------------
 
 
-@pytest_asyncio.fixture(loop_scope="session")
-async def make() -> AsyncIterator[Callable[..., Any]]:
-    made: list[Setup] = []
+@pytest.fixture
+def make(start: Start) -> Start:
+    """Start clients whose scripts make their calls from one thread."""
 
     async def make(**settings: Any) -> Setup:
-        made.append(await Setup().start(**settings))
-        made[-1].client.report_waits(lambda: True)
-        return made[-1]
+        setup = await start(**settings)
+        setup.client.report_waits(lambda: True)
+        return setup
 
-    yield make
-    for setup in made:
-        await setup.stop()
+    return make
 
 
 async def heard(setup: Setup, kind: str | None, push: int = 0) -> pb.Activity:
@@ -304,7 +298,7 @@ def tell(setup: Setup, activity: pb.Activity) -> None:
 
 
 @pytest.mark.parametrize("call", ["push", "push_pull", "bucket"])
-async def test_a_step_is_told_and_ends_by_a_typed_error(make: Callable[..., Any], call: str) -> None:
+async def test_a_step_is_told_and_ends_by_a_typed_error(make: Start, call: str) -> None:
     setup = await make()
     await setup.weights.push(gradient())
     setup.servers[1].breaks = [Break(0, hang=asyncio.Event())]
@@ -321,7 +315,7 @@ async def test_a_step_is_told_and_ends_by_a_typed_error(make: Callable[..., Any]
     assert (await heard(setup, None)).sequence > activity.sequence
 
 
-async def test_a_pull_waits_for_the_steps_before(make: Callable[..., Any]) -> None:
+async def test_a_pull_waits_for_the_steps_before(make: Start) -> None:
     setup = await make()
     await setup.weights.push(gradient())
     setup.servers[1].pulling = asyncio.Event()
@@ -332,7 +326,7 @@ async def test_a_pull_waits_for_the_steps_before(make: Callable[..., Any]) -> No
     await task
 
 
-async def test_in_ssp_the_slowest_clock_is_waited_for(make: Callable[..., Any]) -> None:
+async def test_in_ssp_the_slowest_clock_is_waited_for(make: Start) -> None:
     setup = await make(consistency=psdist.SSP(2))
     for _ in range(3):
         await setup.weights.push(gradient())
@@ -345,7 +339,7 @@ async def test_in_ssp_the_slowest_clock_is_waited_for(make: Callable[..., Any]) 
     await task
 
 
-async def test_a_barrier_ends_by_a_typed_error(make: Callable[..., Any]) -> None:
+async def test_a_barrier_ends_by_a_typed_error(make: Start) -> None:
     setup = await make()
     task = asyncio.create_task(setup.client.barrier("b"))
     activity = await heard(setup, "call")
@@ -359,7 +353,7 @@ async def test_a_barrier_ends_by_a_typed_error(make: Callable[..., Any]) -> None
     assert [request.passed for request in setup.scheduler.barriers] == [0, 0]
 
 
-async def test_asynchronous_pushes_and_limited_calls_wait_for_nobody(make: Callable[..., Any]) -> None:
+async def test_asynchronous_pushes_and_limited_calls_wait_for_nobody(make: Start) -> None:
     setup = await make(consistency=psdist.ASP())
     setup.servers[1].breaks = [Break(0, hang=asyncio.Event())]
     task = asyncio.create_task(setup.weights.push_pull(gradient()))
@@ -374,7 +368,7 @@ async def test_asynchronous_pushes_and_limited_calls_wait_for_nobody(make: Calla
     await asyncio.gather(task, limited, return_exceptions=True)
 
 
-async def test_creation_is_a_call_that_all_make(make: Callable[..., Any]) -> None:
+async def test_creation_is_a_call_that_all_make(make: Start) -> None:
     setup = await make()
     creating = asyncio.Event()
     setup.servers[0].installing, setup.scheduler.created = creating, None
@@ -385,9 +379,7 @@ async def test_creation_is_a_call_that_all_make(make: Callable[..., Any]) -> Non
 
 
 @pytest.mark.parametrize("buckets", [True, False])
-async def test_a_worker_that_joined_waits_for_the_step_before_its_first(
-    make: Callable[..., Any], buckets: bool
-) -> None:
+async def test_a_worker_that_joined_waits_for_the_step_before_its_first(make: Start, buckets: bool) -> None:
     setup = await make()
     await setup.weights.push(gradient())
     setup.expel(7)

@@ -10,14 +10,11 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-import pytest_asyncio
 
 import psdist
 from psdist import errors
 from psdist.client.session import barriers
 from tests.support.client_fakes import FakeScheduler, waits_for
-
-pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 #: A time limit that expires when the test says so.
 LONG = 600.0
@@ -47,14 +44,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> Limits:
     return limits
 
 
-@pytest_asyncio.fixture(loop_scope="session")
-async def scheduler() -> AsyncIterator[FakeScheduler]:
-    scheduler = await FakeScheduler([]).start()
-    yield scheduler
-    await scheduler.stop()
-
-
-@pytest_asyncio.fixture(loop_scope="session")
+@pytest.fixture
 async def client(scheduler: FakeScheduler) -> AsyncIterator[psdist.AsyncClient]:
     client = await psdist.AsyncClient(scheduler.address).connect()
     yield client

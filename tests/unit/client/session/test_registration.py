@@ -6,19 +6,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 
 import psdist
 from psdist import errors
 from psdist.client.session.membership import Registration
 from psdist.v1 import scheduler_pb2 as pb
 from tests.support.client_fakes import FakeScheduler, waits_for
-
-pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 REFUSALS = [
     errors.ProtocolMismatchError("protocol 3 is not 4"),
@@ -27,13 +23,6 @@ REFUSALS = [
     errors.UnauthenticatedError("no token"),
     errors.LimitExceededError("4096 members are there already"),
 ]
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def scheduler() -> AsyncIterator[FakeScheduler]:
-    scheduler = await FakeScheduler([]).start()
-    yield scheduler
-    await scheduler.stop()
 
 
 async def test_it_returns_once_the_session_is_accepted(

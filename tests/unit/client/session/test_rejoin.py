@@ -8,25 +8,14 @@ import logging
 import os
 import re
 import socket
-from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
-import pytest_asyncio
 
 import psdist
 from psdist import errors
 from psdist.v1 import scheduler_pb2 as pb
-from tests.support.client_fakes import ELEMENTS, Break, FakeScheduler, FakeServer, Setup, flat, gradient, waits_for
-
-pytestmark = pytest.mark.asyncio(loop_scope="session")
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def setup() -> AsyncIterator[Setup]:
-    setup = await Setup().start()
-    yield setup
-    await setup.stop()
+from tests.support.client_fakes import ELEMENTS, Break, Setup, Start, flat, gradient, waits_for
 
 
 @pytest.mark.parametrize("who", ["session", "server", "server in the middle"])
@@ -69,8 +58,10 @@ async def test_a_push_under_way_is_dropped(
 
 @pytest.mark.parametrize("consistency", [psdist.BSP(), psdist.ASP()])
 @pytest.mark.parametrize("method", ["push", "push_pull"])
-async def test_a_push_under_way_is_finished(method: str, consistency: psdist.consistency.Consistency) -> None:
-    setup = await Setup().start(consistency=consistency)
+async def test_a_push_under_way_is_finished(
+    start: Start, method: str, consistency: psdist.consistency.Consistency
+) -> None:
+    setup = await start(consistency=consistency)
     await setup.weights.push_pull(gradient())
     setup.servers[1].breaks = [Break(1, hang=asyncio.Event())]
     call = asyncio.create_task(getattr(setup.weights, method)(gradient(2.0)))
@@ -90,7 +81,6 @@ async def test_a_push_under_way_is_finished(method: str, consistency: psdist.con
     await setup.expelled()
     await setup.weights.push(gradient())
     assert setup.scheduler.resume_pushes[-1] == pb.ResumePush(origin=1, number=2)
-    await setup.stop()
 
 
 @pytest.mark.parametrize("method", ["push", "push_pull"])
@@ -139,8 +129,10 @@ async def test_buckets_under_way_are_finished(setup: Setup) -> None:
 
 
 @pytest.mark.parametrize("consistency", [psdist.BSP(), psdist.ASP()])
-async def test_under_another_rank_only_asynchronous_pushes_go_on(consistency: psdist.consistency.Consistency) -> None:
-    setup = await Setup().start(consistency=consistency)
+async def test_under_another_rank_only_asynchronous_pushes_go_on(
+    start: Start, consistency: psdist.consistency.Consistency
+) -> None:
+    setup = await start(consistency=consistency)
     setup.scheduler.resumes = True
     setup.scheduler.register_errors = [errors.DuplicateMemberError("taken", member_id="worker-7", host="x", pid=1)]
     setup.expel(first_step=3)
@@ -148,13 +140,12 @@ async def test_under_another_rank_only_asynchronous_pushes_go_on(consistency: ps
     await setup.weights.push(gradient())
     goes_on = not isinstance(consistency, psdist.BSP)
     assert (setup.scheduler.resume_pushes[-1].origin, setup.weights.statistics().dropped) == (goes_on, not goes_on)
-    await setup.stop()
 
 
 @pytest.mark.parametrize("on_drop", ["warn", "raise", "ignore"])
-async def test_dropped_pushes_are_told_or_raised(on_drop: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_dropped_pushes_are_told_or_raised(start: Start, on_drop: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "psdist")
-    setup = await Setup().start(on_drop=on_drop)
+    setup = await start(on_drop=on_drop)
     raised = []
     for number in range(1, 8):
         setup.expel(first_step=5 * number)
@@ -171,7 +162,6 @@ async def test_dropped_pushes_are_told_or_raised(on_drop: str, caplog: pytest.Lo
     if on_drop == "warn":
         assert "So were the 2 before it" in raised[0][1] and "--worker-timeout" in raised[0][1]
     assert setup.weights.statistics().dropped == 7
-    await setup.stop()
 
 
 async def test_an_unknown_on_drop_is_refused(setup: Setup) -> None:
@@ -237,11 +227,8 @@ async def test_a_reader_goes_on(setup: Setup) -> None:
     assert reader.version == 2
 
 
-async def test_asynchronous_pushes_count_from_0_again(setup: Setup) -> None:
-    await setup.stop()
-    setup.servers = [FakeServer("server-0"), FakeServer("server-1")]
-    setup.scheduler = FakeScheduler(setup.servers[:])
-    await setup.start(consistency=psdist.ASP())
+async def test_asynchronous_pushes_count_from_0_again(start: Start) -> None:
+    setup = await start(consistency=psdist.ASP())
     for _ in range(3):
         await setup.weights.push(gradient())
     setup.expel(first_step=0)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
 import pytest
-import pytest_asyncio
 
 import psdist
 from psdist import errors
@@ -20,17 +18,14 @@ from psdist.client.session.worker_state import OWN
 from psdist.consistency import ASP, BSP
 from psdist.data.batch_position import BATCHES
 from psdist.v1 import scheduler_pb2 as pb
-from tests.support.client_fakes import ELEMENTS, Break, Setup, flat, gradient, waits_for
+from tests.support.client_fakes import ELEMENTS, Break, Setup, Start, flat, gradient, waits_for
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
 MARK, END = {"mark": pb.SnapshotCommand.Mark()}, {"end": pb.SnapshotCommand.End()}
 
 
-@pytest_asyncio.fixture(loop_scope="session")
-async def setup() -> AsyncIterator[Setup]:
-    setup = await Setup().start(consistency=psdist.ASP())
-    yield setup
-    await setup.stop()
+@pytest.fixture
+async def setup(start: Start) -> Setup:
+    return await start(consistency=psdist.ASP())
 
 
 async def marked(setup: Setup, attempt: int) -> dict[str, int]:
@@ -269,114 +264,101 @@ async def test_a_step_or_push_that_is_not_complete_must_be_completed(setup: Setu
 
 
 @pytest.mark.parametrize("consistency", [psdist.BSP(), psdist.SSP(2), psdist.ASP()])
-async def test_a_gradient_of_the_lost_course_is_dropped(consistency: psdist.consistency.Consistency) -> None:
+async def test_a_gradient_of_the_lost_course_is_dropped(
+    start: Start, consistency: psdist.consistency.Consistency
+) -> None:
     """Check the drop if a call other than the push, here one that returns no weights, is the first to see the
     rollback."""
-    setup = await Setup().start(consistency=consistency)
-    try:
-        await setup.weights.push_pull(gradient())
-        setup.roll_back(0, until=1)
-        await setup.scheduler.hello.wait()
-        await setup.weights.gradient_buffers()
-        assert setup.weights.statistics().rolled_back == 1
-        await setup.weights.push_pull(gradient())
-        assert (setup.weights.statistics().dropped, setup.weights.step) == (1, 0)
-        await setup.weights.push_pull(gradient())
-        assert (setup.weights.statistics().dropped, setup.weights.step) == (1, 1)
-        setup.roll_back(0, until=1)
-        await setup.scheduler.hello.wait()
-        await setup.weights.gradient_buffers()
-        await setup.weights.pull()
-        await setup.weights.push(gradient())
-        assert setup.weights.statistics().dropped == 1, "its weights were new"
-    finally:
-        await setup.stop()
+    setup = await start(consistency=consistency)
+    await setup.weights.push_pull(gradient())
+    setup.roll_back(0, until=1)
+    await setup.scheduler.hello.wait()
+    await setup.weights.gradient_buffers()
+    assert setup.weights.statistics().rolled_back == 1
+    await setup.weights.push_pull(gradient())
+    assert (setup.weights.statistics().dropped, setup.weights.step) == (1, 0)
+    await setup.weights.push_pull(gradient())
+    assert (setup.weights.statistics().dropped, setup.weights.step) == (1, 1)
+    setup.roll_back(0, until=1)
+    await setup.scheduler.hello.wait()
+    await setup.weights.gradient_buffers()
+    await setup.weights.pull()
+    await setup.weights.push(gradient())
+    assert setup.weights.statistics().dropped == 1, "its weights were new"
 
 
-async def test_a_run_that_goes_back_is_followed(caplog: pytest.LogCaptureFixture) -> None:
-    setup = await Setup().start()
-    try:
-        for _ in range(5):
-            await setup.weights.push_pull(gradient())
-        assert setup.weights.restored is None and setup.weights.statistics().rolled_back == 0
-        hang = asyncio.Event()
-        setup.servers[1].breaks = [Break(0, hang=hang)]
-        call = asyncio.create_task(setup.weights.push_pull(gradient()))
-        await setup.servers[1].hanging.wait()
-        setup.roll_back(2, until=4)  # The scheduler is behind.
-        assert len(flat(await call)) == ELEMENTS
-        assert (setup.weights.step, setup.weights.first_step, setup.weights.version) == (2, 2, 2)
-        statistics = setup.weights.statistics()
-        assert (statistics.dropped, statistics.rolled_back) == (1, 1)
-        assert setup.weights.restored == "000000000002-1-1-abcdef"
-        [told] = [record.getMessage() for record in caplog.records if "Lost: " in record.getMessage()]
-        assert told.endswith("resumes from snapshot 000000000002-1-1-abcdef. Lost: steps 2 to 4 of 'p'")
-        [told] = [record.getMessage() for record in caplog.records if "was dropped" in record.getMessage()]
-        assert told.startswith("step 5 of 'p' was dropped: the run went back to snapshot 000000000002-1-1-abcdef; this")
-        hang.set()
+async def test_a_run_that_goes_back_is_followed(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    setup = await start()
+    for _ in range(5):
         await setup.weights.push_pull(gradient())
-        assert setup.weights.step == 3 and setup.scheduler.commits == 1
-    finally:
-        await setup.stop()
+    assert setup.weights.restored is None and setup.weights.statistics().rolled_back == 0
+    hang = asyncio.Event()
+    setup.servers[1].breaks = [Break(0, hang=hang)]
+    call = asyncio.create_task(setup.weights.push_pull(gradient()))
+    await setup.servers[1].hanging.wait()
+    setup.roll_back(2, until=4)  # The scheduler is behind.
+    assert len(flat(await call)) == ELEMENTS
+    assert (setup.weights.step, setup.weights.first_step, setup.weights.version) == (2, 2, 2)
+    statistics = setup.weights.statistics()
+    assert (statistics.dropped, statistics.rolled_back) == (1, 1)
+    assert setup.weights.restored == "000000000002-1-1-abcdef"
+    [told] = [record.getMessage() for record in caplog.records if "Lost: " in record.getMessage()]
+    assert told.endswith("resumes from snapshot 000000000002-1-1-abcdef. Lost: steps 2 to 4 of 'p'")
+    [told] = [record.getMessage() for record in caplog.records if "was dropped" in record.getMessage()]
+    assert told.startswith("step 5 of 'p' was dropped: the run went back to snapshot 000000000002-1-1-abcdef; this")
+    hang.set()
+    await setup.weights.push_pull(gradient())
+    assert setup.weights.step == 3 and setup.scheduler.commits == 1
 
 
-async def test_one_that_does_not_rejoin_is_told_why() -> None:
-    setup = await Setup().start()
-    await setup.client.close()
-    try:
-        setup.client = await psdist.AsyncClient(setup.scheduler.address, rank=3, rejoin=False).connect()
-        await setup.scheduler.hello.wait()
-        weights = await setup.client.parameters("p")
-        setup.roll_back(2, until=3)
-        with pytest.raises(errors.FencedError, match="the run went back to snapshot 000000000002-1-1-abcdef"):
-            while True:
-                await weights.pull()
-    finally:
-        await setup.stop()
+async def test_one_that_does_not_rejoin_is_told_why(start: Start) -> None:
+    setup = await start(client={"rejoin": False})
+    setup.roll_back(2, until=3)
+    with pytest.raises(errors.FencedError, match="the run went back to snapshot 000000000002-1-1-abcdef"):
+        while True:
+            await setup.weights.pull()
 
 
 # --- worker state -----------------------------------------------------------------------------------------------------
 
 
-async def test_a_state_is_handed_in_and_given_back(caplog: pytest.LogCaptureFixture) -> None:
-    setup = await Setup().start()
+async def test_a_state_is_handed_in_and_given_back(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    setup = await start()
     scheduler, given = setup.scheduler, []
     residual = {"rest": np.zeros(300_000), "count": np.zeros(1, np.int64)}
-    try:
+    await setup.weights.keep_state(lambda: residual, given.append)
+    assert (await scheduler.reports.get()).keeps.parameters == ["p"] and not given
+    for number in range(3):
+        residual["rest"] += 0.5
+        residual["count"] += 1
+        await setup.weights.push(gradient())
+        if number == 0:
+            scheduler.command(7, mark=pb.SnapshotCommand.Mark(steps={"p": 2}))
+            report = await scheduler.reports.get()
+            assert dict(report.marked.keeps) == {"p": 1}
+    header, data = await scheduler.states.get()
+    assert (header.attempt, header.parameters, header.next, header.length) == (7, "p", 2, len(data))
+    scheduler.state = data
+    setup.roll_back(2, until=3)
+    await setup.weights.push_pull(gradient())
+    [state] = given
+    assert state["rest"].tolist() == [1.0] * 300_000 and state["count"].tolist() == [2]
+    assert state["rest"].dtype == np.float64
+    # States that broke on the way are rejected.
+    scheduler.state = data[:-1] + b"x"
+    with pytest.raises(errors.InternalError, match="not the one that was handed in"):
         await setup.weights.keep_state(lambda: residual, given.append)
-        assert (await scheduler.reports.get()).keeps.parameters == ["p"] and not given
-        for number in range(3):
-            residual["rest"] += 0.5
-            residual["count"] += 1
-            await setup.weights.push(gradient())
-            if number == 0:
-                scheduler.command(7, mark=pb.SnapshotCommand.Mark(steps={"p": 2}))
-                report = await scheduler.reports.get()
-                assert dict(report.marked.keeps) == {"p": 1}
-        header, data = await scheduler.states.get()
-        assert (header.attempt, header.parameters, header.next, header.length) == (7, "p", 2, len(data))
-        scheduler.state = data
-        setup.roll_back(2, until=3)
-        await setup.weights.push_pull(gradient())
-        [state] = given
-        assert state["rest"].tolist() == [1.0] * 300_000 and state["count"].tolist() == [2]
-        assert state["rest"].dtype == np.float64
-        # States that broke on the way are rejected.
-        scheduler.state = data[:-1] + b"x"
-        with pytest.raises(errors.InternalError, match="not the one that was handed in"):
-            await setup.weights.keep_state(lambda: residual, given.append)
-        with pytest.raises(errors.InvalidArgumentError, match="'rest' in the state of 'p' is list"):
-            scheduler.state = b""
-            await setup.weights.keep_state(lambda: {"rest": [1]}, given.append)
-    finally:
-        scheduler.save_answers.put_nowait(saved())
-        await setup.stop()
+    with pytest.raises(errors.InvalidArgumentError, match="'rest' in the state of 'p' is list"):
+        scheduler.state = b""
+        await setup.weights.keep_state(lambda: {"rest": [1]}, given.append)
+    scheduler.save_answers.put_nowait(saved())
+    await setup.client.close()
     [request] = scheduler.saves
     assert (request.reason, request.worker_id, dict(request.next)) == ("at the end", "worker-0", {"p": 2})
 
 
 async def test_the_scheduler_is_told_of_a_state_that_does_not_come(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Check the report after any kind of failure: the scheduler would wait for the state."""
 
@@ -384,34 +366,29 @@ async def test_the_scheduler_is_told_of_a_state_that_does_not_come(
         raise OSError("no room")
 
     monkeypatch.setattr(snapshot_participant, "_to_bytes", refuse)
-    setup = await Setup().start()
-    try:
-        await setup.weights.keep_state(lambda: {"rest": np.zeros(1)}, lambda state: None)
-        assert (await setup.scheduler.reports.get()).keeps.parameters == ["p"]
-        setup.scheduler.command(7, mark=pb.SnapshotCommand.Mark(steps={"p": 0}))
-        assert (await setup.scheduler.reports.get()).HasField("marked")
-        report = await setup.scheduler.reports.get()
-        assert report.attempt == 7 and "cannot be handed in: OSError: no room" in str(report.failed)
-        assert "the state of 'p' cannot be handed in" in caplog.text
-    finally:
-        setup.scheduler.save_answers.put_nowait(saved())
-        await setup.stop()
+    setup = await start()
+    await setup.weights.keep_state(lambda: {"rest": np.zeros(1)}, lambda state: None)
+    assert (await setup.scheduler.reports.get()).keeps.parameters == ["p"]
+    setup.scheduler.command(7, mark=pb.SnapshotCommand.Mark(steps={"p": 0}))
+    assert (await setup.scheduler.reports.get()).HasField("marked")
+    report = await setup.scheduler.reports.get()
+    assert report.attempt == 7 and "cannot be handed in: OSError: no room" in str(report.failed)
+    assert "the state of 'p' cannot be handed in" in caplog.text
 
 
-async def test_a_state_has_numbers_that_a_file_can_have() -> None:
-    setup = await Setup().start()
-    try:
-        for array in (np.zeros(1, np.longdouble), np.zeros(1, complex), np.array(["text"])):
-            with pytest.raises(errors.InvalidArgumentError, match="numbers of at most 8 bytes"):
-                await setup.weights.keep_state(lambda array=array: {"rest": array}, lambda state: None)
-    finally:
-        await setup.stop()
+async def test_a_state_has_numbers_that_a_file_can_have(start: Start) -> None:
+    setup = await start()
+    for array in (np.zeros(1, np.longdouble), np.zeros(1, complex), np.array(["text"])):
+        with pytest.raises(errors.InvalidArgumentError, match="numbers of at most 8 bytes"):
+            await setup.weights.keep_state(lambda array=array: {"rest": array}, lambda state: None)
 
 
 @pytest.mark.parametrize("how", ["refused", "no storage", "failed script", "scheduler gone"])
-async def test_a_client_leaves_though_what_it_keeps_is_not_saved(how: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_client_leaves_though_what_it_keeps_is_not_saved(
+    start: Start, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Check that a failed script waits for 3 s, and others as long as it takes."""
-    setup = await Setup().start()
+    setup = await start()
     await setup.weights.keep_state(dict, lambda state: None)
     requests = setup.client.snapshots
     assert requests is not None and requests.needs_last
@@ -425,7 +402,7 @@ async def test_a_client_leaves_though_what_it_keeps_is_not_saved(how: str, caplo
     else:
         refusal = errors.NoStorageError if how == "no storage" else errors.SnapshotFailedError
         setup.scheduler.save_answers.put_nowait(refusal("no"))
-    await setup.stop()
+    await setup.client.close()
     assert not requests.needs_last
     assert len(setup.scheduler.saves) == 1
     assert ("in no snapshot at the end" in caplog.text) == (how != "no storage")
@@ -450,42 +427,33 @@ async def test_a_rollback_is_not_forgotten_where_the_worker_is_expelled_while_it
             await part.start_incarnation(mine)
     await part.start_incarnation(mine)
     assert len(restored) == 1 and part.generation == scheduler.generation
-    scheduler.save_answers.put_nowait(saved())  # For the state that is saved when the client closes.
 
 
-async def test_what_psdist_keeps_lies_beside_the_users_state() -> None:
-    setup = await Setup().start()
+async def test_what_psdist_keeps_lies_beside_the_users_state(start: Start) -> None:
+    setup = await start()
     weights, scheduler = setup.weights, setup.scheduler
     own, users = list[dict[str, np.ndarray]](), list[dict[str, np.ndarray]]()
-    try:
-        part = weights.participation
-        await part.keep_state(lambda: {"rest": np.ones(3)}, own.append, prefix=OWN)
-        await weights.keep_state(lambda: {"rest": np.zeros(2)}, users.append)
-        scheduler.command(7, mark=pb.SnapshotCommand.Mark(steps={"p": 0}))
-        _, scheduler.state = await scheduler.states.get()
-        setup.roll_back(2, until=3)
-        await weights.push_pull(gradient())
-        assert [state["rest"].tolist() for state in own] == [[1.0] * 3]
-        assert [{name: a.tolist() for name, a in state.items()} for state in users] == [{"rest": [0.0] * 2}]
-        await weights.keep_state(lambda: {}, users.append)  # Also in a run that resumes from it.
-        assert len(users) == 2 and list(users[1]) == ["rest"] and users[1]["rest"].size == 2
-        for name in ("psdist.rest", f"{BATCHES}batches.taken"):
-            with pytest.raises(errors.InvalidArgumentError, match=f"'{name}' in the state of 'p' begins with"):
-                await weights.keep_state(lambda name=name: {name: np.zeros(2)}, users.append)
-    finally:
-        scheduler.save_answers.put_nowait(saved())
-        await setup.stop()
+    part = weights.participation
+    await part.keep_state(lambda: {"rest": np.ones(3)}, own.append, prefix=OWN)
+    await weights.keep_state(lambda: {"rest": np.zeros(2)}, users.append)
+    scheduler.command(7, mark=pb.SnapshotCommand.Mark(steps={"p": 0}))
+    _, scheduler.state = await scheduler.states.get()
+    setup.roll_back(2, until=3)
+    await weights.push_pull(gradient())
+    assert [state["rest"].tolist() for state in own] == [[1.0] * 3]
+    assert [{name: a.tolist() for name, a in state.items()} for state in users] == [{"rest": [0.0] * 2}]
+    await weights.keep_state(lambda: {}, users.append)  # Also in a run that resumes from it.
+    assert len(users) == 2 and list(users[1]) == ["rest"] and users[1]["rest"].size == 2
+    for name in ("psdist.rest", f"{BATCHES}batches.taken"):
+        with pytest.raises(errors.InvalidArgumentError, match=f"'{name}' in the state of 'p' begins with"):
+            await weights.keep_state(lambda name=name: {name: np.zeros(2)}, users.append)
 
 
-async def test_who_joins_a_training_under_way_is_given_no_state() -> None:
-    setup = await Setup().start()
-    try:
-        setup.scheduler.restored, setup.scheduler.state = "000000000002-1-1-abcdef", b"not read"
-        setup.expel(first_step=5)
-        await setup.expelled()
-        await setup.weights.push_pull(gradient())
-        await setup.weights.keep_state(dict, lambda state: pytest.fail("given a state"))
-        assert setup.weights.restored == "000000000002-1-1-abcdef"
-    finally:
-        setup.scheduler.save_answers.put_nowait(saved())
-        await setup.stop()
+async def test_who_joins_a_training_under_way_is_given_no_state(start: Start) -> None:
+    setup = await start()
+    setup.scheduler.restored, setup.scheduler.state = "000000000002-1-1-abcdef", b"not read"
+    setup.expel(first_step=5)
+    await setup.expelled()
+    await setup.weights.push_pull(gradient())
+    await setup.weights.keep_state(dict, lambda state: pytest.fail("given a state"))
+    assert setup.weights.restored == "000000000002-1-1-abcdef"

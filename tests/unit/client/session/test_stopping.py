@@ -6,11 +6,9 @@ First ``WorkerShutdown`` alone, then a client and a fake scheduler.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 import psdist
 from psdist.client.core.push_sequence import PushSequence, SnapshotMarks
@@ -18,8 +16,6 @@ from psdist.client.session import worker_alignment
 from psdist.client.session.worker_alignment import WorkerAlignment, WorkerShutdown
 from psdist.v1 import scheduler_pb2 as pb
 from tests.support.client_fakes import Break, Setup, flat, gradient
-
-pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 @pytest.fixture(autouse=True)
@@ -194,13 +190,6 @@ async def test_a_scheduler_that_is_heard_is_waited_for_and_one_that_is_not_is_le
 
 
 # --- with a scheduler -------------------------------------------------------------------------------------------------
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def setup() -> AsyncIterator[Setup]:
-    setup = await Setup().start()
-    yield setup
-    await setup.stop()
 
 
 def command(setup: Setup, number: int, **kind: Any) -> None:

@@ -18,8 +18,6 @@ from psdist.security.tls import Credentials
 from psdist.wire import limits
 from tests.support.client_fakes import FakeScheduler
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
-
 
 def _free_port() -> int:
     with socket.socket() as probe:

@@ -4,77 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
 import pytest
-import pytest_asyncio
 
 import psdist
 from psdist import errors
 from psdist.client.transport import delivery
 from psdist.wire import limits
-from tests.support.client_fakes import Break, FakeScheduler, FakeServer
-
-pytestmark = pytest.mark.asyncio(loop_scope="session")
-ELEMENTS = 22  # six slices of four elements, the last of two
-
-
-class Setup:
-    """Client of two fake servers, and its parameters."""
-
-    def __init__(self) -> None:
-        self.servers = [FakeServer("server-0"), FakeServer("server-1")]
-        self.scheduler = FakeScheduler(self.servers[:])
-        self.client: psdist.AsyncClient
-
-    async def heard(self) -> None:
-        """Wait until the client has the newest map."""
-        view = self.client.session.membership.view
-        while view.cluster.epoch < self.scheduler.epoch:
-            await view.changed()
-
-    async def start(self) -> Setup:
-        for server in self.servers:
-            await server.start()
-        await self.scheduler.start()
-        self.client = psdist.AsyncClient(self.scheduler.address, connect_timeout=60)
-        await self.client.connect()
-        await self.scheduler.hello.wait()
-        return self
-
-    async def create(self, **settings: Any) -> psdist.AsyncParameters:
-        optimizer = settings.pop("optimizer", psdist.optim.SGD())
-        return await self.client.parameters("p", {"w": np.zeros(ELEMENTS, np.float32)}, optimizer, **settings)
-
-    async def stop(self) -> None:
-        await self.client.close()
-        for server in self.servers:
-            await server.stop()
-        await self.scheduler.stop()
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def setup() -> AsyncIterator[Setup]:
-    setup = await Setup().start()
-    yield setup
-    await setup.stop()
-
-
-def gradient(value: float = 1.0) -> dict[str, np.ndarray]:
-    return {"w": np.full(ELEMENTS, value, np.float32)}
-
-
-async def test_steps_reach_both_servers(setup: Setup) -> None:
-    weights = await setup.create()
-    for step in range(3):
-        values = await weights.push_pull(gradient())
-        assert values["w"].tolist() == [step + 1.0] * ELEMENTS
-    await weights.push(gradient())
-    assert (await weights.pull())["w"].tolist() == [4.0] * ELEMENTS
-    assert (weights.step, weights.version) == (4, 4)
-    assert [index for step, index in setup.servers[1].requests if step == 0] == [1, 3, 5]
+from tests.support.client_fakes import ELEMENTS, Break, FakeServer, Setup, Start, flat, gradient, waits_for
 
 
 @pytest.mark.parametrize("method", ["push", "push_pull"])
@@ -83,10 +22,10 @@ async def test_steps_reach_both_servers(setup: Setup) -> None:
 async def test_a_broken_stream_applies_each_slice_once(
     setup: Setup, method: str, answers: int, lose_answer: bool
 ) -> None:
-    weights = await setup.create()
+    weights = setup.weights
     setup.servers[0].breaks = [Break(answers, lose_answer=lose_answer), Break(0, lose_answer=lose_answer)]
     await getattr(weights, method)(gradient())
-    assert (await weights.pull())["w"].tolist() == [1.0] * ELEMENTS
+    assert flat(await weights.pull()) == [1.0] * ELEMENTS
     assert weights.step == 1
     assert {header.step for header in setup.servers[0].headers} == {0}
     assert weights.statistics().resent > 0
@@ -97,7 +36,7 @@ async def test_a_broken_stream_applies_each_slice_once(
 
 
 async def test_stale_routes_are_planned_anew(setup: Setup) -> None:
-    weights = await setup.create()
+    weights = setup.weights
     setup.servers[0].breaks = [Break(1, errors.StaleEpochError("epoch 3 is over"))]
     moving = setup.servers[0]
 
@@ -110,16 +49,9 @@ async def test_stale_routes_are_planned_anew(setup: Setup) -> None:
         setup.scheduler.publish()
 
     _, values = await asyncio.gather(move(), weights.push_pull(gradient()))
-    assert values["w"].tolist() == [1.0] * ELEMENTS
+    assert flat(values) == [1.0] * ELEMENTS
     assert {index for _, index in setup.servers[1].requests} >= {2, 4}
     assert setup.servers[1].headers[-1].identity.epoch == setup.scheduler.epoch
-
-
-async def waits_for(setup: Setup, words: str) -> None:
-    """Wait until a call reports that it waits for this."""
-    waits = setup.client.session.waits
-    while not any(words in wait.reason for wait in waits.open_waits.values()):  # noqa: ASYNC110 - yields, and no more
-        await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("method", ["push", "push_pull"])
@@ -128,22 +60,22 @@ async def waits_for(setup: Setup, words: str) -> None:
 async def test_a_backup_takes_over_in_the_middle_of_a_push(
     setup: Setup, method: str, lose_answer: bool, news: str
 ) -> None:
-    weights = await setup.create()
+    weights = setup.weights
     dying, successor = setup.servers[1], setup.servers[0]
     dying.breaks = [Break(1, hang=asyncio.Event(), lose_answer=lose_answer)]
     call = asyncio.create_task(getattr(weights, method)(gradient()))
     await dying.hanging.wait()
     if news != "map":
         setup.scheduler.lose(dying)
-        await waits_for(setup, "for a new primary of shard 1 of 'p' in place of server-1 (lost: its process was kill")
+        await waits_for(setup.client, "for a new primary of shard 1 of 'p' in place of server-1 (lost: its proc")
     if news != "loss":
         setup.scheduler.servers.remove(dying)
         setup.scheduler.publish()
-        await waits_for(setup, "for a new primary of shard 1 of 'p' in place of server-1 (lost: ")
+        await waits_for(setup.client, "for a new primary of shard 1 of 'p' in place of server-1 (lost: ")
     assert not call.done()
     setup.scheduler.promote(dying, successor)
     await call
-    assert (await weights.pull())["w"].tolist() == [1.0] * ELEMENTS
+    assert flat(await weights.pull()) == [1.0] * ELEMENTS
     assert weights.step == 1
     # The same number to the new primary, and only for slices that the old one had not answered.
     assert [header.step for header in successor.headers] == [0, 0]
@@ -155,7 +87,7 @@ async def test_a_backup_takes_over_in_the_middle_of_a_push(
 
 
 async def test_a_backup_that_dies_in_its_turn_is_followed(setup: Setup) -> None:
-    weights = await setup.create()
+    weights = setup.weights
     first, second = setup.servers
     second.breaks = [Break(1, hang=asyncio.Event())]
     call = asyncio.create_task(weights.push_pull(gradient()))
@@ -167,23 +99,23 @@ async def test_a_backup_that_dies_in_its_turn_is_followed(setup: Setup) -> None:
     setup.scheduler.promote(second, first)
     await first.hanging.wait()
     setup.scheduler.promote(first, third)
-    assert (await call)["w"].tolist() == [1.0] * ELEMENTS
+    assert flat(await call) == [1.0] * ELEMENTS
     # The map may arrive while the first slices are already routed again: then they arrive in two requests. Slices that
     # were answered before their server died are not sent again.
     assert {step for step, _ in third.requests} == {0} and len(third.weights) == 6
 
 
 async def test_a_server_without_news_is_tried_again_and_the_wait_says_why(setup: Setup) -> None:
-    weights = await setup.create()
+    weights = setup.weights
     setup.servers[1].breaks = [Break(1)] * 3
     call = asyncio.create_task(weights.push_pull(gradient()))
-    await waits_for(setup, f"for server-1 ({setup.servers[1].address}) to be reachable again, for step 0 of 'p'")
-    assert (await call)["w"].tolist() == [1.0] * ELEMENTS
+    await waits_for(setup.client, f"for server-1 ({setup.servers[1].address}) to be reachable again, for step 0 of 'p'")
+    assert flat(await call) == [1.0] * ELEMENTS
 
 
 async def test_the_wait_names_the_cause_that_the_probe_found(setup: Setup) -> None:
     """gRPC reports a refused certificate as "Socket closed". The probe makes a handshake of its own."""
-    weights = await setup.create()
+    weights = setup.weights
     remedy = "its certificate is not of a CA in ca.pem: give both sides the same CA"
 
     async def probe(address: str) -> None:
@@ -194,18 +126,18 @@ async def test_the_wait_names_the_cause_that_the_probe_found(setup: Setup) -> No
     setup.servers[1].breaks = [Break(0)] * 3
     call = asyncio.create_task(weights.push_pull(gradient()))
     async with asyncio.timeout(50):
-        await waits_for(setup, remedy)
-    assert (await call)["w"].tolist() == [1.0] * ELEMENTS
+        await waits_for(setup.client, remedy)
+    assert flat(await call) == [1.0] * ELEMENTS
 
 
 async def test_a_server_that_came_back_empty_is_not_asked(setup: Setup) -> None:
-    weights = await setup.create()
+    weights = setup.weights
     setup.servers[1].incarnation = 2
     setup.scheduler.lives["server-1"] = 1  # the shard's primary
     setup.scheduler.publish()
     await setup.heard()
     call = asyncio.create_task(weights.push(gradient()))
-    await waits_for(setup, "for a new primary of shard 1 of 'p' in place of server-1")
+    await waits_for(setup.client, "for a new primary of shard 1 of 'p' in place of server-1")
     setup.scheduler.promote(setup.servers[1], setup.servers[0])
     await call
     assert not setup.servers[1].headers
@@ -213,7 +145,7 @@ async def test_a_server_that_came_back_empty_is_not_asked(setup: Setup) -> None:
 
 @pytest.mark.parametrize("news", ["news", "map"])
 async def test_a_lost_shard_ends_the_call_at_once(setup: Setup, news: str) -> None:
-    weights = await setup.create()
+    weights = setup.weights
     setup.servers[1].breaks = [Break(1, hang=asyncio.Event())]
     call = asyncio.create_task(weights.push_pull(gradient()))
     await setup.servers[1].hanging.wait()
@@ -233,9 +165,9 @@ async def test_a_lost_shard_ends_the_call_at_once(setup: Setup, news: str) -> No
         await weights.pull()
 
 
-async def test_initial_values_go_to_the_heir_of_a_server_that_is_lost(setup: Setup) -> None:
+async def test_initial_values_go_to_the_heir_of_a_server_that_is_lost(connected: Setup) -> None:
+    setup, release = connected, asyncio.Event()
     dying, successor = setup.servers[1], setup.servers[0]
-    release = asyncio.Event()
     successor.installing = release
     creating = asyncio.create_task(setup.create())
     await dying.installed.wait()
@@ -245,24 +177,24 @@ async def test_initial_values_go_to_the_heir_of_a_server_that_is_lost(setup: Set
     release.set()
     weights = await creating
     assert sorted(successor.weights) == list(range(6)) and setup.scheduler.commits == 1
-    assert (await weights.push_pull(gradient()))["w"].tolist() == [1.0] * ELEMENTS
+    assert flat(await weights.push_pull(gradient())) == [1.0] * ELEMENTS
 
 
 @pytest.mark.parametrize(
     "error", [errors.NotMemberError("out"), errors.FutureStepError("step 0"), errors.InvalidArgumentError("no")]
 )
 async def test_what_a_server_refuses_is_raised_and_the_step_stays(setup: Setup, error: errors.PsdistError) -> None:
-    weights = await setup.create()
+    weights = setup.weights
     setup.servers[0].breaks = [Break(1, error)]
     with pytest.raises(type(error), match=error.message):
         await weights.push_pull(gradient())
     assert weights.step == 0
-    assert (await weights.push_pull(gradient()))["w"].tolist() == [1.0] * ELEMENTS
+    assert flat(await weights.push_pull(gradient())) == [1.0] * ELEMENTS
     assert weights.step == 1
 
 
 async def test_a_refusal_is_found_also_where_it_is_hidden_at_first(setup: Setup) -> None:
-    weights = await setup.create()
+    weights = setup.weights
     setup.servers[0].breaks = [Break(0, errors.NotMemberError("out"), abrupt=True) for _ in range(100)]
     with pytest.raises(errors.NotMemberError, match="out"):
         await weights.push_pull(gradient())
@@ -270,7 +202,7 @@ async def test_a_refusal_is_found_also_where_it_is_hidden_at_first(setup: Setup)
 
 
 async def test_a_cancelled_push_goes_on_under_the_same_step(setup: Setup) -> None:
-    weights = await setup.create()
+    weights = setup.weights
     setup.servers[0].breaks = [Break(1, hang=asyncio.Event())]
     call = asyncio.create_task(weights.push_pull(gradient()))
     await setup.servers[0].hanging.wait()
@@ -278,13 +210,12 @@ async def test_a_cancelled_push_goes_on_under_the_same_step(setup: Setup) -> Non
     with pytest.raises(asyncio.CancelledError):
         await call
     assert weights.step == 0
-    assert (await weights.push_pull(gradient()))["w"].tolist() == [1.0] * ELEMENTS
+    assert flat(await weights.push_pull(gradient())) == [1.0] * ELEMENTS
 
 
-async def test_without_rejoin_a_fenced_session_ends_calls_under_way_and_to_come(setup: Setup) -> None:
-    await setup.client.close()
-    setup.client = await psdist.AsyncClient(setup.scheduler.address, rejoin=False).connect()
-    weights = await setup.create()
+async def test_without_rejoin_a_fenced_session_ends_calls_under_way_and_to_come(start: Start) -> None:
+    setup = await start(client={"rejoin": False})
+    weights = setup.weights
     setup.servers[0].breaks = [Break(0, hang=asyncio.Event())]
     call = asyncio.create_task(weights.push_pull(gradient()))
     await setup.servers[0].hanging.wait()
@@ -297,23 +228,21 @@ async def test_without_rejoin_a_fenced_session_ends_calls_under_way_and_to_come(
 
 
 async def test_a_dead_scheduler_does_not_disturb_pushes(setup: Setup) -> None:
-    weights = await setup.create()
+    weights = setup.weights
     port = int(setup.scheduler.address.rpartition(":")[2])
     await setup.scheduler.stop()
     setup.servers[0].breaks = [Break(1)]
-    assert (await weights.push_pull(gradient()))["w"].tolist() == [1.0] * ELEMENTS
+    assert flat(await weights.push_pull(gradient())) == [1.0] * ELEMENTS
     setup.scheduler.hello.clear()
     await setup.scheduler.start(port)
     await setup.scheduler.hello.wait()
     assert len(setup.scheduler.registrations) == 1  # The session came back without another registration.
-    assert (await weights.push_pull(gradient()))["w"].tolist() == [2.0] * ELEMENTS
+    assert flat(await weights.push_pull(gradient())) == [2.0] * ELEMENTS
 
 
-async def test_request_timeout_says_what_was_waited_for(setup: Setup) -> None:
-    await setup.client.close()
-    setup.client = psdist.AsyncClient(setup.scheduler.address, request_timeout=0.2)
-    await setup.client.connect()
-    weights = await setup.create()
+async def test_request_timeout_says_what_was_waited_for(start: Start) -> None:
+    setup = await start(client={"request_timeout": 0.2})
+    weights = setup.weights
     setup.servers[1].breaks = [Break(0, hang=asyncio.Event())]
     with pytest.raises(errors.WaitTimeoutError, match=r"step 0 of 'p' took longer than request_timeout=0.2 s.*server-"):
         await weights.push(gradient())
@@ -324,18 +253,10 @@ async def test_request_timeout_says_what_was_waited_for(setup: Setup) -> None:
         await weights.push(gradient())
 
 
-async def test_non_finite_gradients_are_not_sent(setup: Setup) -> None:
-    weights = await setup.create()
-    bad = gradient()
-    bad["w"][7] = np.nan
-    with pytest.raises(errors.NonFiniteGradientError, match="'w' holds 1 NaN or Inf of 22"):
-        await weights.push_pull(bad)
-    assert weights.step == 0 and not setup.servers[0].headers
-
-
-async def test_non_finite_gradients_abstain_where_so_declared(setup: Setup) -> None:
-    weights = await setup.create(non_finite="skip", compression="float16")
-    assert (await weights.push_pull(gradient(1e6)))["w"].tolist() == [0.0] * ELEMENTS
+async def test_non_finite_gradients_abstain_where_so_declared(start: Start) -> None:
+    setup = await start(non_finite="skip", compression="float16")
+    weights = setup.weights
+    assert flat(await weights.push_pull(gradient(1e6))) == [0.0] * ELEMENTS
     assert all(server.headers[0].abstain for server in setup.servers)
     assert (weights.step, weights.statistics().abstained) == (1, 1)
 
@@ -345,33 +266,33 @@ async def test_non_finite_gradients_abstain_where_so_declared(setup: Setup) -> N
     [(psdist.BSP(), 1.0, 0.0), (psdist.ASP(), 1.0, np.sqrt(ELEMENTS)), (psdist.ASP(), 0.0, 0.0)],
 )
 async def test_the_norm_goes_along_where_servers_need_it(
-    setup: Setup, consistency: object, norm: float, sent: float
+    start: Start, consistency: object, norm: float, sent: float
 ) -> None:
-    weights = await setup.create(consistency=consistency, optimizer=psdist.optim.SGD(max_grad_norm=norm))
-    await weights.push(gradient())
+    setup = await start(consistency=consistency, optimizer=psdist.optim.SGD(max_grad_norm=norm))
+    await setup.weights.push(gradient())
     assert [server.headers[0].grad_norm for server in setup.servers] == [pytest.approx(sent)] * 2
 
 
 async def test_calls_of_several_tasks_take_turns(setup: Setup) -> None:
-    weights = await setup.create()
+    weights = setup.weights
     await asyncio.gather(*(weights.push(gradient()) for _ in range(5)))
-    assert (await weights.pull())["w"].tolist() == [5.0] * ELEMENTS
+    assert flat(await weights.pull()) == [5.0] * ELEMENTS
 
 
 async def test_out_is_written_in_place(setup: Setup) -> None:
-    weights = await setup.create()
-    out = {"w": np.empty(ELEMENTS, np.float32)}
+    weights = setup.weights
+    out = gradient(np.nan)
     values = await weights.push_pull(gradient(), out=out)
-    assert values["w"] is out["w"] and out["w"].tolist() == [1.0] * ELEMENTS
+    assert values["w"] is out["w"] and flat(out) == [1.0] * ELEMENTS
     with pytest.raises(errors.ShapeMismatchError):
-        await weights.pull(out={"w": np.empty(3, np.float32)})
+        await weights.pull(out=out | {"w": np.empty(3, np.float32)})
 
 
 async def test_waits_that_last_are_told(
     setup: Setup, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "REPORT_WAIT_SECONDS", 0.05)
-    weights = await setup.create()
+    weights = setup.weights
     answer = asyncio.Event()
     setup.servers[0].breaks = [Break(0, hang=answer)]
     told = asyncio.Event()
@@ -390,12 +311,12 @@ async def test_waits_that_last_are_told(
 
 
 async def test_the_same_name_gives_the_same_handle(setup: Setup) -> None:
-    weights = await setup.create()
+    weights = setup.weights
     assert await setup.create() is weights
     with pytest.raises(errors.SettingsMismatchError, match="optimizer"):
         await setup.create(optimizer=psdist.optim.Adam())
     with pytest.raises(errors.LayoutMismatchError, match="'w' has shape"):
-        await setup.client.parameters("p", {"w": np.zeros(3, np.float32)}, psdist.optim.SGD())
+        await setup.create(gradient() | {"w": np.zeros(3, np.float32)})
 
 
 @pytest.mark.parametrize(
@@ -413,16 +334,16 @@ async def test_the_same_name_gives_the_same_handle(setup: Setup) -> None:
     ],
 )
 async def test_bad_settings_reach_nobody(
-    setup: Setup, arguments: dict[str, Any], error: type[Exception], words: str
+    connected: Setup, arguments: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     good = {"name": "p", "init": {"w": np.zeros(3, np.float32)}, "optimizer": psdist.optim.SGD()}
     with pytest.raises(error, match=words):
-        await setup.client.parameters(**(good | arguments))
-    assert setup.scheduler.created is None
+        await connected.client.parameters(**(good | arguments))
+    assert connected.scheduler.created is None
 
 
 async def test_closing_leaves_and_closes_once(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:
-    weights = await setup.create()
+    weights = setup.weights
     await setup.client.close()
     assert setup.scheduler.left and not caplog.records
     await setup.client.close()
@@ -439,11 +360,11 @@ async def test_a_server_that_denies_the_parameters_is_asked_again(
     """Check that it asks again. The server follows a scheduler that was started with an older record, which the session
     finds out."""
     monkeypatch.setattr(delivery, "_NEWER_MAP_SECONDS", 0.01)
-    weights = await setup.create()
+    weights = setup.weights
     denial = errors.UnknownParametersError("server-0 holds nothing of parameters 'p'")
     setup.servers[0].breaks = [Break(0, denial), Break(1, denial)]
     await getattr(weights, method)(gradient())
-    assert (await weights.pull())["w"].tolist() == [1.0] * ELEMENTS
+    assert flat(await weights.pull()) == [1.0] * ELEMENTS
     setup.servers[0].breaks = [Break(0, denial) for _ in range(100)]
     with pytest.raises(errors.UnknownParametersError):
         await getattr(weights, method)(gradient())
