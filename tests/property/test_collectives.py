@@ -200,30 +200,11 @@ def test_every_call_ends_though_ranks_die(made: list[Scenario], seed: int, data:
             made[number].check(rank)
         else:
             assert isinstance(call.error, WorkerLostError) and call.error.details["rank"] in map(str, network.dead)
-
-
-@given(scenarios(), st.integers(0, 1 << 30), st.data())
-def test_a_result_at_the_rank_that_dies_is_a_result_at_all(
-    made: list[Scenario], seed: int, data: st.DataObject
-) -> None:
-    size = made[0].size
-    network, victim = network_of(size, seed, made), data.draw(st.integers(0, size - 1))
-    events, death = 0, data.draw(st.integers(0, 60))
-    started = {
-        (number, rank): network.start(rank, one.plan(rank)) for number, one in enumerate(made) for rank in range(size)
-    }
-
-    def happened() -> None:
-        nonlocal events
-        events += 1
-        if events == death:
-            network.kill(victim)
-
-    network.run(happened)
-    for (number, rank), call in started.items():
-        if started[number, victim].has_ended and started[number, victim].error is None:
-            assert call.error is None, "a call failed that had its result at the rank that was lost"
-            made[number].check(rank)
+    if len(network.dead) == 1:
+        (victim,) = network.dead
+        for (number, _), call in started.items():
+            if started[number, victim].has_ended and started[number, victim].error is None:
+                assert call.error is None, "a call failed that had its result at the rank that was lost"
 
 
 def end_by_calls_that_differ(size: int, seed: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from psdist_server.kernels import means
 from psdist_server.kernels.optimizers import Rule, Run
 from psdist_server.kernels.updates import UPDATES
 from tests.support import reference
+from tests.support.dense_updates import SPECS
 from tests.support.example_counts import examples
 from tests.support.fused_update import update
 
@@ -26,45 +26,6 @@ Array = NDArray[Any]
 
 pytestmark = pytest.mark.usefixtures("execution")
 
-#: One of each optimizer and kernel; with weight decay, schedule and warm-up, and with a second group of elements.
-SPECS: list[optim.Optimizer] = [
-    optim.SGD(lr=0.1),
-    optim.SGD(lr=0.1, weight_decay=0.1, overrides=(optim.override("*", weight_decay=0.0),)),
-    optim.SGD(lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.1, schedule=optim.Cosine(9, warmup_steps=3)),
-    optim.SGD(lr=0.1, momentum=0.9, nesterov=True, overrides=(optim.override("*", lr=0.7),)),
-    optim.Adam(schedule=optim.Linear(5, warmup_steps=2), overrides=(optim.override("*", beta1=0.5, eps=0.1),)),
-    optim.Adam(lr=0.1, weight_decay=0.1, betas=(0.0, 0.5)),
-    optim.AdamW(lr=0.1, overrides=(optim.override("*", weight_decay=0.0),), schedule=optim.Step(2)),
-    optim.Adagrad(lr=0.1, lr_decay=0.1, weight_decay=0.1, initial_accumulator_value=0.5),
-    optim.Adagrad(overrides=(optim.override("*", eps=1.0),), schedule=optim.Polynomial(8, 2.0)),
-    optim.RMSprop(weight_decay=0.1, overrides=(optim.override("*", alpha=0.5),)),
-    optim.RMSprop(momentum=0.9, schedule=optim.Cosine(5)),
-    optim.RMSprop(centered=True),
-    optim.RMSprop(centered=True, momentum=0.5, weight_decay=0.1, overrides=(optim.override("*", eps=0.1),)),
-    optim.SGD(lr=0.1, overrides=(optim.override("*", momentum=0.9, nesterov=True),)),
-    optim.SGD(lr=0.1, momentum=0.9, maximize=True, overrides=(optim.override("*", momentum=0.0),)),
-    optim.Adam(amsgrad=True, overrides=(optim.override("*", decoupled_weight_decay=True, amsgrad=False),)),
-    optim.Adam(maximize=True, overrides=(optim.override("*", amsgrad=True, maximize=False),)),
-    optim.AdamW(amsgrad=True, weight_decay=0.1, betas=(0.5, 0.5)),
-    optim.Adagrad(maximize=True, overrides=(optim.override("*", initial_accumulator_value=0.5),)),
-    optim.RMSprop(overrides=(optim.override("*", momentum=0.9, centered=True),)),
-    optim.RMSprop(centered=True, maximize=True, overrides=(optim.override("*", centered=False, momentum=0.5),)),
-    optim.Adadelta(weight_decay=0.1, overrides=(optim.override("*", rho=1.0, lr=0.1),)),
-    optim.Adamax(weight_decay=0.1, maximize=True, schedule=optim.Cosine(9, 0.1)),
-    optim.NAdam(weight_decay=0.1, overrides=(optim.override("*", decoupled_weight_decay=True),)),
-    optim.RAdam(betas=(0.9, 0.9), weight_decay=0.1, overrides=(optim.override("*", beta2=0.5, maximize=True),)),
-    optim.Rprop(overrides=(optim.override("*", lr=10.0, etaplus=3.0, step_size_max=20.0),)),
-    optim.Rprop(maximize=True, schedule=optim.Constant(warmup_steps=4, warmup_start=0.0)),
-    optim.ASGD(t0=2.0, weight_decay=0.1, lambd=0.1, overrides=(optim.override("*", lr=0.1, t0=0.0),)),
-    optim.ASGD(schedule=optim.Linear(4, 0.5), overrides=(optim.override("*", end_factor=0.1),)),
-    optim.Lion(lr=0.1, weight_decay=0.1, schedule=optim.Constant(warmup_steps=4)),
-    optim.Lion(lr=0.1, maximize=True),
-    optim.FTRL(lr=0.5, maximize=True),
-    optim.FTRL(lr=0.5, overrides=(optim.override("*", lr=0.1, l1=1.0, l2=0.0, beta=0.0),)),
-    optim.FTRL(lr=0.5, l1=0.3, l2=0.2, schedule=optim.Linear(4, warmup_steps=3, warmup_start=0.0)),
-    optim.Mean(),
-    optim.Mean(lr=0.3, overrides=(optim.override("*", lr=1.0),)),
-]
 
 lengths = st.one_of(st.integers(0, 70), st.sampled_from([255, 256, 257, 511, 513, 4095, 4096, 4097, 8209]))
 seeds = st.integers(0, 2**32 - 1)
@@ -191,52 +152,6 @@ def fresh(rule: Rule, weights: Array, runs: Sequence[Run]) -> tuple[Array, ...]:
     return states
 
 
-def cut(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
-    """Return the part of ``runs`` inside [start, stop), relative to ``start``."""
-    inside = ((max(a, start) - start, min(b, stop) - start, group) for a, b, group in runs)
-    return [run for run in inside if run[0] < run[1]]
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.kind)
-@examples(6)
-@given(
-    lengths, seeds, kinds, kinds, st.floats(0, 1), st.sampled_from([1.0, 0.5, 1 / 3, 0.0]), st.sampled_from([0, 1, 999])
-)
-def test_update(
-    spec: optim.Optimizer, size: int, seed: int, kind: str, other: str, split: float, scale: float, since: int
-) -> None:
-    """Six steps equal the reference.
-
-    The update is applied to the whole or to two pieces, with two groups of elements. The state begins with the
-    parameters, or later.
-    """
-    rule = Rule(spec, since)
-    edge, middle = int(size * split), size // 2
-    runs = [(0, edge, 0), (edge, size, len(spec.overrides))]
-    weights = draw(size, seed, kind)
-    states = fresh(rule, weights, runs)
-    expected, expected_states = weights.copy(), tuple(state.copy() for state in states)
-    pieces, piece_states = weights.copy(), tuple(state.copy() for state in states)
-    for step in range(since, since + 6):
-        gradient = draw(size, seed + 1 + step, kind if step % 2 else other)
-        mean = np.full(size, np.nan, np.float32)
-        update(rule, weights, states, gradient, step, scale, runs, mean)
-        for start, stop, group in runs:
-            if rule.scalars(step, scale)[group] is not None:  # Otherwise nothing is applied or written.
-                assert_same(mean[start:stop], gradient[start:stop])
-        for start, stop in ((middle, size), (0, middle)):
-            parts = tuple(state[start:stop] for state in piece_states)
-            update(rule, pieces[start:stop], parts, gradient[start:stop], step, scale, cut(runs, start, stop))
-        for start, stop, group in runs:
-            parts = tuple(state[start:stop] for state in expected_states)
-            values, own = spec.group_values(group), replace(spec, schedule=spec.group_schedule(group))
-            reference.update(own, values, expected[start:stop], parts, gradient[start:stop], step, scale, since)
-        for ours, theirs in zip((weights, *states), (expected, *expected_states), strict=True):
-            assert_same(ours, theirs)
-        for ours, theirs in zip((weights, *states), (pieces, *piece_states), strict=True):
-            assert_same(ours, theirs)
-
-
 _BELOW_ONE, _POSITIVE, _ANY = (0.0, 0.3, 0.999), (1e-8, 0.3, 1e3), (0.0, 1e-8, 0.3, 0.999, 1.5, 1e3)
 #: Values of hyperparameters to choose from. Other names take ``_ANY``.
 POOLS: dict[str, tuple[float, ...]] = {
@@ -256,18 +171,21 @@ def values_of(draw: st.DrawFn, kind: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("kind", optim.OPTIMIZERS)
-@examples(6)
-@given(data=st.data(), size=st.integers(1, 300), seed=seeds)
-def test_update_with_any_settings(kind: str, data: st.DataObject, size: int, seed: int) -> None:
-    """Three steps equal the reference, with two groups that differ in any settings."""
+@examples(12)
+@given(data=st.data(), size=st.integers(1, 300), seed=seeds, weights_are=kinds, gradients_are=kinds)
+def test_update_with_any_settings(
+    kind: str, data: st.DataObject, size: int, seed: int, weights_are: str, gradients_are: str
+) -> None:
+    """Three steps equal the reference, with two groups that differ in any settings. ``test_dense`` checks schedules,
+    batches, and states that begin later."""
     others = optim.override("*", **data.draw(values_of(kind)))
     spec = optim.optimizer_from_values(kind, data.draw(values_of(kind)), optim.Linear(4, 0.5), 0.0, (others,))
-    rule, weights = Rule(spec), draw(size, seed)
+    rule, weights = Rule(spec), draw(size, seed, weights_are)
     runs = [(0, size // 2, 0), (size // 2, size, 1)]
     states = fresh(rule, weights, runs)
     expected, expected_states = weights.copy(), tuple(state.copy() for state in states)
     for step in range(3):
-        gradient = draw(size, seed + 1 + step)
+        gradient = draw(size, seed + 1 + step, gradients_are if step % 2 else "normal")
         update(rule, weights, states, gradient, step, runs=runs)
         for start, stop, group in runs:
             parts = tuple(state[start:stop] for state in expected_states)

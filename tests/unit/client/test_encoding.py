@@ -18,7 +18,7 @@ from psdist.client.core.push_sequence import ReadySlices
 from psdist.client.encoding import EncodedPush, Encoding, _run_in_threads
 from psdist.client.participation import Participation
 from psdist.client.reporting.phase_timer import PhaseTimer
-from psdist.compression import Codec, Float16, Int8, PerTensor, RandomK, segments
+from psdist.compression import Float16, Int8, PerTensor, RandomK, segments
 from psdist.types import Layout, Slicing, TensorSpec
 from psdist.v1 import common_pb2
 from psdist.v1 import scheduler_pb2 as pb
@@ -178,23 +178,6 @@ class TestSentMeanwhile:
         await setup.weights.push_pull(gradient(1))
         await is_all_there(setup, 0, 1)
 
-    async def test_one_that_is_given_up_is_encoded_to_its_end(
-        self, start: Start, monkeypatch: pytest.MonkeyPatch, first_sent: threading.Event
-    ) -> None:
-        setup = await start()
-        await setup.weights.push_pull(gradient(0))
-        first_sent.clear()
-        gate = Gate(setup, monkeypatch)
-        call = asyncio.create_task(setup.weights.push_pull(gradient(1)))
-        assert await asyncio.to_thread(first_sent.wait, 60)
-        call.cancel()
-        gate.go.set()
-        await asyncio.wait({call})
-        assert call.cancelled()
-        await setup.weights.push(gradient(8))  # Counts for nothing.
-        assert setup.weights.step == 2 and same_bytes(setup)
-        await is_all_there(setup, 0, 1)
-
     async def test_nothing_reads_a_gradient_after_its_push_however_often_that_is_cancelled(
         self, start: Start, monkeypatch: pytest.MonkeyPatch, first_sent: threading.Event
     ) -> None:
@@ -215,16 +198,6 @@ class TestSentMeanwhile:
             values[...] = 7e3
         setup.servers[0].breaks = []
         await setup.weights.push(gradient(8))
-        assert setup.weights.step == 2 and same_bytes(setup)
-        await is_all_there(setup, 0, 1)
-
-    async def test_one_that_cannot_be_encoded_raises_and_can_be_made_again(
-        self, start: Start, monkeypatch: pytest.MonkeyPatch, first_sent: threading.Event
-    ) -> None:
-        setup = await start()
-        await setup.weights.push_pull(gradient(0))
-        await fail_to_encode(setup, monkeypatch, first_sent, gradient(1))
-        await setup.weights.push(gradient(1))
         assert setup.weights.step == 2 and same_bytes(setup)
         await is_all_there(setup, 0, 1)
 
@@ -258,12 +231,6 @@ class TestSentMeanwhile:
         await setup.weights.push(gradient(1))
         assert setup.weights.step == 2 and same_bytes(setup)
         await is_all_there(setup, 0, 1)
-
-    @pytest.mark.parametrize("codec", [RandomK(0.5, error_feedback=False), Int8(block=16, error_feedback=False)])
-    async def test_not_with_a_codec_that_reads_the_gradient_as_it_is_sent(self, start: Start, codec: Codec) -> None:
-        setup = await start(compression=PerTensor({"v": codec}, min_elements=64))
-        await setup.weights.push_pull(gradient(0))
-        assert not setup.weights._order.encoding._encoder.sends_meanwhile
 
     async def test_the_time_of_encoding_is_no_wait_for_others(
         self, start: Start, monkeypatch: pytest.MonkeyPatch, first_sent: threading.Event
@@ -378,20 +345,6 @@ async def test_a_push_of_which_nothing_was_sent_takes_nothing_with_it(start: Sta
     await setup.weights.pull()
     assert residual(setup).tobytes() == before and any(residual(setup))
     assert setup.weights._order.encoding._encoder.state()["ordinal"].tolist() == [1]
-
-
-async def test_what_a_codec_cannot_hold_is_skipped_where_the_policy_says_so(start: Start) -> None:
-    codec = PerTensor({"v": Int8(block=16), "w": Float16()}, min_elements=64, min_vector=64)
-    setup = await start(compression=codec, non_finite="skip")
-    await setup.weights.push_pull(gradient(0))
-    before = residual(setup).tobytes()
-    too_large = gradient(1)
-    too_large["w"][:] = 1e6
-    await setup.weights.push(too_large)
-    assert setup.weights.statistics().abstained == 1 and residual(setup).tobytes() == before
-    await setup.weights.push(gradient(2))
-    weights = joined(await setup.weights.pull())
-    np.testing.assert_allclose(weights + residual(setup), joined(gradient(0)) + joined(gradient(2)), atol=5e-3)
 
 
 @pytest.mark.parametrize("non_finite", ["skip", "reject"])

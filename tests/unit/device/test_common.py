@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import ml_dtypes
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from psdist.device.compile import ARCHITECTURES, common_source, compile_source, nvrtc
+from psdist.device.memory import codec_source
 from tests.support.host_device import HostDevice, needs_compiler
 
 SOURCE = """
@@ -114,6 +117,7 @@ def test_an_argument_of_another_type_is_refused() -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_source_is_compiled_for_devices(architecture: str) -> None:
+@pytest.mark.parametrize("make_source", [source, codec_source])
+def test_the_sources_are_compiled_for_devices(make_source: Callable[[], str], architecture: str) -> None:
     nvrtc()
-    assert compile_source(source(), architecture)[:4] == b"\x7fELF"
+    assert compile_source(make_source(), architecture)[:4] == b"\x7fELF"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -141,10 +143,19 @@ def test_a_gradient_that_is_refused_forgets_nothing(momentum: float) -> None:
     assert both.host.residual.any()
 
 
-def test_what_abstains_keeps_its_velocity() -> None:
-    both = BothEncoders(each_tensor(TopK(0.01, momentum=0.9)), LAYOUT, 500)
-    for seed, parts in enumerate([None, [[1, 2]], None]):
-        both.push(np.random.default_rng(seed).standard_normal(LAYOUT.total).astype(np.float32), parts)
+@pytest.mark.parametrize(
+    ("codec", "calls"),
+    [
+        (TopK(0.01, momentum=0.9), [None, [[1, 2]], None]),
+        (Int4(block=64), [None, [[1, 2]], None]),
+        (Int8(block=64), [[[2, 5], [0], [1, 3, 4], range(6, 11)]] * 3),
+    ],
+    ids=["velocity of what abstains", "residual of what abstains", "several calls"],
+)
+def test_slices_that_are_encoded_in_part(codec: Codec, calls: list[Any]) -> None:
+    both = BothEncoders(each_tensor(codec), LAYOUT, 500)
+    for seed, parts in enumerate(calls):
+        both.push(worst_cases(LAYOUT.total, seed), parts)
 
 
 def test_gaps_of_any_length() -> None:
@@ -154,19 +165,6 @@ def test_gaps_of_any_length() -> None:
             values = np.zeros(10_000, np.float32)
             values[:: gap + 1] = 1.0
             both.push(values)
-
-
-def test_slices_that_are_encoded_in_several_calls() -> None:
-    both = BothEncoders(each_tensor(Int8(block=64)), LAYOUT, 500)
-    for seed in range(3):
-        both.push(worst_cases(LAYOUT.total, seed), [[2, 5], [0], [1, 3, 4], range(6, both.slicing.count)])
-
-
-def test_slices_that_abstain_keep_their_rest() -> None:
-    both = BothEncoders(each_tensor(Int4(block=64)), LAYOUT, 500)
-    both.push(worst_cases(LAYOUT.total, 0))
-    both.push(worst_cases(LAYOUT.total, 1), [[1, 2]])
-    both.push(worst_cases(LAYOUT.total, 2))
 
 
 @pytest.mark.parametrize("counted", [0, 2], ids=["no tile", "the last tile"])

@@ -87,11 +87,6 @@ def test_the_server_reads_what_the_worker_writes(dtype: str) -> None:
     mine.detach()
 
 
-def test_nonces_differ() -> None:
-    nonces = [GradientArena.create(1, "float32").nonce for _ in range(2)] + [WeightsArena.create(1, 1).nonce]
-    assert len(set(nonces)) == 3 and {len(nonce) for nonce in nonces} == {16}
-
-
 def test_an_empty_vector_is_an_arena_too() -> None:
     mine = GradientArena.create(0, "float32")
     assert GradientArena.open(os.dup(mine.fd), 0, "float32").part(0, 0).size == 0

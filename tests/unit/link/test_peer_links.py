@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from psdist.errors import InvalidArgumentError, PeerUnreachableError, PsdistError, WrongRunError
-from psdist.link import listening
 from psdist.link.arenas import GradientArena
 from psdist.link.frame_connection import FrameConnection, MessageReceiver
 from psdist.link.peer_links import ARENA, PeerLink, PeerListener, SharedPlaces, check_hello
@@ -149,32 +148,6 @@ async def test_a_second_link_of_a_worker_replaces_the_waiting_one(listener: Peer
     second = Dialed(hello(listener))
     assert "worker-0 closed its link" in (await asyncio.wait_for(first.ended, 30)).message
     second.link.close()
-
-
-@pytest.mark.parametrize("token", ["", "wrong", "secrets"])
-async def test_a_link_without_the_token_is_closed(listener: PeerListener, token: str) -> None:
-    consumer = Consumer()
-    listener.serve(consumer)
-    dialed = Dialed(hello(listener, token))
-    assert isinstance(await asyncio.wait_for(dialed.ended, 30), PeerUnreachableError)
-    assert not consumer.hellos
-
-
-async def test_a_refused_link_is_closed(listener: PeerListener) -> None:
-    consumer = Consumer()
-    consumer.refuses = True
-    listener.serve(consumer)
-    assert "worker-0 closed its link" in (await asyncio.wait_for(Dialed(hello(listener)).ended, 30)).message
-
-
-async def test_the_number_of_strangers_is_bounded(listener: PeerListener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening.limits, "UNIDENTIFIED_MAX", 1)
-    host, port = "127.0.0.1", listener.port
-    reader, writer = await asyncio.open_connection(host, port)
-    _, other = await asyncio.open_connection(host, port)
-    assert await asyncio.wait_for(reader.read(), 30) == b"", "the newer one closed the older"
-    writer.close()
-    other.close()
 
 
 async def test_an_address_that_refuses_is_named() -> None:

@@ -11,7 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import structlog
 
@@ -141,18 +140,6 @@ async def test_tls_that_fails_makes_tcp_unavailable_immediately_so_that_grpc_is_
     assert logs == [{"connections": 1, "event": "closed unidentified connections", "log_level": "info"}]
 
 
-async def test_the_log_names_the_peer_and_the_reason_once(listener: TcpListener, tmp_path: Path) -> None:
-    stranger = write_tls(tmp_path, make_ca())
-    with structlog.testing.capture_logs() as logs:
-        for _ in range(3):
-            with pytest.raises(TcpUnavailableError):
-                await dialed(listener, stranger)
-        await until(lambda: not listener._unidentified)
-    (line,) = logs
-    assert line["reason_of_the_last"].startswith(f"{HOST}:")
-    assert "the peer does not trust the CA of this process's certificate" in line["reason_of_the_last"]
-
-
 @pytest.mark.parametrize("said", [b"", b"\x16\x03\x01\x02"], ids=["silence", "half of a handshake"])
 async def test_handshakes_that_do_not_finish_are_bounded_in_number_and_time(
     listener: TcpListener, files: TlsFiles, monkeypatch: pytest.MonkeyPatch, said: bytes
@@ -280,27 +267,6 @@ async def workers_port(credentials: Credentials, name: str = "") -> tuple[PeerLi
     receiver = WorkerEntry(worker_id="worker-0", incarnation=1, address=listener.address)
     sender = WorkerEntry(worker_id="worker-1", incarnation=1)
     return listener, worker_pb2.PeerHello(token=credentials.token, run_id="run", sender=sender, receiver=receiver)
-
-
-async def test_frames_between_workers_are_encrypted_and_their_memory_is_released(files: TlsFiles) -> None:
-    listener, hello = await workers_port(Credentials("secret", files))
-    consumer, sent = Consumer(), asyncio.Event()
-    listener.serve(consumer)
-    ended: list[PsdistError] = []
-    link = PeerLink(hello, files, ended.append, shares=False)
-    data = np.arange(3_000_000, dtype=np.uint8)
-    call = worker_pb2.PeerFrame(call=worker_pb2.CollectiveCall(kind="barrier"))
-    for _ in range(3):
-        consumer.has_arrived.clear()
-        sent.clear()
-        link.send(call.SerializeToString(), data.data, sent.set)
-        async with asyncio.timeout(60):
-            await sent.wait()
-            await consumer.has_arrived.wait()
-        assert bytes(consumer.data) == data.tobytes()
-    assert not ended
-    link.close()
-    listener.close()
 
 
 async def test_a_worker_without_the_ca_is_told_why(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import datetime
 import os
-import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -142,46 +140,6 @@ def test_end_of_a_certificate_is_logged_a_week_ahead_once_a_day(
         assert len(caplog.records) == logged, days
     assert "psdist certs issue --overwrite" in caplog.text
     assert Credentials().certificate_not_after() == 0.0
-
-
-# --- contexts of TCP connections --------------------------------------------------------------------------------------
-
-
-async def _echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    writer.write(await reader.read(100))
-    await writer.drain()
-    writer.close()
-
-
-async def _exchange(server: TlsFiles, client: ssl.SSLContext, host: str) -> bytes:
-    """Return the answer of a server that echoes, to a client that dials it under the name ``host``."""
-    listening = await asyncio.start_server(_echo, "127.0.0.1", 0, ssl=server.server_context())
-    async with listening:
-        port = listening.sockets[0].getsockname()[1]
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=client, server_hostname=host)
-        writer.write(b"hello")
-        try:
-            return await reader.read(100)
-        finally:
-            writer.close()
-
-
-async def test_contexts_connect_and_check_the_dialed_host(tmp_path: Path) -> None:
-    server, client = write_tls(tmp_path / "s", CA, "server", hosts=("node-1",)), write_tls(tmp_path / "c", CA)
-    assert await _exchange(server, client.client_context(), "127.0.0.1") == b"hello"
-    assert await _exchange(server, client.client_context(), "node-1") == b"hello"
-    with pytest.raises(ssl.SSLCertVerificationError, match="Hostname mismatch"):
-        await _exchange(server, client.client_context(), "node-2")
-
-
-async def test_server_context_demands_a_certificate(tmp_path: Path) -> None:
-    server = write_tls(tmp_path, CA, "server")
-    anonymous = ssl.create_default_context(cafile=server.ca)
-    try:
-        answer = await _exchange(server, anonymous, "localhost")
-    except OSError:  # ssl.SSLError is one. Which it is depends on whether the refusal is read before the end.
-        answer = b""
-    assert answer == b""
 
 
 # --- gRPC -------------------------------------------------------------------------------------------------------------

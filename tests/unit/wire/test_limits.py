@@ -22,7 +22,7 @@ from psdist.wire import channels, convert, limits, status
 from psdist.wire.limits import BARRIER_NAMES_MAX
 from psdist_scheduler.decide import cluster_events as ev
 from psdist_scheduler.decide import effects as ef
-from psdist_scheduler.decide import member_admission, parameter_sets, waiting_calls
+from psdist_scheduler.decide import member_admission, parameter_sets
 from psdist_scheduler.decide.cluster_events import EnterRendezvous
 from psdist_scheduler.decide.cluster_state import BarrierRecord
 from psdist_scheduler.run import conversions
@@ -228,15 +228,6 @@ def test_barriers_that_are_kept(tmp_path: Path) -> None:
         names = [record.name for record in loaded.barriers if record.worker_id == worker]
         assert names == [f"b{number}" for number in range(BARRIER_NAMES_MAX, 2 * BARRIER_NAMES_MAX)]
     store.close()
-
-
-def test_calls_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting_calls, "WAITS_PER_MEMBER_MAX", 2)
-    driver = Driver(workers_min=2)
-    worker, _ = driver.join()
-    calls = [driver.ask(ev.EnterBarrier, worker, f"b{number}") for number in range(3)]
-    assert isinstance(driver.state(calls[2]), errors.LimitExceededError)
-    assert [name for name, _ in driver.cluster.barriers.arrivals] == ["b0", "b1"]
 
 
 # --- limits of the transport ------------------------------------------------------------------------------------------

@@ -24,10 +24,6 @@ def test_every_error_comes_back_as_itself() -> None:
         assert (back.message, back.details) == ("what happened", {"value": "3"})
 
 
-def test_codes_are_unique() -> None:
-    assert len(errors.BY_CODE) == len(set(errors.BY_CODE.values()))
-
-
 def test_an_unknown_code_is_an_internal_error() -> None:
     detail = common_pb2.ErrorDetail(code="from_the_future", message="news")
     assert type(status.from_detail(detail)) is errors.InternalError

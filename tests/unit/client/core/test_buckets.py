@@ -119,15 +119,6 @@ def test_where_servers_want_the_whole_step_every_slice_needs_all_tensors() -> No
     assert plan.missing_for([1]) == ""
 
 
-def test_empty_tensors_need_nothing() -> None:
-    cut = make_cut([0, 0], 4)
-    plan = PushProgress(cut, needs_all=False)
-    assert plan.give(plan.choose(["t1"]), abstain=False).valued == ()
-    assert plan.is_complete(cut.slices_of_all([1])) and not plan.finished
-    plan.give(plan.choose(["t0"]), abstain=False)
-    assert plan.finished
-
-
 @pytest.mark.parametrize("unknown", ["t9", 1, None, np.zeros(2)])
 def test_names_that_cannot_be_given(unknown: object) -> None:
     plan = PushProgress(make_cut([4, 4], 4), needs_all=False)

@@ -150,18 +150,6 @@ def test_slices_that_abstain_keep_their_residual() -> None:
     assert not encoder.end_push() and not encoder.end_push(), "a push is over once"
 
 
-def test_in_any_order_and_in_pieces_the_bytes_are_the_same() -> None:
-    one, other = encoder_of(), encoder_of()
-    for step in range(3):
-        whole, pieces = one.begin_push(), other.begin_push()
-        one.encode(whole, gradient(step), EVERY)
-        for index in np.random.default_rng(step).permutation(SLICING.count).tolist():
-            other.encode(pieces, gradient(step), [index])
-        assert whole.payloads == pieces.payloads
-        one.end_push(), other.end_push()
-    assert one.residual.tobytes() == other.residual.tobytes()
-
-
 def test_an_encoder_goes_on_from_its_state() -> None:
     for codec in [
         Int8(stochastic=True, seed=3, error_feedback=True),

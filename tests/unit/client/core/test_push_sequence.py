@@ -21,25 +21,6 @@ def _answer_all(request: PendingRequest, version: int, **more: int) -> None:
         request.answer(index, version, **more)
 
 
-def test_steps_follow_each_other() -> None:
-    session = PushSequence(3, BSP())
-    for step in range(4):
-        push = session.begin_push()
-        assert push.number == session.step == step
-        _answer_all(push, step + 1)
-        session.end_push(push, seen=True)
-    assert session.version == session.step == 4
-
-
-def test_a_failed_push_keeps_its_number() -> None:
-    session = PushSequence(3, BSP())
-    first = session.begin_push()
-    first.answer(0, 1)
-    again = session.begin_push()
-    assert again.number == first.number == 0
-    assert again.unanswered(range(3)) == (0, 1, 2)
-
-
 def test_unanswered_slices_are_sent_again_in_order() -> None:
     push = PushSequence(5, ASP()).begin_push()
     push.answer(1, 7)

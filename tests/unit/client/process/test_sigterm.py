@@ -13,6 +13,7 @@ import random
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -127,8 +128,24 @@ threading.Thread(target=work).start()
             assert (status, lines, error) == (-signal.SIGTERM, ["leaves: closed"] * bool(ends), "")
 
 
-def test_ctrl_c_while_the_interpreter_exits_does_not_keep_clients_from_leaving() -> None:
-    close = """
+@dataclass(frozen=True)
+class Script:
+    """Script that receives SIGTERM: its exit status, its output, and what it does."""
+
+    status: int
+    lines: list[str]
+    text: str
+    head: str = HEAD + INSTALL
+
+
+SCRIPTS = {
+    "ctrl c while the interpreter exits does not keep clients from leaving": Script(
+        0,
+        ["leaves: closed", "default_int_handler"],
+        "",
+        "import atexit, signal\natexit.register(lambda: print(signal.getsignal(signal.SIGINT).__name__))\n"
+        + HEAD
+        + """
 async def close(self, reason="closed"):
     loop.release(self)
     signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
@@ -136,26 +153,24 @@ async def close(self, reason="closed"):
     print("leaves:", reason, flush=True)
 Client.close = close
 """
-    restored = "import atexit, signal\natexit.register(lambda: print(signal.getsignal(signal.SIGINT).__name__))\n"
-    status, lines, error = run("", restored + HEAD + close + INSTALL)
-    assert (status, lines, error) == (0, ["leaves: closed", "default_int_handler"], "")
-
-
-def test_nothing_is_raised_before_the_end_is_agreed_on() -> None:
-    status, lines, error = run("""
+        + INSTALL,
+    ),
+    "nothing is raised before the end is agreed on": Script(
+        EXIT_STATUS,
+        ["asked True leaving False", "answered", "leaves: stopped"],
+        """
 term()
 print("asked", sigterm.asked, "leaving", sigterm.leaving)
 print(thread.call(answer()))
 let_leave()
 thread.call(ever())
 print("not reached")
-""")
-    assert lines == ["asked True leaving False", "answered", "leaves: stopped"], error
-    assert (status, error) == (EXIT_STATUS, "")
-
-
-def test_calls_under_way_are_given_up() -> None:
-    status, lines, error = run("""
+""",
+    ),
+    "calls under way are given up": Script(
+        EXIT_STATUS,
+        ["this worker is being stopped: no more calls are possible", "ends", "leaves: stopped"],
+        """
 def other():
     try:
         thread.call(ever())
@@ -179,13 +194,12 @@ try:
 finally:
     ended.wait()
     print("ends")
-""")
-    assert lines == ["this worker is being stopped: no more calls are possible", "ends", "leaves: stopped"], error
-    assert (status, error) == (EXIT_STATUS, "")
-
-
-def test_a_finalizer_does_not_swallow_it() -> None:
-    status, lines, error = run("""
+""",
+    ),
+    "a finalizer does not swallow it": Script(
+        EXIT_STATUS,
+        ["the finalizer continues", "leaves: stopped"],
+        """
 class Finalized:
     def __del__(self):
         term()
@@ -195,27 +209,25 @@ Finalized()
 let_leave()
 thread.call(ever())
 print("not reached")
-""")
-    assert lines == ["the finalizer continues", "leaves: stopped"]
-    assert (status, error) == (EXIT_STATUS, "")  # "Exception ignored in" nowhere
-
-
-def test_a_script_that_makes_no_call_is_ended_by_the_next_signal() -> None:
-    status, lines, error = run("""
+""",
+    ),
+    "a script that makes no call is ended by the next signal": Script(
+        EXIT_STATUS,
+        ["continues", "leaves: stopped"],
+        """
 module.AGAIN_SECONDS = 0.05
 term()
 print("continues")
 let_leave()
 while True:
     signal.pause()
-""")
-    assert lines == ["continues", "leaves: stopped"]
-    assert (status, error) == (EXIT_STATUS, "")
-
-
-def test_an_end_that_was_raised_by_a_call_is_not_raised_again() -> None:
-    """Check that the script may take its time afterwards, for example to save its results."""
-    status, lines, error = run("""
+""",
+    ),
+    # Check that the script may take its time afterwards, for example to save its results.
+    "an end that was raised by a call is not raised again": Script(
+        EXIT_STATUS,
+        ["has saved", "leaves: stopped"],
+        """
 module.AGAIN_SECONDS = 0.01
 term()
 let_leave()
@@ -224,13 +236,12 @@ try:
 finally:
     # Ten times as long, by the clock of the loop that would send it.
     print(thread.call(asyncio.sleep(0.1, "has saved"), reading=True))
-""")
-    assert lines == ["has saved", "leaves: stopped"], error
-    assert (status, error) == (EXIT_STATUS, "")
-
-
-def test_a_second_signal_ends_at_once() -> None:
-    status, lines, error = run("""
+""",
+    ),
+    "a second signal ends at once": Script(
+        EXIT_STATUS,
+        ["raised", "leaves: stopped"],
+        """
 module.TOGETHER_SECONDS = 0
 term()
 try:
@@ -238,24 +249,22 @@ try:
 except SystemExit:
     print("raised")
     raise
-""")
-    assert lines == ["raised", "leaves: stopped"]
-    assert (status, error) == (EXIT_STATUS, "")
-
-
-def test_without_an_open_client_there_is_nothing_to_agree_on() -> None:
-    status, lines, error = run("""
+""",
+    ),
+    "without an open client there is nothing to agree on": Script(
+        EXIT_STATUS,
+        ["leaves: closed"],
+        """
 thread.call(client.close(), ending=True)
 term()
 print("not reached")
-""")
-    assert lines == ["leaves: closed"]
-    assert (status, error) == (EXIT_STATUS, "")
-
-
-def test_the_loop_knows_of_a_signal_that_the_interpreter_has_not_come_to() -> None:
-    """Check a main thread that waits in C, which no signal interrupts, until the shutdown is agreed."""
-    status, lines, error = run("""
+""",
+    ),
+    # Check a main thread that waits in C, which no signal interrupts, until the shutdown is agreed.
+    "the loop knows of a signal that the interpreter has not come to": Script(
+        EXIT_STATUS,
+        ["agreed while 0", "1", "leaves: stopped"],
+        """
 import ctypes
 c = ctypes.CDLL(None)
 mutex, condition = ctypes.create_string_buffer(128), ctypes.create_string_buffer(128)
@@ -274,22 +283,21 @@ c.pthread_cond_wait(condition, mutex)
 print(sigterm._signals)
 let_leave()
 thread.call(ever())
-""")
-    assert lines == ["agreed while 0", "1", "leaves: stopped"], error
-    assert (status, error) == (EXIT_STATUS, "")
-
-
-def test_a_handler_that_the_script_installs_later_has_the_say() -> None:
-    status, lines, error = run("""
+""",
+    ),
+    "a handler that the script installs later has the say": Script(
+        0,
+        ["own", "False False", "leaves: closed"],
+        """
 signal.signal(signal.SIGTERM, lambda *arguments: print("own"))
 term()
 print(thread.call(looked()), sigterm.asked)
-""")
-    assert (status, lines, error) == (0, ["own", "False False", "leaves: closed"], "")
-
-
-def test_a_forked_process_ends_by_its_signals_and_the_worker_does_not() -> None:
-    status, lines, error = run("""
+""",
+    ),
+    "a forked process ends by its signals and the worker does not": Script(
+        0,
+        ["-15", "False False", "leaves: closed"],
+        """
 import warnings
 warnings.simplefilter("ignore")  # Newer Pythons warn of forks in programs with threads.
 child = os.fork()
@@ -298,12 +306,12 @@ if not child:
 os.kill(child, signal.SIGTERM)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 print(thread.call(looked()), sigterm.asked)
-""")
-    assert (status, lines, error) == (0, ["-15", "False False", "leaves: closed"], "")
-
-
-def test_a_script_that_goes_on_may_only_read() -> None:
-    status, lines, error = run("""
+""",
+    ),
+    "a script that goes on may only read": Script(
+        0,
+        ["raised", "raised", "answered", "raised", "leaves: stopped"],
+        """
 term()
 let_leave()
 for _ in range(2):
@@ -316,13 +324,12 @@ try:
     thread.call(answer())
 except SystemExit:
     print("raised")
-""")
-    assert lines == ["raised", "raised", "answered", "raised", "leaves: stopped"]
-    assert (status, error) == (0, "")
-
-
-def test_what_the_end_itself_needs_is_not_given_up() -> None:
-    status, lines, error = run("""
+""",
+    ),
+    "what the end itself needs is not given up": Script(
+        0,
+        ["finished", "leaves: stopped"],
+        """
 async def finish():
     client.may_leave.set()
     while not sigterm.leaving:
@@ -332,50 +339,56 @@ async def finish():
 
 term()
 print(thread.call(finish(), ending=True))
-""")
-    assert (status, lines, error) == (0, ["finished", "leaves: stopped"], "")
-
-
-def test_a_handler_of_the_scripts_own_is_left_alone() -> None:
-    mine = "signal.signal(signal.SIGTERM, lambda *_: print('mine'))\n"
-    status, lines, error = run("term()\nprint(sigterm.asked, thread.call(answer()))", HEAD + mine + INSTALL)
-    assert (status, lines, error) == (0, ["mine", "False answered", "leaves: closed"], "")
-
-
-def test_another_thread_installs_nothing() -> None:
-    install = "t = threading.Thread(target=thread.end_on_sigterm)\nt.start()\nt.join()\n"
-    status, lines, error = run("print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)", HEAD + install)
-    assert (status, lines, error) == (0, ["True", "leaves: closed"], "")
-
-
-def test_whoever_reads_signals_goes_on_reading_them() -> None:
-    others = """
-read, write = os.pipe()
-os.set_blocking(write, False)
-signal.set_wakeup_fd(write)
-"""
-    status, lines, error = run(
+""",
+    ),
+    "a handler of the scripts own is left alone": Script(
+        0,
+        ["mine", "False answered", "leaves: closed"],
+        "term()\nprint(sigterm.asked, thread.call(answer()))",
+        HEAD + "signal.signal(signal.SIGTERM, lambda *_: print('mine'))\n" + INSTALL,
+    ),
+    "another thread installs nothing": Script(
+        0,
+        ["True", "leaves: closed"],
+        "print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)",
+        HEAD + "t = threading.Thread(target=thread.end_on_sigterm)\nt.start()\nt.join()\n",
+    ),
+    "whoever reads signals goes on reading them": Script(
+        EXIT_STATUS,
+        ["True", "leaves: stopped"],
         """
 term()
 print(os.read(read, 10) == bytes([signal.SIGTERM]))
 let_leave()
 thread.call(ever())
 """,
-        HEAD + others + INSTALL,
-    )
-    assert lines == ["True", "leaves: stopped"], error
-    assert (status, error) == (EXIT_STATUS, "")
-
-
-def test_one_caller_is_told_from_several() -> None:
-    status, lines, error = run("""
+        HEAD
+        + """
+read, write = os.pipe()
+os.set_blocking(write, False)
+signal.set_wakeup_fd(write)
+"""
+        + INSTALL,
+    ),
+    "one caller is told from several": Script(
+        0,
+        ["True", "False", "leaves: closed"],
+        """
 print(thread.has_one_caller)
 t = threading.Thread(target=lambda: thread.call(answer()))
 t.start()
 t.join()
 print(thread.has_one_caller)
-""")
-    assert (status, lines, error) == (0, ["True", "False", "leaves: closed"], "")
+""",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script(name: str) -> None:
+    script = SCRIPTS[name]
+    status, lines, error = run(script.text, script.head)
+    assert (status, lines, error) == (script.status, script.lines, "")
 
 
 # --- the handler alone ------------------------------------------------------------------------------------------------

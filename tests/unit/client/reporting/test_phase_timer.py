@@ -122,15 +122,6 @@ def test_a_gradient_that_servers_hold_up_waits() -> None:
     assert script.times(16.0) == PhaseTimes(push=6, wait=8, pull=2)
 
 
-def test_calls_within_calls_are_one() -> None:
-    script = Script()
-    script.enter(0.0, Phase.PUSH)
-    script.enter(1.0, Phase.WAIT)
-    script.leave(2.0)
-    script.leave(5.0)
-    assert script.times(6.0) == PhaseTimes(compute=1, push=5)
-
-
 def test_time_begins_with_the_first_event_or_when_it_is_started() -> None:
     script = Script()
     script.at(5.0, script.timer.start)
@@ -144,9 +135,3 @@ def test_a_reading_does_not_start_the_clock() -> None:
     script.at(7.0, script.timer.start)
     script.now = 9.0
     assert script.timer.seconds() == [2.0, 0.0, 0.0, 0.0]
-
-
-def test_times_are_added_and_subtracted() -> None:
-    first, second = PhaseTimes(1, 2, 3, 4), PhaseTimes(2, 2, 4, 8)
-    assert first + second == PhaseTimes(3, 4, 7, 12) and second - first == PhaseTimes(1, 0, 1, 4)
-    assert first.total == 10 and first.communication == 9

@@ -248,25 +248,6 @@ async def test_calls_in_tasks_of_the_awaited_one_are_reported() -> None:
     assert not calls.acts and calls.awaited() is None
 
 
-async def test_a_worker_confirms_that_it_lacks_a_call_only_while_it_waits() -> None:
-    worker = Worker()
-    task = await worker.begin()
-    check = pb.CheckCall(sequence=worker.activities.report().sequence, group=b"g")
-    assert worker.activities.holds(check)
-    worker.group_calls.lacks = lambda asked: asked != check
-    assert not worker.activities.holds(check), "it has made the call"
-    worker.group_calls.lacks = lambda _: True
-    entered = worker.group_calls.enter()  # A call in the background, which is not made yet.
-    assert not worker.activities.holds(check)
-    worker.group_calls.leave(entered)
-    worker.end.set()
-    await task
-    assert not worker.activities.holds(check), "it continues"
-    assert not worker.activities.holds(pb.CheckCall(sequence=worker.activities.report().sequence)), (
-        "it waits for nobody"
-    )
-
-
 # --- with a scheduler -------------------------------------------------------------------------------------------------
 
 

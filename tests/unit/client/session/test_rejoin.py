@@ -169,15 +169,6 @@ async def test_an_unknown_on_drop_is_refused(setup: Setup) -> None:
         await setup.client.parameters("q", {"w": np.ones(5, np.float32)}, psdist.optim.SGD(), on_drop="never")
 
 
-async def test_a_gradient_computed_while_expelled_is_dropped(setup: Setup) -> None:
-    setup.expel(first_step=3)
-    await setup.expelled()
-    assert flat(await setup.weights.push_pull(gradient())) == [0.0] * ELEMENTS
-    assert setup.weights.statistics().dropped == 1 and setup.weights.version == 3
-    assert flat(await setup.weights.push_pull(gradient())) == [1.0] * ELEMENTS
-    assert setup.weights.statistics().dropped == 1
-
-
 async def test_weights_from_before_a_drop_stay_outdated_when_the_worker_rejoins_again(setup: Setup) -> None:
     part = setup.weights.participation
     await setup.weights.push_pull(gradient())
@@ -192,14 +183,6 @@ async def test_weights_from_before_a_drop_stay_outdated_when_the_worker_rejoins_
     assert part.incarnation == 3 and part.is_outdated, "the script has not received new weights"
     await setup.weights.pull()
     assert not part.is_outdated
-
-
-async def test_registration_asks_for_the_same_id_and_rank(setup: Setup) -> None:
-    setup.expel(first_step=0)
-    await setup.expelled()
-    request = setup.scheduler.registrations[-1]
-    assert (request.member_id, request.rank) == ("worker-0", 3)
-    assert (setup.client.rank, setup.client.incarnation) == (3, 2)
 
 
 async def test_a_pull_under_way_begins_again_and_mixes_no_versions(setup: Setup) -> None:

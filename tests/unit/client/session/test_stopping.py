@@ -75,17 +75,6 @@ async def is_over(task: asyncio.Task[None]) -> bool:
     return task.done()
 
 
-async def test_it_is_said_once_and_in_every_session_after() -> None:
-    worker = Worker()
-    worker.shutdown.session_began()
-    assert worker.told == []
-    worker.shutdown.request()
-    worker.shutdown.request()
-    assert worker.told == [pb.StopReport(stopping=True)]
-    worker.shutdown.session_began()
-    assert worker.told == [pb.StopReport(stopping=True)] * 2
-
-
 async def test_a_restarted_scheduler_hears_that_no_push_begins() -> None:
     worker = Worker()
     worker.shutdown.request()
