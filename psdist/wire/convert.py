@@ -1,16 +1,16 @@
 """Conversion between the frozen dataclasses of the state machines and protobuf messages.
 
-Each type has a pair of functions, ``x_to_proto`` and ``x_from_proto``. Fields have the same names on both sides.
-Everything received is checked here: names, sizes and kinds out of range raise InvalidArgumentError or
-LimitExceededError before other code sees them.
+Each type has a pair of functions, ``x_to_proto`` and ``x_from_proto``. Fields have the same names on both sides, so
+``pair`` makes both functions from the two types; only differences are written out. Everything received is checked here:
+names, sizes and kinds out of range raise InvalidArgumentError or LimitExceededError before other code sees them.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
-from functools import cache, lru_cache
+from dataclasses import MISSING, fields
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any, Final, TypeVar, cast
 
@@ -49,6 +49,8 @@ from psdist.wire import limits
 
 M = TypeVar("M", bound=Message)
 D = TypeVar("D")
+_Convert = Callable[[Any], Any]
+_Conversions = tuple[_Convert, _Convert]
 #: Messages of ServerService that carry the sender's identity.
 HasIdentity = (
     server_pb2.PushHeader
@@ -68,6 +70,8 @@ _KEPT_RANGES: Final = 8
 _KEPT_RANGES_BYTES: Final = 1 << 21
 _MANY_RANGES: Final = 64
 _kept_ranges: deque[tuple[tuple[GroupRange, ...], Sequence[pb.GroupRange]]] = deque(maxlen=_KEPT_RANGES)
+#: Step, or number of a push, by parameter set: a map on the wire.
+Numbers = tuple[tuple[str, int], ...]
 _DTYPE_TO_PROTO: Final = {
     "float32": pb.DTYPE_FLOAT32,
     "float16": pb.DTYPE_FLOAT16,
@@ -87,37 +91,99 @@ _NON_FINITE_FROM_PROTO: Final = {pb.NON_FINITE_POLICY_UNSPECIFIED: "reject"} | {
 }
 
 
-def _to_proto(message: type[M], value: Any, **converted: Any) -> M:
-    """Build a message from the fields of a dataclass. ``converted`` overrides fields that have another type on the
-    wire."""
-    return message(**_plain(type(value), value, converted), **converted)
+# --- fields of the same name ------------------------------------------------------------------------------------------
 
 
-def _from_proto(cls: type[D], message: Message, **converted: Any) -> D:
-    """Build a dataclass from the fields of a message. ``converted`` overrides fields that have another type on the
-    wire."""
-    read: Any = None if converted else _reader(cast(Any, cls))
-    if read is not None:
-        return cls(*read(message))
-    return cls(**_plain(cls, message, converted), **converted)
+#: Conversions of values that are fields of messages, to the wire and back, by the full name of their type on the wire.
+_TYPES: Final[dict[str, tuple[_Convert | None, _Convert]]] = {}
 
 
-def _plain(cls: Any, source: object, converted: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: getattr(source, name) for name in _field_names(cls) if name not in converted}
+def register(kind: Any, to_proto: _Convert | None, from_proto: _Convert) -> None:
+    """Convert fields whose type is this message or enum by these functions. to_proto: None if it is only received."""
+    _TYPES[kind.DESCRIPTOR.full_name] = to_proto, from_proto
 
 
-@cache
-def _field_names(cls: Any) -> tuple[str, ...]:
-    """Return the names of a dataclass's fields."""
-    return tuple(field.name for field in fields(cls))
+def pair(cls: type[D], message: type[M], **others: _Conversions) -> tuple[Callable[[D], M], Callable[[M], D]]:
+    """Return the conversions of a dataclass to the message with the same fields, and back. Register them.
+
+    others: conversions of fields that differ, to the wire and back.
+    """
+    names = [field.name for field in fields(cast(Any, cls))]
+    assert {*names} == {*message.DESCRIPTOR.fields_by_name}, f"the fields of {cls.__name__} and of its message differ"
+    attributes, values = field_writers(cls, message, others).items(), field_readers(cls, message, others)
+    is_copied = len(names) > 1 and all(isinstance(read, attrgetter) for read in values.values())
+    copy, reads = attrgetter(*names), [values[name] for name in names]
+
+    def to_proto(value: D) -> M:
+        return message(**{name: write(value) for name, write in attributes})
+
+    def from_proto(received: M) -> D:
+        return cls(*[read(received) for read in reads])
+
+    def from_copied(received: M) -> D:  # A cluster map has an entry for each worker.
+        return cls(*copy(received))
+
+    conversions = to_proto, from_copied if is_copied else from_proto
+    register(message, *conversions)
+    return conversions
 
 
-@cache
-def _reader(cls: Any) -> Callable[[object], tuple[Any, ...]] | None:
-    """Return a function that returns the values of a dataclass's fields, or None for fewer than two fields. An entry
-    is built in two thirds of the time that ``_plain`` takes, and a whole map has one for each worker."""
-    names = _field_names(cls)
-    return attrgetter(*names) if len(names) > 1 else None
+def field_writers(cls: type, message: type[Message], others: Mapping[str, _Conversions]) -> dict[str, _Convert]:
+    """Return functions of an object for the fields of a message for which the class has attributes of the same name."""
+    known = {field.name for field in fields(cast(Any, cls))}
+    return {
+        name: _then(attrgetter(name), others[name][0] if name in others else _conversion(wired, 0))
+        for name, wired in message.DESCRIPTOR.fields_by_name.items()
+        if name in known or hasattr(cls, name)
+    }
+
+
+def field_readers(cls: type, message: type[Message], others: Mapping[str, _Conversions]) -> dict[str, _Convert]:
+    """Return functions of a message for the fields of a dataclass that the message has, too.
+
+    A field with presence that is absent has its default; without a default it is read as an empty message.
+    """
+    found: dict[str, _Convert] = {}
+    for field in fields(cast(Any, cls)):
+        name = field.name
+        if (wired := message.DESCRIPTOR.fields_by_name.get(name)) is not None:
+            read = _then(attrgetter(name), others[name][1] if name in others else _conversion(wired, 1))
+            is_optional = wired.has_presence and field.default is not MISSING
+            found[name] = _if_present(name, read, field.default) if is_optional else read
+    return found
+
+
+def _then(get: _Convert, convert: _Convert | None) -> _Convert:
+    if convert is None:
+        return get
+    return lambda source: None if (value := get(source)) is None else convert(value)
+
+
+def _if_present(name: str, read: _Convert, default: Any) -> _Convert:
+    return lambda received: read(received) if received.HasField(name) else default
+
+
+def _conversion(field: Any, way: int) -> _Convert | None:
+    """Return the conversion of a field's value; None if it is the same on both sides. way: 0 to the wire, 1 back."""
+    kind = field.message_type or field.enum_type
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        return (dict, numbers_from_proto)[way]
+    one = _TYPES[kind.full_name][way] if kind is not None else None
+    if not field.is_repeated:
+        return one
+    if one is None:
+        return (None, tuple)[way]
+    return lambda values: tuple(map(one, values))
+
+
+def numbers_from_proto(numbers: Mapping[str, int]) -> Numbers:
+    """Convert a map, in order of its names. Raises LimitExceededError."""
+    if len(numbers) > limits.NAMES_MAX:
+        raise LimitExceededError(f"{len(numbers)} parameters in one message are over the limit of {limits.NAMES_MAX}")
+    return tuple(sorted(numbers.items()))
+
+
+# --- enums and dtypes -------------------------------------------------------------------------------------------------
 
 
 def _name_of(names: Mapping[Any, str], number: int, field: str) -> Any:
@@ -148,6 +214,9 @@ def payload_dtype_from_proto(value: int) -> DType:
     if dtype not in WIRE_DTYPES:
         raise InvalidArgumentError(f"payloads cannot be {dtype}: use one of {', '.join(WIRE_DTYPES)}")
     return dtype
+
+
+# --- tensors, settings and placement ----------------------------------------------------------------------------------
 
 
 def layout_to_proto(layout: Layout) -> pb.Layout:
@@ -219,7 +288,7 @@ def settings_from_proto(messages: Sequence[server_pb2.GroupSetting]) -> Settings
 
 def consistency_to_proto(consistency: Consistency) -> pb.Consistency:
     """Convert a consistency to kind and numbers."""
-    given = _plain(type(consistency), consistency, {})
+    given = {field.name: getattr(consistency, field.name) for field in fields(consistency)}
     if "staleness_lr" in given:
         given["staleness_lr"] = _STALENESS_LR[given["staleness_lr"]]
     return pb.Consistency(kind=kind_of(consistency), **given)
@@ -239,112 +308,57 @@ def consistency_from_proto(message: pb.Consistency) -> Consistency:
     raise InvalidArgumentError(f"consistency kind {message.kind!r:.40} is unknown: use bsp, ssp or asp")
 
 
-def spec_to_proto(spec: ParametersSpec) -> pb.ParametersSpec:
-    """Convert the settings of a parameter set."""
-    return _to_proto(
-        pb.ParametersSpec,
-        spec,
-        optimizer=optimizer_to_proto(spec.optimizer),
-        consistency=consistency_to_proto(spec.consistency),
-        non_finite=_NON_FINITE[spec.non_finite],
-        dtype=_MASTER_TO_PROTO[spec.dtype],
-    )
+def _kept(message: type[M], from_proto: Callable[[M], D]) -> tuple[Callable[[M], D], Any]:
+    """Return a conversion that keeps its newest results, and its cache. Most settings and shards are unchanged from one
+    epoch's map to the next."""
+
+    @lru_cache(maxsize=_KEPT)
+    def from_bytes(data: bytes) -> D:
+        return from_proto(message.FromString(data))
+
+    def from_kept(received: M) -> D:
+        data = received.SerializeToString(deterministic=True)
+        return (from_bytes if len(data) <= _KEPT_BYTES else from_bytes.__wrapped__)(data)
+
+    return from_kept, from_bytes
 
 
-def spec_from_proto(message: pb.ParametersSpec) -> ParametersSpec:
-    """Convert and check the settings of a parameter set."""
-    data = message.SerializeToString(deterministic=True)
-    return (_spec_from_bytes if len(data) <= _KEPT_BYTES else _spec_from_bytes.__wrapped__)(data)
+register(pb.Layout, layout_to_proto, layout_from_proto)
+register(pb.Optimizer, optimizer_to_proto, optimizer_from_proto)
+register(pb.Consistency, consistency_to_proto, consistency_from_proto)
+register(
+    pb.NonFinitePolicy,
+    _NON_FINITE.__getitem__,
+    lambda number: _name_of(_NON_FINITE_FROM_PROTO, number, "non_finite"),
+)
+
+spec_to_proto, _spec_from_proto = pair(
+    ParametersSpec,
+    pb.ParametersSpec,
+    dtype=(_MASTER_TO_PROTO.__getitem__, lambda number: _name_of(_MASTER_FROM_PROTO, number, "dtype")),
+)
+replica_to_proto, replica_from_proto = pair(Replica, pb.Replica)
+_shard_to_proto, _shard_from_proto = pair(Shard, pb.Shard)
+member_to_proto, member_from_proto = pair(ParametersMember, pb.ParametersMember)
+worker_to_proto, worker_from_proto = pair(WorkerEntry, pb.WorkerEntry)
+server_to_proto, server_from_proto = pair(ServerEntry, pb.ServerEntry)
+#: The name of the directory is checked.
+restore_to_proto, restore_from_proto = pair(Restore, pb.Restore, directory=(str, check_directory))
+_range_to_proto, _range_from_proto = pair(GroupRange, pb.GroupRange)
 
 
-@lru_cache(maxsize=_KEPT)
-def _spec_from_bytes(data: bytes) -> ParametersSpec:
-    message = pb.ParametersSpec.FromString(data)
+def _checked_spec(message: pb.ParametersSpec) -> ParametersSpec:
     if message.pull_compression:
         pull_codec_from_text(message.pull_compression)
     if len(message.workers) > limits.WORLD_MAX:
         raise LimitExceededError(
             f"{len(message.workers)} workers of {message.name!r:.80} are more than the limit of {limits.WORLD_MAX}"
         )
-    return _from_proto(
-        ParametersSpec,
-        message,
-        optimizer=optimizer_from_proto(message.optimizer),
-        consistency=consistency_from_proto(message.consistency),
-        non_finite=_name_of(_NON_FINITE_FROM_PROTO, message.non_finite, "non_finite"),
-        dtype=_name_of(_MASTER_FROM_PROTO, message.dtype, "dtype"),
-        workers=tuple(message.workers),
-    )
+    return _spec_from_proto(message)
 
 
-def member_to_proto(member: ParametersMember) -> pb.ParametersMember:
-    """Convert a member."""
-    return _to_proto(pb.ParametersMember, member)
-
-
-def member_from_proto(message: pb.ParametersMember) -> ParametersMember:
-    """Convert a member."""
-    return _from_proto(ParametersMember, message)
-
-
-def replica_to_proto(replica: Replica) -> pb.Replica:
-    """Convert a server's id and incarnation."""
-    return _to_proto(pb.Replica, replica)
-
-
-def worker_to_proto(worker: WorkerEntry) -> pb.WorkerEntry:
-    """Return the message of a worker."""
-    return _to_proto(pb.WorkerEntry, worker)
-
-
-def worker_from_proto(message: pb.WorkerEntry) -> WorkerEntry:
-    """Return the worker of a message."""
-    return _from_proto(WorkerEntry, message)
-
-
-def replica_from_proto(message: pb.Replica) -> Replica:
-    """Convert a server's id and incarnation."""
-    return _from_proto(Replica, message)
-
-
-def _shard_to_proto(shard: Shard) -> pb.Shard:
-    return _to_proto(
-        pb.Shard,
-        shard,
-        primary=replica_to_proto(shard.primary),
-        backups=map(replica_to_proto, shard.backups),
-        filling=map(replica_to_proto, shard.filling),
-    )
-
-
-def _shard_from_proto(message: pb.Shard) -> Shard:
-    data = message.SerializeToString(deterministic=True)
-    return (_shard_from_bytes if len(data) <= _KEPT_BYTES else _shard_from_bytes.__wrapped__)(data)
-
-
-@lru_cache(maxsize=_KEPT)
-def _shard_from_bytes(data: bytes) -> Shard:
-    message = pb.Shard.FromString(data)
-    return _from_proto(
-        Shard,
-        message,
-        primary=replica_from_proto(message.primary),
-        backups=tuple(map(replica_from_proto, message.backups)),
-        filling=tuple(map(replica_from_proto, message.filling)),
-        fills=tuple(message.fills),
-    )
-
-
-def restore_to_proto(restore: Restore | None) -> pb.Restore | None:
-    """Convert the snapshot that values are loaded from."""
-    return None if restore is None else _to_proto(pb.Restore, restore)
-
-
-def restore_from_proto(message: pb.Restore) -> Restore:
-    """Convert the snapshot that values are loaded from. Raises InvalidNameError if the directory is no plain name."""
-    return _from_proto(Restore, message, directory=check_directory(message.directory))
-
-
+spec_from_proto, _spec_from_bytes = _kept(pb.ParametersSpec, _checked_spec)
+_kept_shard_from_proto, _shard_from_bytes = _kept(pb.Shard, _shard_from_proto)
 #: Cached messages. They are copied into others and never modified.
 _kept_spec: Final = lru_cache(maxsize=_KEPT)(spec_to_proto)
 _kept_shard: Final = lru_cache(maxsize=_KEPT)(_shard_to_proto)
@@ -356,112 +370,40 @@ def _ranges_to_proto(ranges: tuple[GroupRange, ...]) -> Sequence[pb.GroupRange]:
     for known, messages in _kept_ranges:
         if known is ranges:
             return messages
-    messages = [pb.GroupRange(start=one.start, stop=one.stop, group=one.group) for one in ranges]
+    messages = [*map(_range_to_proto, ranges)]
     if ranges:
         _kept_ranges.append((ranges, messages))
     return messages
 
 
-def _ranges_from_proto(message: pb.ParametersEntry) -> tuple[GroupRange, ...]:
-    if len(message.ranges) < _MANY_RANGES:
-        return _ranges(message)
-    data = pb.ParametersEntry(ranges=message.ranges).SerializeToString()
-    return _ranges_from_bytes(data) if len(data) <= _KEPT_RANGES_BYTES else _ranges(message)
-
-
-def _ranges(message: pb.ParametersEntry) -> tuple[GroupRange, ...]:
-    return tuple(GroupRange(one.start, one.stop, one.group) for one in message.ranges)
+def _ranges_from_proto(ranges: Sequence[pb.GroupRange]) -> tuple[GroupRange, ...]:
+    if len(ranges) >= _MANY_RANGES:
+        data = pb.ParametersEntry(ranges=ranges).SerializeToString()
+        if len(data) <= _KEPT_RANGES_BYTES:
+            return _ranges_from_bytes(data)
+    return tuple(map(_range_from_proto, ranges))
 
 
 @lru_cache(maxsize=_KEPT_RANGES)
 def _ranges_from_bytes(data: bytes) -> tuple[GroupRange, ...]:
-    return _ranges(pb.ParametersEntry.FromString(data))
+    return tuple(map(_range_from_proto, pb.ParametersEntry.FromString(data).ranges))
 
 
-def entry_to_proto(entry: ParametersEntry) -> pb.ParametersEntry:
-    """Convert an entry of the cluster map."""
-    return _to_proto(
-        pb.ParametersEntry,
-        entry,
-        spec=_kept_spec(entry.spec),
-        shards=map(_kept_shard, entry.shards),
-        members=map(member_to_proto, entry.members),
-        ranges=_ranges_to_proto(entry.ranges),
-        restore=restore_to_proto(entry.restore),
-        departed=map(member_to_proto, entry.departed),
-    )
+register(pb.ParametersSpec, _kept_spec, spec_from_proto)
+register(pb.Shard, _kept_shard, _kept_shard_from_proto)
+entry_to_proto, entry_from_proto = pair(
+    ParametersEntry, pb.ParametersEntry, ranges=(_ranges_to_proto, _ranges_from_proto)
+)
+map_to_proto, map_from_proto = pair(ClusterMap, pb.ClusterMap)
+difference_to_proto, difference_from_proto = pair(MapDifference, pb.ClusterMapDifference)
 
+# --- senders, data sets and lags --------------------------------------------------------------------------------------
 
-def entry_from_proto(message: pb.ParametersEntry) -> ParametersEntry:
-    """Convert an entry of the cluster map."""
-    return _from_proto(
-        ParametersEntry,
-        message,
-        spec=spec_from_proto(message.spec),
-        shards=tuple(map(_shard_from_proto, message.shards)),
-        members=tuple(map(member_from_proto, message.members)),
-        ranges=_ranges_from_proto(message),
-        restore=restore_from_proto(message.restore) if message.HasField("restore") else None,
-        departed=tuple(map(member_from_proto, message.departed)),
-    )
-
-
-def map_to_proto(cluster: ClusterMap) -> pb.ClusterMap:
-    """Convert the cluster map."""
-    return _to_proto(
-        pb.ClusterMap,
-        cluster,
-        servers=[_to_proto(pb.ServerEntry, server) for server in cluster.servers],
-        workers=[_to_proto(pb.WorkerEntry, worker) for worker in cluster.workers],
-        parameters=map(entry_to_proto, cluster.parameters),
-    )
-
-
-def map_from_proto(message: pb.ClusterMap) -> ClusterMap:
-    """Convert the cluster map."""
-    return _from_proto(
-        ClusterMap,
-        message,
-        servers=tuple(_from_proto(ServerEntry, server) for server in message.servers),
-        workers=tuple(_from_proto(WorkerEntry, worker) for worker in message.workers),
-        parameters=tuple(map(entry_from_proto, message.parameters)),
-        ranks_done=tuple(message.ranks_done),
-    )
-
-
-def difference_to_proto(change: MapDifference) -> pb.ClusterMapDifference:
-    """Convert the difference between two cluster maps."""
-    return _to_proto(
-        pb.ClusterMapDifference,
-        change,
-        servers=[_to_proto(pb.ServerEntry, server) for server in change.servers],
-        workers=[_to_proto(pb.WorkerEntry, worker) for worker in change.workers],
-        parameters=map(entry_to_proto, change.parameters),
-    )
-
-
-def difference_from_proto(message: pb.ClusterMapDifference) -> MapDifference:
-    """Convert the difference between two cluster maps."""
-    return _from_proto(
-        MapDifference,
-        message,
-        servers_gone=tuple(message.servers_gone),
-        servers=tuple(_from_proto(ServerEntry, server) for server in message.servers),
-        workers_gone=tuple(message.workers_gone),
-        workers=tuple(_from_proto(WorkerEntry, worker) for worker in message.workers),
-        parameters_gone=tuple(message.parameters_gone),
-        parameters=tuple(map(entry_from_proto, message.parameters)),
-        ranks_done=tuple(message.ranks_done),
-    )
-
-
-def identity_to_proto(identity: Identity) -> server_pb2.Identity:
-    """Convert a sender's identity."""
-    return _to_proto(server_pb2.Identity, identity)
+identity_to_proto, _ = pair(Identity, server_pb2.Identity)
 
 
 def identity_from_proto(message: server_pb2.Identity) -> Identity:
-    """Convert a sender's identity."""
+    """Convert a sender's identity. Written out, because each push has one."""
     return Identity(message.run_id, message.worker_id, message.incarnation, message.epoch, message.parameters)
 
 
@@ -475,28 +417,21 @@ def sender_from_proto(message: HasIdentity) -> Identity:
     return identity_from_proto(message.identity)
 
 
-def dataset_to_proto(spec: DatasetSpec) -> scheduler_pb2.DatasetSpec:
-    """Convert the settings of a data set."""
-    return _to_proto(scheduler_pb2.DatasetSpec, spec)
+def _done_to_proto(done: Sequence[tuple[int, int]]) -> list[scheduler_pb2.RangeSpan]:
+    return [scheduler_pb2.RangeSpan(first=first, count=count) for first, count in done]
 
 
-def dataset_from_proto(message: scheduler_pb2.DatasetSpec) -> DatasetSpec:
-    """Convert and check the settings of a data set."""
-    return _from_proto(DatasetSpec, message)
+def _done_from_proto(spans: Sequence[scheduler_pb2.RangeSpan]) -> tuple[tuple[int, int], ...]:
+    if len(spans) > limits.SPANS_MAX:
+        raise LimitExceededError(f"a position of {len(spans)} spans is over the limit of {limits.SPANS_MAX}")
+    return tuple((span.first, span.count) for span in spans)
 
 
-def position_to_proto(position: DataPosition) -> scheduler_pb2.DataPosition:
-    """Convert a data set's position."""
-    done = [scheduler_pb2.RangeSpan(first=first, count=count) for first, count in position.done]
-    return _to_proto(scheduler_pb2.DataPosition, position, done=done)
-
-
-def position_from_proto(message: scheduler_pb2.DataPosition) -> DataPosition:
-    """Convert a data set's position. Callers that know the data set check that the position is possible."""
-    if len(message.done) > limits.SPANS_MAX:
-        raise LimitExceededError(f"a position of {len(message.done)} spans is over the limit of {limits.SPANS_MAX}")
-    done = tuple((span.first, span.count) for span in message.done)
-    return _from_proto(DataPosition, message, done=done)
+dataset_to_proto, dataset_from_proto = pair(DatasetSpec, scheduler_pb2.DatasetSpec)
+#: Callers that know the data set check that the position is possible.
+position_to_proto, position_from_proto = pair(
+    DataPosition, scheduler_pb2.DataPosition, done=(_done_to_proto, _done_from_proto)
+)
 
 
 def lags_to_proto(rows: Sequence[tuple[int, int, int, int]]) -> pb.Lags:

@@ -582,5 +582,5 @@ class GroupWorld:
         worker = self._members.check_caller(event.caller)
         (answer,) = self._formations.form(event, worker, self.loop.time())
         self._formations.validate()
-        response: pb.FormGroupResponse = conversions.response(pb.FormGroupResponse, answer.value, None)[0]
+        response: pb.FormGroupResponse = conversions.response(pb.FormGroupResponse, answer.value, None)
         return response

@@ -1,8 +1,8 @@
 """Conversion between events and answers of the scheduler's machine and messages of ``SchedulerService``.
 
-Fields with the same name on both sides are copied by name (``make_event``, ``make_message``). Only differences are
-written out. Values from peers are checked here if the pure machines do not check them: roles, addresses, lengths of
-texts, and names, lengths and digests of files, which are copied into manifests.
+Fields with the same name on both sides are converted as in ``wire.convert`` (``make_event``, ``make_message``). Only
+differences are written out. Values from peers are checked here if the pure machines do not check them: roles,
+addresses, lengths of texts, and names, lengths and digests of files, which are copied into manifests.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, fields
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from dataclasses import fields
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar, cast
+
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 
 from psdist.errors import ConfigurationError, InvalidArgumentError, LimitExceededError, StorageError
 from psdist.settings.config import parse_address
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T", bound="DataclassInstance")
+M = TypeVar("M", bound=Message)
 
 #: Number of connections kept per worker.
 CONNECTIONS_KEPT = 256
@@ -58,46 +62,35 @@ _DIGEST_BYTES = 16
 # --- fields of the same name ------------------------------------------------------------------------------------------
 
 
-def make_message(cls: Any, value: object, **others: Any) -> Any:
+@cache
+def _writers(cls: type, message: type[Message]) -> dict[str, Callable[[Any], Any]]:
+    return convert.field_writers(cls, message, {})
+
+
+@cache
+def _readers(cls: type[DataclassInstance], message: type[Message]) -> dict[str, Callable[[Any], Any]]:
+    found = convert.field_readers(cls, message, {})
+    if any(field.name == "caller" for field in fields(cls)):
+        found["caller"] = lambda request: ev.Caller(request.run_id, request.worker_id, request.incarnation)
+    return found
+
+
+def make_message(cls: type[M], value: Any, **others: Any) -> M:
     """Return a message of type ``cls`` with the fields of ``value`` that have the same name, and ``others``."""
-    names = cls.DESCRIPTOR.fields_by_name.keys() - others.keys()
-    return cls(**{name: getattr(value, name) for name in names if hasattr(value, name)}, **others)
+    writers = _writers(cast(Any, type(value)), cast(Any, cls))
+    return cls(**{name: write(value) for name, write in writers.items() if name not in others}, **others)
 
 
-def make_event(cls: type[T], call: int, message: Any, **others: Any) -> T:
+def make_event(cls: type[T], call: int, message: Message, **others: Any) -> T:
     """Return the event of type ``cls`` of this call, with the fields of ``message`` that have the same name, and
     ``others``.
 
     Unset fields keep the event's default. Raises the errors of the conversions of the fields' types:
     InvalidArgumentError, InvalidNameError and LimitExceededError.
     """
-    values: dict[str, Any] = {"call": call}
-    for field in fields(cls):
-        wired = message.DESCRIPTOR.fields_by_name.get(field.name)
-        if field.name == "caller" and "caller" not in others:
-            values["caller"] = ev.Caller(message.run_id, message.worker_id, message.incarnation)
-        elif wired is not None and field.name not in others:
-            absent = wired.has_presence and not message.HasField(field.name)
-            if not absent or field.default is MISSING:
-                values[field.name] = _from_field(wired, getattr(message, field.name))
-    return cls(**values, **others)
-
-
-def _from_field(wired: Any, value: Any) -> Any:
-    """Convert the value of a field: repeated fields to tuples, maps to ``Numbers``, messages to the type they
-    represent."""
-    if isinstance(value, Mapping):
-        return _numbers(value)
-    convert_one = _TYPES[wired.message_type.name] if wired.message_type is not None else None
-    if not wired.is_repeated:
-        return convert_one(value) if convert_one else value
-    return tuple(map(convert_one, value) if convert_one else value)
-
-
-def _numbers(numbers: Mapping[str, int]) -> sn.Numbers:
-    if len(numbers) > NAMES_MAX:
-        raise LimitExceededError(f"{len(numbers)} parameters in one message are over the limit of {NAMES_MAX}")
-    return tuple(sorted(numbers.items()))
+    readers = _readers(cls, cast(Any, type(message)))
+    values = {name: read(message) for name, read in readers.items() if name not in others}
+    return cls(**{"call": call} | values | others)
 
 
 def _next_pushes(numbers: Mapping[str, int]) -> sn.Numbers:
@@ -137,19 +130,16 @@ def _group_call(call: pb.Activity.GroupCall) -> ev.GroupCall:
     return ev.GroupCall(call.group, call.message, call.number, awaited, text, call.next, sources)
 
 
-#: Conversion of nested messages, by their type.
-_TYPES: dict[str, Callable[[Any], Any]] = {
-    "Activity": _activity,
-    "DataPosition": convert.position_from_proto,
-    "DatasetSpec": convert.dataset_from_proto,
-    "Layout": convert.layout_from_proto,
-    "NextPushes": lambda message: _numbers(message.next),
-    "ParametersSpec": convert.spec_from_proto,
-    "Replica": convert.replica_from_proto,
-    "Restore": convert.restore_from_proto,
-    "ResumePush": lambda message: ev.ResumePush(message.origin, message.number, message.generation),
-    "WorkerEntry": convert.worker_from_proto,
-}
+def _role(number: int) -> Role:
+    if number not in ROLE_NAMES:
+        raise InvalidArgumentError(f"role {number} is unknown: use ROLE_SERVER or ROLE_WORKER")
+    return ROLE_NAMES[number]
+
+
+convert.register(pb.Role, ROLES.__getitem__, _role)
+convert.register(pb.Activity, None, _activity)
+convert.register(pb.NextPushes, None, lambda message: convert.numbers_from_proto(message.next))
+convert.pair(ev.ResumePush, pb.ResumePush)
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------
@@ -157,9 +147,7 @@ _TYPES: dict[str, Callable[[Any], Any]] = {
 
 def register_event(call: int, request: pb.RegisterRequest) -> ev.Register:
     """Convert a registration. Raises InvalidArgumentError and LimitExceededError."""
-    role = ROLE_NAMES.get(request.role)
-    if role is None:
-        raise InvalidArgumentError(f"role {request.role} is unknown: use ROLE_SERVER or ROLE_WORKER")
+    role = _role(request.role)
     _check_texts(request, "run_id", "host", "address")
     if role == "server" or request.address:
         parse_address(request.address)
@@ -220,56 +208,22 @@ REQUESTS: dict[str, Callable[[int, Any], ev.Event]] = {
 # --- what members send on their sessions ------------------------------------------------------------------------------
 
 
-#: Reports of a session, by the role of the members that send them. Those that are missing come from both.
-_REPORTERS: Final[dict[str, Role]] = {
-    **dict.fromkeys(("join_answer", "values_answer", "equal_contributions"), "server"),
-    **dict.fromkeys(("replica_filled", "replica_unreachable"), "server"),
-    **dict.fromkeys(("prepared", "written", "loaded", "load_failed"), "server"),
-    **dict.fromkeys(("stop", "server_checked", "call_checked", "align", "marked", "keeps"), "worker"),
-}
+def _unreachable_replica(call: int, report: pb.ReplicaUnreachable) -> ev.ReplicaUnreachable:
+    return make_event(ev.ReplicaUnreachable, call, report, reason=report.reason[:TEXT_CHARACTERS_MAX])
 
 
-def check_report(request: pb.SessionRequest, role: str) -> None:
-    """Raise InvalidArgumentError if a member of ``role`` cannot send this on its session. An empty role may be any."""
-    kind = request.WhichOneof("event") or ""
-    kind = request.snapshot.WhichOneof("kind") or kind if kind == "snapshot" else kind
-    if role and (reporter := _REPORTERS.get(kind, role)) != role:
-        raise InvalidArgumentError(f"the report {kind} comes from a {reporter}, and this is the session of a {role}")
+def _stop(call: int, report: pb.StopReport) -> ev.StopReported:
+    return make_event(ev.StopReported, call, report, next=_next_pushes(report.next) if report.holding else None)
 
 
-def session_event(call: int, request: pb.SessionRequest) -> ev.Event:
-    """Convert a message on a member's session, other than its hello. Raises InvalidArgumentError, InvalidNameError and
-    LimitExceededError."""
-    match kind := request.WhichOneof("event"):
-        case "heartbeat":
-            return heartbeat_event(call, request.heartbeat)
-        case "join_answer":
-            return make_event(ev.JoinAnswered, call, request.join_answer)
-        case "values_answer":
-            return make_event(ev.ValuesAnswered, call, request.values_answer)
-        case "replica_filled":
-            return make_event(ev.ReplicaFilled, call, request.replica_filled)
-        case "replica_unreachable":
-            reason = request.replica_unreachable.reason[:TEXT_CHARACTERS_MAX]
-            return make_event(ev.ReplicaUnreachable, call, request.replica_unreachable, reason=reason)
-        case "stop":
-            numbers = _next_pushes(request.stop.next) if request.stop.holding else None
-            return make_event(ev.StopReported, call, request.stop, next=numbers)
-        case "equal_contributions":
-            if (count := len(request.equal_contributions.worker_ids)) > MEMBERS_MAX:
-                raise LimitExceededError(f"{count} workers in one report are over the limit of {MEMBERS_MAX}")
-            return make_event(ev.EqualContributions, call, request.equal_contributions)
-        case "server_checked":
-            return make_event(ev.ServerChecked, call, request.server_checked)
-        case "call_checked":
-            return make_event(ev.CallChecked, call, request.call_checked)
-        case "align":
-            return make_event(ev.AlignReported, call, request.align, next=_next_pushes(request.align.next))
-        case "trace":
-            return _trace_report(call, request.trace)
-        case "snapshot":
-            return _snapshot_report(call, request.snapshot)
-    raise InvalidArgumentError(f"a session's later messages are heartbeats and answers, not {kind}")
+def _equal_contributions(call: int, report: pb.SessionRequest.EqualContributions) -> ev.EqualContributions:
+    if (count := len(report.worker_ids)) > MEMBERS_MAX:
+        raise LimitExceededError(f"{count} workers in one report are over the limit of {MEMBERS_MAX}")
+    return make_event(ev.EqualContributions, call, report)
+
+
+def _align(call: int, report: pb.AlignReport) -> ev.AlignReported:
+    return make_event(ev.AlignReported, call, report, next=_next_pushes(report.next))
 
 
 def heartbeat_event(call: int, heartbeat: pb.SessionRequest.Heartbeat) -> ev.Heartbeat:
@@ -318,27 +272,22 @@ def _trace_report(call: int, report: pb.TraceReport) -> ev.SpansReported | ev.Cl
     return ev.SpansReported(call, report.number, data, spans.recorded, spans.steps_done, spans.done)
 
 
-def _snapshot_report(call: int, report: pb.SnapshotReport) -> sn.SnapshotReport:
-    kind = report.WhichOneof("kind")
-    if kind is None:
-        raise InvalidArgumentError("a report about a snapshot has no content")
-    said = getattr(report, kind)
-    match kind:
-        case "prepared":
-            return make_event(sn.Prepared, call, said, attempt=report.attempt)
-        case "marked":
-            return make_event(sn.Marked, call, said, attempt=report.attempt)
-        case "keeps":
-            return sn.StatesAnnounced(call, tuple(said.parameters[:NAMES_MAX]))
-        case "written":
-            return make_event(sn.Written, call, said, attempt=report.attempt, file=_file(said))
-        case "failed":
-            return sn.PartFailed(call, report.attempt, said.error.message[:TEXT_CHARACTERS_MAX])
-        case "loaded":
-            return make_event(sn.Loaded, call, said)
-        case _:
-            text, unreachable = said.error.message[:TEXT_CHARACTERS_MAX], said.error.code == StorageError.code
-            return make_event(sn.LoadFailed, call, said, text=text, unreachable=unreachable)
+def _of_attempt(cls: type[T], call: int, report: pb.SnapshotReport, **others: Any) -> T:
+    return make_event(cls, call, getattr(report, report.WhichOneof("kind") or ""), attempt=report.attempt, **others)
+
+
+def _written(call: int, report: pb.SnapshotReport) -> sn.Written:
+    return _of_attempt(sn.Written, call, report, file=_file(report.written))
+
+
+def _failed(call: int, report: pb.SnapshotReport) -> sn.PartFailed:
+    return sn.PartFailed(call, report.attempt, report.failed.error.message[:TEXT_CHARACTERS_MAX])
+
+
+def _load_failed(call: int, report: pb.SnapshotReport) -> sn.LoadFailed:
+    error = report.load_failed.error
+    text, unreachable = error.message[:TEXT_CHARACTERS_MAX], error.code == StorageError.code
+    return make_event(sn.LoadFailed, call, report.load_failed, text=text, unreachable=unreachable)
 
 
 def _file(written: pb.SnapshotReport.Written) -> ShardFile:
@@ -351,6 +300,60 @@ def _file(written: pb.SnapshotReport.Written) -> ShardFile:
     digests = tuple(data[at : at + _DIGEST_BYTES].hex() for at in range(0, len(data), _DIGEST_BYTES))
     lags = convert.lags_from_proto(written.lags)
     return ShardFile(written.file, written.length, written.digest.hex(), tuple(written.versions), digests, lags)
+
+
+def _no_content(call: int, report: pb.SnapshotReport) -> NoReturn:
+    raise InvalidArgumentError("a report about a snapshot has no content")
+
+
+#: Reports on sessions: the role of the members that send them, empty for both, and the conversion to an event. Those
+#: about snapshots are converted from the whole ``SnapshotReport``.
+_REPORTS: Final[dict[str, tuple[str, Callable[[int, Any], ev.Event]]]] = {
+    "heartbeat": ("", heartbeat_event),
+    "trace": ("", _trace_report),
+    "join_answer": ("server", partial(make_event, ev.JoinAnswered)),
+    "values_answer": ("server", partial(make_event, ev.ValuesAnswered)),
+    "replica_filled": ("server", partial(make_event, ev.ReplicaFilled)),
+    "replica_unreachable": ("server", _unreachable_replica),
+    "equal_contributions": ("server", _equal_contributions),
+    "stop": ("worker", _stop),
+    "server_checked": ("worker", partial(make_event, ev.ServerChecked)),
+    "call_checked": ("worker", partial(make_event, ev.CallChecked)),
+    "align": ("worker", _align),
+    "snapshot": ("", _no_content),
+    "failed": ("", _failed),
+    "prepared": ("server", partial(_of_attempt, sn.Prepared)),
+    "written": ("server", _written),
+    "loaded": ("server", lambda call, report: make_event(sn.Loaded, call, report.loaded)),
+    "load_failed": ("server", _load_failed),
+    "marked": ("worker", partial(_of_attempt, sn.Marked)),
+    "keeps": ("worker", lambda call, report: sn.StatesAnnounced(call, tuple(report.keeps.parameters[:NAMES_MAX]))),
+}
+
+
+def _kind(request: pb.SessionRequest) -> str:
+    kind = request.WhichOneof("event") or ""
+    return request.snapshot.WhichOneof("kind") or kind if kind == "snapshot" else kind
+
+
+def check_report(request: pb.SessionRequest, role: str) -> None:
+    """Raise InvalidArgumentError if a member of ``role`` cannot send this on its session. An empty role may be any."""
+    kind = _kind(request)
+    if role and kind in _REPORTS and (reporter := _REPORTS[kind][0]) not in ("", role):
+        raise InvalidArgumentError(f"the report {kind} comes from a {reporter}, and this is the session of a {role}")
+
+
+def session_event(call: int, request: pb.SessionRequest) -> ev.Event:
+    """Convert a message on a member's session, other than its hello. Raises InvalidArgumentError, InvalidNameError and
+    LimitExceededError."""
+    kind = _kind(request)
+    if kind not in _REPORTS:
+        raise InvalidArgumentError(f"a session's later messages are heartbeats and answers, not {kind or None}")
+    report = request.snapshot if request.HasField("snapshot") else getattr(request, kind)
+    return _REPORTS[kind][1](call, report)
+
+
+# --- reports that the status shows ------------------------------------------------------------------------------------
 
 
 def connections(message: pb.Connections) -> list[pb.Connection]:
@@ -390,115 +393,92 @@ def metrics_address(value: str) -> str:
     return ""
 
 
-def event(record: EventRecord) -> pb.EventStatus:
-    """Return an event of the run's history as a message."""
-    message: pb.EventStatus = make_message(pb.EventStatus, record)
-    return message
-
-
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-def response(cls: Any, value: ef.Value, cluster_map: common.ClusterMap) -> tuple[Any, bool]:
-    """Return the answer ``value`` as a response of type ``cls``, and True if it is the last one."""
-    match value:
-        case ef.Waiting(text) if cls is pb.CreateParametersResponse:
-            return cls(state=cls.STATE_WAITING, waiting_for=text), False
-        case ef.Waiting(text):
-            return cls(waiting_for=text), False
-        case ef.Upload():
-            return cls(state=cls.STATE_UPLOAD, map=cluster_map), False
-        case ef.ParametersReady():
-            return make_message(cls, value, state=cls.STATE_READY, map=cluster_map), True
-        case ef.Described(spec, layout):
-            settings, tensors = convert.spec_to_proto(spec), convert.layout_to_proto(layout)
-            return cls(spec=settings, layout=tensors, map=cluster_map), True
-        case ef.Done() if cls is pb.BarrierResponse:
-            return cls(released=True), True
-        case ef.Done() if cls is pb.CommitParametersResponse:
-            return cls(epoch=cluster_map.epoch), True
-        case ef.Done():
-            return cls(), True
-        case ef.Withdrawn():
-            return cls(withdrawn=True), True
-        case ef.Formed(node):
-            ranks = {"node_rank": node.node_rank, "first_rank": node.first_rank}
-            return make_message(cls, value, formed=True, run_id=cluster_map.run_id, **ranks), True
-        case ef.DatasetStanding():
-            return dataset(value, cls), True
-        case ef.GroupStanding():
-            return make_message(cls, value, members=map(convert.worker_to_proto, value.members)), True
-        case ef.RangeGiven(None):
-            return cls(repeated_ranges=value.repeated, failed_ranges=value.failed, finished=True), True
-        case ef.RangeGiven(lease):
-            counts = {"repeated_ranges": value.repeated, "failed_ranges": value.failed}
-            return make_message(cls, lease, data_epoch=value.data_epoch, range=value.range, **counts), True
-        case ef.Draining(text):
-            return make_message(cls, value, waiting_for=text), False
-        case ef.Drained():
-            return make_message(cls, value, drained=True), True
-        case ef.ScaleNews():
-            return make_message(cls, value), False
-        case ef.TraceProgress(text):
-            return cls(waiting_for=text), False
-        case ef.MemberSpans(member_id, data):
-            return cls(member_id=member_id, spans=pb.TraceSpans.FromString(data)), False
-        case ef.TracedMember():
-            return cls(member=_traced_member(value)), False
-        case ef.TraceEnded(reason):
-            return cls(reason=reason, ended=True), True
-        case sn.Saving(text, done, total):
-            return cls(waiting_for=text, bytes_done=done, bytes=total), False
-        case sn.Saved(commit, unchanged):
-            return cls(committed=info(commit), unchanged=unchanged), True
-    return make_message(cls, value), True
+def event(record: EventRecord) -> pb.EventStatus:
+    """Return an event of the run's history as a message."""
+    return make_message(pb.EventStatus, record)
 
 
-def _traced_member(value: ef.TracedMember) -> pb.TraceMember:
-    member = value.member
-    whole: pb.TraceMember = make_message(
-        pb.TraceMember,
-        value,
-        member_id=member.member_id,
-        role=ROLES[member.role],
-        incarnation=member.incarnation,
-        host=member.host,
-        rank=member.rank,
-        pid=member.pid,
-        offset_ns=value.offset,
-        uncertainty_ns=value.uncertainty,
-    )
-    return whole
-
-
-def dataset(value: ef.DatasetStanding, cls: Any = pb.DatasetStatus) -> Any:
-    """Return the state of a data set as a message of type ``cls``."""
-    spec, position = convert.dataset_to_proto(value.spec), convert.position_to_proto(value.position)
-    return make_message(cls, value, spec=spec, position=position)
+def dataset(value: ef.DatasetStanding) -> pb.DatasetStatus:
+    """Return the state of a data set as a message."""
+    return make_message(pb.DatasetStatus, value)
 
 
 def info(commit: CommitRecord) -> pb.SnapshotInfo:
-    info: pb.SnapshotInfo = make_message(pb.SnapshotInfo, commit, steps=dict(commit.steps))
-    return info
+    """Return a snapshot as a message."""
+    return make_message(pb.SnapshotInfo, commit)
+
+
+def response(cls: Any, value: ef.Value, cluster_map: common.ClusterMap) -> Any:
+    """Return the answer ``value`` as a response of type ``cls``."""
+    match value:
+        case ef.Waiting(text) if cls is pb.CreateParametersResponse:
+            return cls(state=cls.STATE_WAITING, waiting_for=text)
+        case ef.Waiting(text) | ef.TraceProgress(text):
+            return cls(waiting_for=text)
+        case ef.Upload():
+            return cls(state=cls.STATE_UPLOAD, map=cluster_map)
+        case ef.ParametersReady():
+            return make_message(cls, value, state=cls.STATE_READY, map=cluster_map)
+        case ef.Described():
+            return make_message(cls, value, map=cluster_map)
+        case ef.Done() if cls is pb.BarrierResponse:
+            return cls(released=True)
+        case ef.Done() if cls is pb.CommitParametersResponse:
+            return cls(epoch=cluster_map.epoch)
+        case ef.Withdrawn():
+            return cls(withdrawn=True)
+        case ef.Formed(node):
+            ranks = {"node_rank": node.node_rank, "first_rank": node.first_rank}
+            return make_message(cls, value, formed=True, run_id=cluster_map.run_id, **ranks)
+        case ef.RangeGiven(lease):
+            counts = {"repeated_ranges": value.repeated, "failed_ranges": value.failed}
+            if lease is None:
+                return cls(finished=True, **counts)
+            return make_message(cls, lease, data_epoch=value.data_epoch, range=value.range, **counts)
+        case ef.Draining(text):
+            return make_message(cls, value, waiting_for=text)
+        case ef.Drained():
+            return make_message(cls, value, drained=True)
+        case ef.MemberSpans(data=data):
+            return make_message(cls, value, spans=pb.TraceSpans.FromString(data))
+        case ef.TracedMember(member):
+            offset, uncertainty = value.offset, value.uncertainty
+            own = make_message(pb.TraceMember, value)
+            own.MergeFrom(make_message(pb.TraceMember, member, offset_ns=offset, uncertainty_ns=uncertainty))
+            return cls(member=own)
+        case ef.TraceEnded():
+            return make_message(cls, value, ended=True)
+        case sn.Saving(text, done, total):
+            return cls(waiting_for=text, bytes_done=done, bytes=total)
+        case sn.Saved(commit, unchanged):
+            return cls(committed=info(commit), unchanged=unchanged)
+    return make_message(cls, value)
+
+
+#: Commands and news with the fields of their messages: the name in SessionResponse.
+_COMMANDS: Final[dict[type, str]] = {
+    ef.JoinProposal: "join_proposal",
+    ef.WithdrawJoin: "join_withdrawn",
+    ef.CheckValues: "check_values",
+    ef.MemberLost: "member_lost",
+    ef.RunEnded: "run_ended",
+    ef.ShardsLost: "shards_lost",
+    ef.Notice: "notice",
+    ef.CheckCall: "check_call",
+}
 
 
 def command(value: ef.Value | ef.News) -> pb.SessionResponse:
     """Return a command or news for a session, other than a map."""
     message = pb.SessionResponse
+    if name := _COMMANDS.get(type(value)):
+        kind: Any = message.DESCRIPTOR.fields_by_name[name].message_type
+        content: Any = {name: make_message(GetMessageClass(kind), value)}
+        return message(**content)
     match value:
-        case ef.JoinProposal():
-            proposal = make_message(message.JoinProposal, value, member=convert.member_to_proto(value.member))
-            return message(join_proposal=proposal)
-        case ef.WithdrawJoin():
-            return message(join_withdrawn=make_message(message.JoinWithdrawn, value))
-        case ef.CheckValues():
-            return message(check_values=make_message(message.CheckValues, value))
-        case ef.MemberLost():
-            return message(member_lost=make_message(message.MemberLost, value, role=ROLES[value.role]))
-        case ef.RunEnded():
-            return message(run_ended=message.RunEnded())
-        case ef.ShardsLost():
-            return message(shards_lost=make_message(message.ShardsLost, value))
         case sn.RolledBack(directory, lost, text):
             rolled_back = message.RolledBack(directory=directory, text=text)
             for name, first, until in lost:
@@ -508,10 +488,9 @@ def command(value: ef.Value | ef.News) -> pb.SessionResponse:
         case ef.StopCommand(number, "leave", numbers):
             leave = pb.StopCommand.Leave(next=dict(numbers))
             return message(stop=pb.StopCommand(number=number, leave=leave))
-        case ef.StopCommand(number, kind):
-            return message(stop=pb.StopCommand(number=number, ask=kind == "ask" or None, hold=kind == "hold" or None))
-        case ef.Notice(text):
-            return message(notice=message.Notice(text=text))
+        case ef.StopCommand(number, question):
+            asks, holds = question == "ask" or None, question == "hold" or None
+            return message(stop=pb.StopCommand(number=number, ask=asks, hold=holds))
         case ef.TraceCommand(number, "start", steps):
             return message(trace=pb.TraceCommand(number=number, start_steps=steps))
         case ef.TraceCommand(number, "clock"):
@@ -525,8 +504,6 @@ def command(value: ef.Value | ef.News) -> pb.SessionResponse:
             return message(align=pb.AlignCommand(number=number, until=until, hold=hold, release=release or None))
         case ef.DeadlockFound(sequence, error):
             return message(mutual_wait=pb.MutualWait(sequence=sequence, error=status.to_detail(error)))
-        case ef.CheckCall():
-            return message(check_call=make_message(pb.CheckCall, value))
         case sn.Prepare() | sn.Mark() | sn.TakeCut() | sn.End():
             return message(snapshot=_snapshot_command(value))
     raise AssertionError(f"{value} is not a session command")

@@ -86,9 +86,7 @@ class Service:
         make, cls = conversions.REQUESTS[method.name], getattr(pb, method.output_type.name)
         if method.server_streaming:
             return await self._stream(context, lambda call: make(call, request), cls)
-        return conversions.response(cls, await self._ask(lambda call: make(call, request)), self._scheduler.calls.map)[
-            0
-        ]
+        return conversions.response(cls, await self._ask(lambda call: make(call, request)), self._scheduler.calls.map)
 
     async def Register(self, request: pb.RegisterRequest, context: Context) -> pb.RegisterResponse:
         """Register a member, whose role is the caller's."""
@@ -97,7 +95,7 @@ class Service:
         value = await self._ask(lambda call: conversions.register_event(call, request))
         assert isinstance(value, ef.Registered)
         settings = self._scheduler.cluster.settings
-        response: pb.RegisterResponse = conversions.make_message(
+        return conversions.make_message(
             pb.RegisterResponse,
             value.member,
             run_id=settings.run_id,
@@ -112,7 +110,6 @@ class Service:
             storage=settings.storage if value.member.role == "server" else "",
             peer_key=audience_key(self._token, Audience(value.member.role)) if self._token else b"",
         )
-        return response
 
     async def Session(self, request: object, context: Context) -> None:
         """Receive heartbeats and send maps and commands, until either side ends."""
@@ -234,9 +231,8 @@ class Service:
             async for value in outbox:
                 make = partial(conversions.response, cls, value, self._scheduler.calls.map)
                 is_large = isinstance(value, ef.Described) and len(value.layout.tensors) > _LARGE_LAYOUT
-                message, last = await asyncio.to_thread(make) if is_large else make()
-                await context.write(message)
-                if last:
+                await context.write(await asyncio.to_thread(make) if is_large else make())
+                if not isinstance(value, ef.Interim):
                     return
 
     async def _read_session(self, number: int, member_id: str, role: str, context: Context) -> None:

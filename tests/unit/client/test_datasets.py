@@ -72,7 +72,7 @@ class DataScheduler(FakeScheduler):
         value = await self._ask(
             request, context, lambda who, mine: self.data.lease(ev.LeaseRange(1, who, request.dataset, *ids), mine)
         )
-        yield conversions.response(pb.LeaseRangeResponse, value, ClusterMap())[0]
+        yield conversions.response(pb.LeaseRangeResponse, value, ClusterMap())
 
     async def EndRanges(self, request: Any, context: Any) -> Any:
         ids, used = (tuple(request.done), tuple(request.returned)), tuple(request.used)

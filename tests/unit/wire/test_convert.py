@@ -1,10 +1,14 @@
-"""Ranges of overrides in the cluster map: up to one for each tensor, and converted once, not in each epoch."""
+"""Conversion by field names. Ranges of overrides in the cluster map: up to one for each tensor, and converted once, not
+in each epoch."""
 
 from __future__ import annotations
 
+import pytest
+
 from psdist import optim
 from psdist.consistency import BSP
-from psdist.types import GroupRange, ParametersEntry, ParametersSpec, Replica, Shard
+from psdist.errors import InvalidArgumentError, InvalidNameError
+from psdist.types import GroupRange, ParametersEntry, ParametersSpec, Replica, Restore, Shard
 from psdist.v1 import common_pb2
 from psdist.wire import convert
 
@@ -45,3 +49,29 @@ def test_a_huge_table_is_converted_and_not_kept() -> None:
     mine = entry(count)
     assert convert.entry_from_proto(convert.entry_to_proto(mine)) == mine
     assert convert._ranges_from_bytes.cache_info().currsize == before
+
+
+# --- fields of the same name ------------------------------------------------------------------------------------------
+
+
+def test_types_with_other_fields_than_their_message_are_refused() -> None:
+    with pytest.raises(AssertionError, match="the fields of Replica and of its message differ"):
+        convert.pair(Replica, common_pb2.Restore)
+
+
+def test_absent_messages_read_as_the_default() -> None:
+    message = convert.entry_to_proto(entry(1))
+    assert not message.HasField("restore") and convert.entry_from_proto(message).restore is None
+    message.restore.directory = "snapshot-1"
+    assert convert.entry_from_proto(message).restore == Restore("snapshot-1", b"")
+
+
+def test_fields_of_nested_messages_are_checked() -> None:
+    message = convert.entry_to_proto(entry(1))
+    message.restore.directory = "../other"
+    with pytest.raises(InvalidNameError, match="cannot name a file of a snapshot"):
+        convert.entry_from_proto(message)
+    message = convert.entry_to_proto(entry(1))
+    message.spec.MergeFromString(b"\x20\x09")  # non_finite: 9
+    with pytest.raises(InvalidArgumentError, match="non_finite 9 is unknown: use one of reject"):
+        convert.entry_from_proto(message)
