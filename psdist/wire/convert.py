@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
-from functools import lru_cache
+from functools import cache, lru_cache
 from operator import attrgetter
 from typing import Any, Final, TypeVar, cast
 
@@ -110,7 +110,7 @@ def pair(cls: type[D], message: type[M], **others: _Conversions) -> tuple[Callab
     """
     names = [field.name for field in fields(cast(Any, cls))]
     assert {*names} == {*message.DESCRIPTOR.fields_by_name}, f"the fields of {cls.__name__} and of its message differ"
-    attributes, values = field_writers(cls, message, others).items(), field_readers(cls, message, others)
+    attributes, values = _field_writers(cls, message, others).items(), field_readers(cls, message, others)
     is_copied = len(names) > 1 and all(isinstance(read, attrgetter) for read in values.values())
     copy, reads = attrgetter(*names), [values[name] for name in names]
 
@@ -128,7 +128,13 @@ def pair(cls: type[D], message: type[M], **others: _Conversions) -> tuple[Callab
     return conversions
 
 
-def field_writers(cls: type, message: type[Message], others: Mapping[str, _Conversions]) -> dict[str, _Convert]:
+def make_message(message: type[M], value: Any, **others: Any) -> M:
+    """Return a message with those attributes of an object that have the names of its fields, and ``others``."""
+    writers = _kept_writers(cast(Any, type(value)), cast(Any, message))
+    return message(**{name: write(value) for name, write in writers.items() if name not in others}, **others)
+
+
+def _field_writers(cls: type, message: type[Message], others: Mapping[str, _Conversions]) -> dict[str, _Convert]:
     """Return functions of an object for the fields of a message for which the class has attributes of the same name."""
     known = {field.name for field in fields(cast(Any, cls))}
     return {
@@ -136,6 +142,11 @@ def field_writers(cls: type, message: type[Message], others: Mapping[str, _Conve
         for name, wired in message.DESCRIPTOR.fields_by_name.items()
         if name in known or hasattr(cls, name)
     }
+
+
+@cache
+def _kept_writers(cls: type, message: type[Message]) -> dict[str, _Convert]:
+    return _field_writers(cls, message, {})
 
 
 def field_readers(cls: type, message: type[Message], others: Mapping[str, _Conversions]) -> dict[str, _Convert]:

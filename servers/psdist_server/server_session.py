@@ -25,7 +25,7 @@ from psdist.wire.member_session import MemberSession
 from psdist.wire.scheduler_connection import MemberConnection
 from psdist_server.core.contributions import EqualReport
 from psdist_server.server import ParameterServer, ServerRegistration
-from psdist_server.snapshot_loader import LoadReport, ShardLoaded
+from psdist_server.snapshot_loader import LoadReport, ShardLoaded, ShardLoadFailed
 from psdist_server.store.replicator import ReplicaReport
 
 #: Longest time for a standby scheduler to lead, and the pause between two attempts to reach it.
@@ -242,36 +242,21 @@ class ServerSession(MemberSession):
         await self.connection.close()
 
 
+convert.register(common_pb2.ErrorDetail, status.to_detail, status.from_detail)
+
+
 def _report_message(report: ReplicaReport | LoadReport | EqualReport) -> pb.SessionRequest:
-    if isinstance(report, EqualReport):
-        equal = pb.SessionRequest.EqualContributions(
-            parameters=report.parameters, worker_ids=report.worker_ids, step=report.step
-        )
-        return pb.SessionRequest(equal_contributions=equal)
-    if not isinstance(report, ReplicaReport):
-        return pb.SessionRequest(snapshot=_load_report_message(report))
-    name, shard, term, fill = report.parameters, report.shard, report.term, report.fill
-    replica = convert.replica_to_proto(report.replica)
-    if report.kind == "filled":
-        filled = pb.ReplicaFilled(parameters=name, shard=shard, term=term, replica=replica, fill=fill)
-        return pb.SessionRequest(replica_filled=filled)
-    unreachable = pb.ReplicaUnreachable(
-        parameters=name, shard=shard, term=term, replica=replica, reason=report.reason, fill=fill
-    )
-    return pb.SessionRequest(replica_unreachable=unreachable)
-
-
-def _load_report_message(report: LoadReport) -> pb.SnapshotReport:
-    name, generation = report.parameters, report.generation
-    if isinstance(report, ShardLoaded):
-        loaded = pb.SnapshotReport.Loaded(
-            parameters=name, generation=generation, shards=[report.shard], terms=[report.term]
-        )
-        return pb.SnapshotReport(loaded=loaded)
-    failed = pb.SnapshotReport.LoadFailed(
-        parameters=name,
-        generation=generation,
-        restore=convert.restore_to_proto(report.restore),
-        error=status.to_detail(report.error),
-    )
-    return pb.SnapshotReport(load_failed=failed)
+    match report:
+        case EqualReport():
+            equal = convert.make_message(pb.SessionRequest.EqualContributions, report)
+            return pb.SessionRequest(equal_contributions=equal)
+        case ReplicaReport("filled"):
+            return pb.SessionRequest(replica_filled=convert.make_message(pb.ReplicaFilled, report))
+        case ReplicaReport():
+            return pb.SessionRequest(replica_unreachable=convert.make_message(pb.ReplicaUnreachable, report))
+        case ShardLoaded(shard=shard, term=term):
+            loaded = convert.make_message(pb.SnapshotReport.Loaded, report, shards=[shard], terms=[term])
+            return pb.SessionRequest(snapshot=pb.SnapshotReport(loaded=loaded))
+        case ShardLoadFailed():
+            failed = convert.make_message(pb.SnapshotReport.LoadFailed, report)
+            return pb.SessionRequest(snapshot=pb.SnapshotReport(load_failed=failed))

@@ -27,6 +27,7 @@ from psdist.v1 import common_pb2 as common
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import server_pb2
 from psdist.wire import convert, status
+from psdist.wire.convert import make_message
 from psdist.wire.limits import (
     AWAITED_REPORTED_MAX,
     CLOCK_CHARACTERS_MAX,
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T", bound="DataclassInstance")
-M = TypeVar("M", bound=Message)
 
 #: Number of connections kept per worker.
 CONNECTIONS_KEPT = 256
@@ -63,22 +63,11 @@ _DIGEST_BYTES = 16
 
 
 @cache
-def _writers(cls: type, message: type[Message]) -> dict[str, Callable[[Any], Any]]:
-    return convert.field_writers(cls, message, {})
-
-
-@cache
 def _readers(cls: type[DataclassInstance], message: type[Message]) -> dict[str, Callable[[Any], Any]]:
     found = convert.field_readers(cls, message, {})
     if any(field.name == "caller" for field in fields(cls)):
         found["caller"] = lambda request: ev.Caller(request.run_id, request.worker_id, request.incarnation)
     return found
-
-
-def make_message(cls: type[M], value: Any, **others: Any) -> M:
-    """Return a message of type ``cls`` with the fields of ``value`` that have the same name, and ``others``."""
-    writers = _writers(cast(Any, type(value)), cast(Any, cls))
-    return cls(**{name: write(value) for name, write in writers.items() if name not in others}, **others)
 
 
 def make_event(cls: type[T], call: int, message: Message, **others: Any) -> T:
@@ -136,6 +125,7 @@ def _role(number: int) -> Role:
     return ROLE_NAMES[number]
 
 
+convert.register(common.ErrorDetail, status.to_detail, status.from_detail)
 convert.register(pb.Role, ROLES.__getitem__, _role)
 convert.register(pb.Activity, None, _activity)
 convert.register(pb.NextPushes, None, lambda message: convert.numbers_from_proto(message.next))
@@ -468,6 +458,7 @@ _COMMANDS: Final[dict[type, str]] = {
     ef.ShardsLost: "shards_lost",
     ef.Notice: "notice",
     ef.CheckCall: "check_call",
+    ef.DeadlockFound: "mutual_wait",
 }
 
 
@@ -502,8 +493,6 @@ def command(value: ef.Value | ef.News) -> pb.SessionResponse:
         case ef.AlignCommand(number, until, release):
             hold = None if release else True
             return message(align=pb.AlignCommand(number=number, until=until, hold=hold, release=release or None))
-        case ef.DeadlockFound(sequence, error):
-            return message(mutual_wait=pb.MutualWait(sequence=sequence, error=status.to_detail(error)))
         case sn.Prepare() | sn.Mark() | sn.TakeCut() | sn.End():
             return message(snapshot=_snapshot_command(value))
     raise AssertionError(f"{value} is not a session command")

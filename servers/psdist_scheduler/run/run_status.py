@@ -125,7 +125,7 @@ def _member(
     reported: pb.MemberStatus | None,
     now: float,
 ) -> pb.MemberStatus:
-    report = conversions.make_message(pb.MemberStatus, member, draining=member.draining and member.live)
+    report = convert.make_message(pb.MemberStatus, member, draining=member.draining and member.live)
     if reported is not None:
         report.MergeFrom(reported)
     if not member.live:

@@ -95,7 +95,7 @@ class Service:
         value = await self._ask(lambda call: conversions.register_event(call, request))
         assert isinstance(value, ef.Registered)
         settings = self._scheduler.cluster.settings
-        return conversions.make_message(
+        return convert.make_message(
             pb.RegisterResponse,
             value.member,
             run_id=settings.run_id,
