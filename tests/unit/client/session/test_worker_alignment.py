@@ -1,6 +1,7 @@
-"""WorkerShutdown of a worker: its reports, the pushes that it finishes, and how long it waits for an answer.
+"""When a worker's pushes may begin: reports of a held worker on its iterations, and its coordinated shutdown.
 
-First ``WorkerShutdown`` alone, then a client and a fake scheduler.
+Of the shutdown: its reports, the pushes that it finishes, and how long it waits for an answer. First ``WorkerShutdown``
+alone, then a client and a fake scheduler.
 """
 
 from __future__ import annotations
@@ -229,3 +230,22 @@ async def test_a_client_that_is_not_connected_has_nothing_to_agree_on(setup: Set
     await setup.client.close()
     await setup.client.request_stop()
     assert setup.scheduler.stops.empty()
+
+
+# --- alignment -------------------------------------------------------------------------------------------------------
+
+
+async def test_a_declared_end_is_reported_though_its_position_was_reported_before() -> None:
+    reports: list[pb.AlignReport] = []
+    alignment = WorkerAlignment(lambda request: reports.append(request.align), lambda: True)
+    sequences = {name: PushSequence(1, psdist.BSP()) for name in "DG"}
+    for name, sequence in sequences.items():
+        alignment.enter(name, sequence)
+    alignment.mark_boundary()
+    for name in "DG":
+        sequences[name].send(0)
+        alignment.push_began(name)
+    alignment.on_command(pb.AlignCommand(number=1, hold=True))
+    assert (reports[-1].position, reports[-1].start) == (2, 0), "the iteration's last push is under way"
+    alignment.mark_boundary()
+    assert (reports[-1].position, reports[-1].start) == (2, 2)
