@@ -413,7 +413,7 @@ class DistributedOptimizer(UnevenBatches, torch.optim.Optimizer):
     def _make_empty_step(self, join: UnevenInputs) -> None:
         if join.is_scaled and self._loss_scale.overflows_anywhere(mine=False):
             return
-        self.handle.settings = None  # Workers with a batch set them, and write the weights.
+        self._rates.leave_to_others()  # Workers with a batch set them, and write the weights.
         self.handle.assign(None)
         self._stream.skip(float(join.counts_joined))
         self._rates.on_empty_step(self.param_groups)

@@ -70,6 +70,8 @@ class LearningRates:
         self._initial: list[Values] = []
         #: Parameter sets that settings are sent to, and their groups on the servers.
         self._sets: list[tuple[Parameters, ServerGroups]] = []
+        #: Settings of each group that the sets' pushes carry; None if they are unknown.
+        self._carried: list[Values] | None = None
         #: Initial state of the scheduler, and initial settings of the groups, as torch stores them.
         self._fresh: tuple[dict[str, Any], list[dict[str, Any]]] = {}, []
         #: The servers' step, if they made exactly the steps of this loop.
@@ -132,8 +134,16 @@ class LearningRates:
         Raises as ``check``, and InvalidArgumentError for a setting that the servers cannot change.
         """
         values = self.check(groups)
-        for handle, own in self._sets:
-            handle.settings = own.settings(values)
+        if values != self._carried:
+            for handle, own in self._sets:
+                handle.settings = own.settings(values)
+            self._carried = values
+
+    def leave_to_others(self) -> None:
+        """Let the pushes of the next step carry no settings: other workers set them."""
+        self._carried = None
+        for handle, _ in self._sets:
+            handle.settings = None
 
     def check(self, groups: list[dict[str, Any]]) -> list[Values]:
         """Return the settings of each group that the next push carries; without rates if the servers run a schedule.
@@ -273,16 +283,12 @@ class ServerGroups:
         pairs = {(group_of(name, spec.overrides), numbers[id(one)]) for name, one in trained.items()}
         #: Group on the servers, and number of the parameter group.
         self._pairs = sorted(pairs)
-        #: Latest settings that were checked, as given and as pushes carry them.
-        self._latest: tuple[Sequence[Values], dict[int, Values]] = (), {}
 
     def settings(self, values: Sequence[Values]) -> dict[int, Values]:
         """Return the settings of a push. values: those of each parameter group.
 
         Raises InvalidArgumentError for a setting that the servers cannot change.
         """
-        if values == self._latest[0]:
-            return self._latest[1]
         found: dict[int, Values] = {}
         first: dict[int, int] = {}
         for group, number in self._pairs:
@@ -301,8 +307,7 @@ class ServerGroups:
                     "parameters by patterns such as '*.bias'"
                 )
             first.setdefault(group, number)
-        self._latest = values, {group: changes for group, changes in found.items() if changes}
-        return self._latest[1]
+        return {group: changes for group, changes in found.items() if changes}
 
 
 def _restore(groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
