@@ -38,7 +38,7 @@ from tests.support.primary_channels import (
     update,
 )
 from tests.support.server_bench import GRADIENT, STEPPED, ServerBench, cut, opened_bench
-from tests.support.worker_channels import WORKERS, TcpWorker, WorkerChannel
+from tests.support.worker_channels import WORKERS, ShmWorker, TcpWorker, WorkerChannel
 
 
 @dataclass(frozen=True)
@@ -434,12 +434,15 @@ async def test_the_stream_beside_a_connection_carries_nothing(role: Role) -> Non
 @pytest.mark.parametrize("kind", WORKERS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("how", ["leave", "cancel_stream", "cut"])
 async def test_what_was_pushed_counts_after_the_end(kind: type[WorkerChannel], how: str) -> None:
+    """Over shared memory, also when the worker's memory is gone."""
     async with opened_bench() as bench:
         await bench.create(workers=2)
         gone, other = await kind.opened(bench), await kind.opened(bench, 1)
         await gone.send(gone.push(0, [0, 2]))
         await gone.arrived()
         await getattr(gone, how)()
+        if isinstance(gone, ShmWorker):
+            gone.forget()
         again = await kind.opened(bench)
         await again.send(again.push(0, [1]))
         assert np.array_equal(await other.say(other.push(0)), STEPPED)

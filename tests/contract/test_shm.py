@@ -131,19 +131,6 @@ async def test_an_arena_that_could_be_truncated_is_refused(
 # --- the end ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["leaves", "is cancelled"])
-async def test_what_was_pushed_counts_when_the_memory_is_gone(bench: ServerBench, how: str) -> None:
-    await bench.create(workers=2)
-    gone, other = await ShmWorker.opened(bench), await ShmWorker.opened(bench, 1)
-    await gone.send(gone.push(0, [0, 2]))
-    await gone.arrived()
-    await (gone.leave() if how == "leaves" else gone.cancel_stream())
-    gone.forget()
-    again = await ShmWorker.opened(bench)
-    await again.send(again.push(0, [1]))
-    assert np.array_equal(await other.say(other.push(0)), STEPPED)
-
-
 async def test_arenas_are_given_back(bench: ServerBench) -> None:
     def mapped() -> list[str]:
         gc.collect()

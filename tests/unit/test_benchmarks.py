@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks import figures, growth, growth_page, network, plan, plot, report
-from benchmarks.contenders import Contender, ContenderError
+from benchmarks.contenders import ContenderError
 from benchmarks.peers import kernel
 from benchmarks.shaped_hosts import Counters
 from psdist.cli.bench import BenchResult, BenchSettings
@@ -121,29 +121,6 @@ def test_goals_that_are_upper_limits_turn_the_ratio_around() -> None:
     assert not goal.judge(_step(0.7, "echo")).met
 
 
-def test_notes_are_kept() -> None:
-    old = report.page({}, FACTS, "## Notes\n\nBy hand.\n")
-    assert old.endswith("## Notes\n\nBy hand.\n")
-    assert report.page({}, FACTS, report.notes_of(old)) == old
-    assert report.notes_of("nothing") == ""
-
-
-def test_a_run_for_which_the_machine_lacks_something_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runs = tuple(plan.Run(name, "benchmarks.x", missing=lambda name=name: name if name == "rootless" else "")
-                 for name in ("rootless", "other"))  # fmt: skip
-    monkeypatch.setattr(plan, "RUNS", runs)
-    monkeypatch.setattr(plan, "GOALS", ())
-    monkeypatch.setattr(report, "run", lambda one, **_: {"of": one.name})
-    monkeypatch.setattr(report, "compile_kernels", lambda: None)
-    monkeypatch.setattr("benchmarks.machine.facts", lambda: FACTS)
-    results = tmp_path / "results.json"
-    report.main(["--page", str(tmp_path / "page.md"), "--results", str(results)])
-    assert list(json.loads(results.read_text())["runs"]) == ["other"]
-    assert "rootless is left out: rootless" in capsys.readouterr().out
-
-
 def test_every_goal_names_a_run() -> None:
     assert {goal.run for goal in plan.GOALS} <= {one.name for one in plan.RUNS}
 
@@ -224,30 +201,6 @@ def test_curves_change_one_setting_each() -> None:
         assert len(changed) == 1, name
     settings = growth.CURVES["tensors"].settings(7, 20)
     assert len(BenchSettings(params=20, layer_elements=settings.layer_elements).layers()) == 7
-
-
-def test_points_take_turns_of_as_many_steps_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns_taken = []
-
-    class Timed:
-        def __init__(self, contender: Contender) -> None:
-            self.name = contender.name
-
-        def turn(self, steps: int) -> list[list[float]]:
-            turns_taken.append((self.name, steps))
-            return [[0.1] * steps, [0.3] * steps]
-
-        def __enter__(self) -> Timed:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-    monkeypatch.setattr(growth, "Running", Timed)
-    points = growth.measure_points({value: Contender(f"of {value}", (), 2) for value in (1, 2)})
-    steps = round(growth.TURN_SECONDS / 0.2) + 1
-    assert turns_taken[-2 * growth.ROUNDS :] == [("of 1", steps), ("of 2", steps)] * growth.ROUNDS
-    assert points["2"] == {"ms": pytest.approx(200), "low": pytest.approx(100), "high": pytest.approx(300)}
 
 
 def test_the_page_of_growth_keeps_its_notes_and_has_a_picture_of_each_curve(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks import convergence, models
 from psdist.compression import Float32, PowerSGD, TopK
-from psdist.types import check_name
 
 RUNS = {
     "losses": [(10, 2.0), (20, 1.02)],
@@ -35,11 +34,6 @@ def test_results_are_written_between_the_marks_and_nothing_else_changes(tmp_path
     assert page.read_text() == text
 
 
-def test_the_time_to_a_loss_is_the_first_look_at_which_it_was_there() -> None:
-    losses = [(10, 3.0), (20, 1.0), (30, 1.5), (40, 0.9)]
-    assert convergence.steps_to(losses, 1.0) == 20 and convergence.steps_to(losses, 0.5) is None
-
-
 def test_what_has_error_feedback_is_trained_without_it_and_both_ways_too() -> None:
     assert convergence.variants(Float32()) == {"without": (Float32(), None)}
     with_feedback = TopK(0.1, error_feedback=True)
@@ -51,11 +45,6 @@ def test_what_has_error_feedback_is_trained_without_it_and_both_ways_too() -> No
     }
     for codec in (PowerSGD(2), TopK(0.1, warm_up=100)):
         assert set(convergence.variants(codec)) == {"with", "without", "ef21"}
-
-
-def test_each_run_has_a_name_that_parameters_may_have() -> None:
-    for variant in convergence.VARIANTS:
-        check_name(convergence.parameters_name("digits", 3, variant, 4), "parameters name")
 
 
 @pytest.mark.parametrize("name", models.MODELS)

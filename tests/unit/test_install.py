@@ -65,14 +65,3 @@ def test_a_failure_shows_everything_and_has_pips_status(install: Any) -> None:
     script = "import sys; print('Collecting x'); print('ERROR: no matching distribution', file=sys.stderr); sys.exit(3)"
     status, shown = played(install, script)
     assert status == 3 and "pip failed:\n" in shown and "ERROR: no matching distribution" in shown
-
-
-def test_it_asks_nobody(install: Any) -> None:
-    status, shown = played(install, "import sys; sys.exit(len(sys.stdin.read()))")
-    assert (status, shown) == (0, "  done\n")
-
-
-def test_bytes_that_are_no_text_are_shown_all_the_same(install: Any) -> None:
-    script = "import sys; sys.stdout.buffer.write(b'Downloading \\xff-1.whl (2 kB)\\n')"
-    status, shown = played(install, script)
-    assert status == 0 and "(2 kB)" in shown

@@ -35,22 +35,17 @@ def test_the_scripts_of_a_single_node_meet_at_a_free_port_of_it() -> None:
     assert not is_wildcard(host) and host != "scheduler" and port != 29600
 
 
-def test_a_script_that_fails_is_given_up() -> None:
+def test_a_script_that_fails_or_never_connects_is_given_up() -> None:
     for status in [exit_codes.FAILURE, exit_codes.CONFIGURATION, exit_codes.NEVER_CONNECTED, 42]:
         assert why_given_up(Finish(status, "worker 1 failed", W1), has_connected=True) == "worker 1 failed"
-
-
-def test_so_is_one_that_never_connected() -> None:
     assert "psdist.init()" in why_given_up(Finish(exit_codes.OK), has_connected=False)
+
+
+def test_what_the_scheduler_knows_or_nobody_waits_for_is_not_told_to_it() -> None:
+    for status in [exit_codes.INFRASTRUCTURE, exit_codes.UNAVAILABLE, exit_codes.LATE]:
+        assert not why_given_up(Finish(status, "worker 1 failed", W1), has_connected=True)
     assert not why_given_up(Finish(exit_codes.OK), has_connected=True)
-
-
-@pytest.mark.parametrize("status", [exit_codes.INFRASTRUCTURE, exit_codes.UNAVAILABLE, exit_codes.LATE])
-def test_what_the_scheduler_said_itself_is_not_told_to_it(status: int) -> None:
-    assert not why_given_up(Finish(status, "worker 1 failed", W1), has_connected=True)
-
-
-def test_an_agent_that_is_stopped_may_be_started_again() -> None:
+    # A stopped agent may be started again.
     assert not why_given_up(Finish(exit_codes.SIGNAL_BASE + signal.SIGTERM), has_connected=False)
 
 

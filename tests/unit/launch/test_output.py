@@ -47,18 +47,19 @@ def test_progress_bars_and_lines_without_end() -> None:
     assert splitter.feed(b"\xff\n") == ["\ufffd"]
 
 
-def test_last_words_are_the_traceback_if_there_is_one() -> None:
-    tail = [(STDOUT, "step 1"), (STDERR, "warning"), (STDERR, "Traceback (most recent call last):"), (STDERR, "E: x")]
-    both = frozenset((STDOUT, STDERR))
-    assert last_words([*tail, (STDOUT, "bye")], both) == ["Traceback (most recent call last):", "E: x"]
-    assert last_words(tail[:2], both) == ["step 1", "warning"]
-    assert last_words([], both) == []
-
-
-def test_last_words_leave_out_what_the_console_had() -> None:
-    tail = [(STDOUT, "step 1"), (STDERR, "Traceback (most recent call last):"), (STDERR, "E: x")]
-    assert last_words(tail, frozenset((STDOUT,))) == last_words(tail, frozenset()) == []
-    assert last_words(tail[:1], frozenset((STDOUT,))) == ["step 1"]
+def test_last_words_are_the_traceback_or_the_last_lines_unless_the_console_had_them() -> None:
+    step, warning, bye = (STDOUT, "step 1"), (STDERR, "warning"), (STDOUT, "bye")
+    traceback = [(STDERR, "Traceback (most recent call last):"), (STDERR, "E: x")]
+    out, both = frozenset((STDOUT,)), frozenset((STDOUT, STDERR))
+    for tail, hidden, words in [
+        ([step, warning, *traceback, bye], both, ["Traceback (most recent call last):", "E: x"]),
+        ([step, warning], both, ["step 1", "warning"]),
+        ([], both, []),
+        ([step, *traceback], out, []),
+        ([step, *traceback], frozenset[int](), []),
+        ([step], out, ["step 1"]),
+    ]:
+        assert last_words(tail, hidden) == words
 
 
 def test_streams_in_torchruns_notation() -> None:

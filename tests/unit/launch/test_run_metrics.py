@@ -50,75 +50,68 @@ def interval(rank: int, step: int, samples: float = 10, loss: float = 1.0) -> Wo
     )
 
 
+def started(console: FakeConsole, directory: Path | None, workers: int = 1, **options: Any) -> RunMetrics:
+    metrics = RunMetrics(MetricsOptions(**options), "run", directory, range(workers))
+    metrics.start(console)
+    return metrics
+
+
+def report(metrics: RunMetrics, *intervals: WorkerInterval) -> None:
+    for one in intervals:
+        os.write(metrics.descriptor, to_line(one))
+
+
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
 async def test_workers_are_combined_as_soon_as_all_have_reported(tmp_path: Path) -> None:
-    metrics, console = (
-        RunMetrics(MetricsOptions(metrics_interval_seconds=600), "run", tmp_path, range(2)),
-        FakeConsole(True),
-    )
-    metrics.start(console)
-    for rank, step, samples, loss in ((1, 3, 30, 1.0), (1, 4, 30, 1.0), (0, 4, 20, 5.0)):
-        os.write(metrics.descriptor, to_line(interval(rank, step, samples, loss)))
+    console = FakeConsole(True)
+    metrics = started(console, tmp_path, 2, metrics_interval_seconds=600)
+    report(metrics, interval(1, 3, 30), interval(1, 4, 30), interval(0, 4, 20, 5.0))
     await asyncio.wait_for(console.changed.wait(), 60)
-    (line,) = lines_of(tmp_path / "metrics.jsonl")
+    (line,) = lines_of(tmp_path)
     assert line["step"] == 4 and line["loss"] == 2.0 and line["samples"] == 80 and line["workers"] == 2
     assert line["reports"] == 3 and line["samples_per_second"] == 60 / 4 + 20 / 2 and line["push_bytes"] == 300
     assert console.progress[0].startswith("step 4  loss 2  25 samples/s  2,000 ms (compute 1,000, ")
-    os.write(metrics.descriptor, to_line(interval(1, 5)))
+    report(metrics, interval(1, 5))
     metrics.close()
     metrics.close()
-    assert [line["step"] for line in lines_of(tmp_path / "metrics.jsonl")] == [4, 5]
+    assert [line["step"] for line in lines_of(tmp_path)] == [4, 5]
     assert console.progress[-1] == "" and console.said[-1].startswith("step 5  ")
 
 
 async def test_a_worker_that_is_late_is_not_waited_for_for_long(tmp_path: Path) -> None:
     """Check that a worker is no longer expected the second time."""
-    metrics, console = (
-        RunMetrics(MetricsOptions(metrics_interval_seconds=0), "run", tmp_path, range(2)),
-        FakeConsole(True),
-    )
-    metrics.start(console)
-    os.write(metrics.descriptor, to_line(interval(0, 1)))
+    console = FakeConsole(True)
+    metrics = started(console, tmp_path, 2, metrics_interval_seconds=0)
+    report(metrics, interval(0, 1))
     await asyncio.wait_for(console.changed.wait(), 60)
-    assert [line["workers"] for line in lines_of(tmp_path / "metrics.jsonl")] == [1]
+    assert [line["workers"] for line in lines_of(tmp_path)] == [1]
     metrics._options = MetricsOptions(metrics_interval_seconds=600)
-    for number in (2, 3):
-        os.write(metrics.descriptor, to_line(interval(0, number)))
+    report(metrics, interval(0, 2), interval(0, 3))
     metrics._receiver._read()
-    assert [line["step"] for line in lines_of(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 3]
     metrics.close()
 
 
 async def test_what_is_no_line_is_left_out_and_said_once(tmp_path: Path) -> None:
-    metrics, console = RunMetrics(MetricsOptions(), "run", tmp_path, [0]), FakeConsole()
-    metrics.start(console)
+    console = FakeConsole()
+    metrics = started(console, tmp_path)
     for data in (b"hello\n{}\n", b"x" * (METRIC_LINE_BYTES_MAX + 1), b"\n", to_line(interval(0, 1))):
         os.write(metrics.descriptor, data)
         metrics._receiver._read()
     metrics.close()
     assert len(console.said) == 2
     assert "a line of metrics cannot be read" in console.said[0] and console.said[1].startswith("step 1  ")
-    assert [line["step"] for line in lines_of(tmp_path / "metrics.jsonl")] == [1]
+    assert [line["step"] for line in lines_of(tmp_path)] == [1]
 
 
-async def test_scripts_that_report_nothing_print_nothing(tmp_path: Path) -> None:
-    console = FakeConsole(True)
-    metrics = RunMetrics(MetricsOptions(), "run", None, [0])
-    metrics.start(console)
-    metrics.close()
-    assert console.said == console.progress == []
-
-
-async def test_progress_can_be_off_and_plain(tmp_path: Path) -> None:
-    for progress, said in (("off", 0), ("plain", 1)):
+async def test_progress_can_be_off_and_plain_and_scripts_may_report_nothing() -> None:
+    for progress, steps, said in (("off", 2, 0), ("plain", 2, 1), ("auto", 0, 0)):
         console = FakeConsole(True)
-        metrics = RunMetrics(MetricsOptions(progress=progress), "run", None, [0])
-        metrics.start(console)
-        for step in (1, 2):
-            os.write(metrics.descriptor, to_line(interval(0, step)))
+        metrics = started(console, None, progress=progress)
+        report(metrics, *(interval(0, step) for step in range(steps)))
         metrics.close()
         assert len(console.said) == said and not console.progress
 

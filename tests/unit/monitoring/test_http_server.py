@@ -25,8 +25,9 @@ def hello() -> tuple[str, bytes]:
 
 
 @contextmanager
-def serving(token: str = "", page: Page = hello) -> Iterator[MetricsServer]:
-    server = MetricsServer("127.0.0.1", 0, Verifier(token, Audience.WORKER), {"/metrics": page})
+def serving(token: str | Verifier = "", page: Page = hello) -> Iterator[MetricsServer]:
+    verifier = token if isinstance(token, Verifier) else Verifier(token, Audience.WORKER)
+    server = MetricsServer("127.0.0.1", 0, verifier, {"/metrics": page})
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
@@ -76,18 +77,10 @@ def test_a_page_that_fails_is_logged_once(caplog: pytest.LogCaptureFixture) -> N
 
 def test_a_member_with_a_token_of_its_role_checks_readers_by_its_key() -> None:
     key = audience_key("secret", Audience.WORKER)
-    server = MetricsServer(
-        "127.0.0.1", 0, Verifier(create("secret", Role.WORKER), Audience.WORKER, key), {"/metrics": hello}
-    )
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
+    with serving(Verifier(create("secret", Role.WORKER), Audience.WORKER, key)) as server:
         assert get(server, Authorization=f"Bearer {create('secret', Role.READER)}")[0] == 200
         assert get(server, Authorization="Bearer secret")[0] == 200
         assert get(server, Authorization=f"Bearer {create('secret', Role.WORKER)}")[0] == 403
-    finally:
-        server.close()
-        thread.join()
 
 
 def test_without_a_token_a_browser_cannot_reach_it_by_a_name_of_its_own() -> None:

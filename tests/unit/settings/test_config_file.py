@@ -144,12 +144,6 @@ def test_variables_with_the_same_purpose_take_precedence_over_the_file(tmp_path:
     assert worker.scheduler_of(given, {"PSDIST_SCHEDULER": "h:2"}) == ("h:2", None)
 
 
-def test_a_file_of_another_program_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        server_settings(["--config", write(tmp_path, "min-workers = 3\n")], {})
-    assert ended.value.code == 2 and "unknown key 'min-workers'" in capsys.readouterr().err
-
-
 def test_a_launcher_keeps_its_file_from_its_processes() -> None:
     assert "PSDIST_CONFIG" not in SchedulerAddress().environment({"PSDIST_CONFIG": "run.toml"})
 

@@ -272,11 +272,6 @@ def test_a_plan_passes_its_settings_to_the_servers_unchanged(tmp_path: Path) -> 
     assert (found[0].start_timeout_seconds, found[0].scheduler_file) == (2.5, tmp_path / "scheduler")
 
 
-def test_without_a_storage_a_plan_names_none(tmp_path: Path) -> None:
-    found = scheduler_settings(flags_in(services(ServicesSettings(), tmp_path).scheduler({})), {})
-    assert (found.storage, found.policy) == ("", SavePolicy())
-
-
 def test_a_plan_refuses_a_setting_without_a_flag() -> None:
     with pytest.raises(TypeError, match="ServerSettings has no flags for colour"):
         arguments(ServerSettings, ServicesSettings(), colour="red")

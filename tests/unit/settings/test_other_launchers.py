@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from psdist.errors import ConfigurationError
-from psdist.settings.other_launchers import LauncherTask, check_alone, check_one_run, find_task, first_node
+from psdist.settings.other_launchers import check_alone, check_one_run, find_task, first_node
 
 #: As Slurm sets them in the shell of ``salloc`` and in the script of ``sbatch`` with four tasks.
 _ALLOCATION = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_NPROCS": "4", "SLURM_NNODES": "2"}
@@ -91,10 +91,6 @@ def test_an_impossible_rank_is_refused() -> None:
     for rank in ["7", "-1", "x", ""]:
         with pytest.raises(ConfigurationError, match=f"SLURM_PROCID is '{rank}', but SLURM_STEP_NUM_TASKS is 7"):
             find_task(_SRUN | {"SLURM_PROCID": rank})
-
-
-def test_a_place_has_sensible_defaults() -> None:
-    assert LauncherTask("srun", "R", "N", 1, 2).local_count == 1
 
 
 def test_the_first_node_of_a_step() -> None:

@@ -195,15 +195,6 @@ def test_groups_may_differ_in_every_setting() -> None:
         assert all(values == expected[1] for name, values in found.items() if name != "first.weight")
 
 
-def test_groups_may_differ_in_how_weights_decay() -> None:
-    module = model()
-    first, *rest = module.parameters()
-    groups: list[dict[str, Any]] = [{"params": [first]}, {"params": rest, "decoupled_weight_decay": True}]
-    spec = convert_optimizer(torch.optim.Adam(groups), names(module))
-    assert type(spec) is optim.Adam
-    assert [values["decoupled_weight_decay"] for values in settings(spec, module).values()] == [0.0, *[1.0] * 5]
-
-
 SCHEDULERS: dict[str, Callable[[Any], lr_scheduler.LRScheduler]] = {
     "linear": lambda o: lr_scheduler.LinearLR(o, start_factor=1.0, end_factor=0.1, total_iters=20),
     "warm-up": lambda o: lr_scheduler.LinearLR(o, start_factor=0.25, total_iters=7),

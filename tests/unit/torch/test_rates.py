@@ -51,13 +51,16 @@ ALL = SCHEDULERS | SENT
 class Loop:
     """Training loop whose servers are a number."""
 
-    def __init__(self, make: Callable[[Any], lr_scheduler.LRScheduler], lr: Any = 0.1, step: int = 0) -> None:
+    def __init__(
+        self, make: Callable[[Any], lr_scheduler.LRScheduler], lr: Any = 0.1, step: int = 0,
+        kind: Any = torch.optim.SGD, **settings: Any,
+    ) -> None:  # fmt: skip
         names = {nn.Parameter(torch.zeros(2)): "w", nn.Parameter(torch.zeros(2)): "b"}
         weight, bias = names
         groups = [{"params": [weight]}, {"params": [bias], "lr": 0.01}]
-        self.optimizer = torch.optim.SGD(groups, lr=lr)
+        self.optimizer = kind(groups, lr=lr, **settings)
         self.scheduler = make(self.optimizer)
-        self.make = make
+        self.make, self.kind, self.settings = make, kind, settings
         trained = {name: parameter for parameter, name in names.items()}
         self.spec = specification_of(self.optimizer, trained, self.scheduler)
         self.handle = SimpleNamespace(step=step)
@@ -67,7 +70,8 @@ class Loop:
     @property
     def groups(self) -> list[dict[str, Any]]:
         """The parameter groups."""
-        return self.optimizer.param_groups
+        groups: list[dict[str, Any]] = self.optimizer.param_groups
+        return groups
 
     def steps(self, count: int, jump: int = 0) -> None:
         """Make steps. jump: difference of the servers' step after the last of them."""
@@ -79,6 +83,16 @@ class Loop:
             self.rates.on_step(self.groups)
             self.scheduler.step()
 
+    def alone(self) -> list[dict[str, Any]]:
+        """Return torch's own groups at the servers' step."""
+        groups = [{"params": [nn.Parameter(torch.zeros(2))], "lr": lr} for lr in (0.1, 0.01)]
+        optimizer = self.kind(groups, **self.settings)
+        scheduler = self.make(optimizer)
+        for _ in range(self.handle.step):
+            optimizer.step()
+            scheduler.step()
+        return list(optimizer.param_groups)
+
     def assert_following(self) -> None:
         """Check that the servers use the rates that the script shows, which are torch's."""
         sent = self.rates.check(self.groups)
@@ -86,12 +100,7 @@ class Loop:
         shown = [float(group["lr"]) for group in self.groups]
         base = [self.spec.group_values(group)["lr"] for group in range(2)]
         assert shown == pytest.approx([values.get("lr", base[number]) * factor for number, values in enumerate(sent)])
-        alone = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(2))], "lr": lr} for lr in (0.1, 0.01)])
-        other = self.make(alone)
-        for _ in range(self.handle.step):
-            alone.step()
-            other.step()
-        assert shown == pytest.approx([float(group["lr"]) for group in alone.param_groups])
+        assert shown == pytest.approx([float(group["lr"]) for group in self.alone()])
         assert self.scheduler.last_epoch == self.handle.step
 
 
@@ -166,19 +175,16 @@ def sent_rates(rates: LearningRates, optimizer: torch.optim.Optimizer) -> list[f
     return [values["lr"] for values in rates.check(optimizer.param_groups)]
 
 
-def test_a_rate_that_is_a_tensor_may_be_written_to() -> None:
+@pytest.mark.parametrize("is_tensor", [False, True])
+def test_rates_that_the_script_sets_are_sent(is_tensor: bool) -> None:
     rate = torch.tensor(0.5)
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=rate)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=rate if is_tensor else 0.5)
     rates = rates_of(optimizer)
     assert sent_rates(rates, optimizer) == [0.5]
-    rate.fill_(0.125)
-    assert sent_rates(rates, optimizer) == [0.125]
-
-
-def test_rates_that_the_script_sets_are_sent() -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.5)
-    rates = rates_of(optimizer)
-    optimizer.param_groups[0]["lr"] = 0.25
+    if is_tensor:
+        rate.fill_(0.25)
+    else:
+        optimizer.param_groups[0]["lr"] = 0.25
     rates.on_irregular_step(optimizer.param_groups)
     assert sent_rates(rates, optimizer) == [0.25]
     rates.on_step(optimizer.param_groups)
@@ -396,34 +402,12 @@ def test_a_rate_of_zero_is_one_that_rprop_takes() -> None:
     assert 0.0 < groups.settings(rates.check(optimizer.param_groups))[0]["lr"] < 1e-37
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize(("kind", "settings"), [(torch.optim.SGD, {"momentum": 0.9}), (torch.optim.AdamW, {})])
 @pytest.mark.parametrize("jump", [5, -4, -10])
-def test_a_scheduler_that_cycles_the_momentum_follows_the_servers(kind: Any, jump: int) -> None:
-    def make(optimizer: Any) -> lr_scheduler.LRScheduler:
-        return lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=60)
-
-    def made() -> tuple[torch.optim.Optimizer, lr_scheduler.LRScheduler]:
-        settings = {"momentum": 0.9} if kind is torch.optim.SGD else {}
-        optimizer = kind([nn.Parameter(torch.zeros(2))], lr=0.1, **settings)
-        return optimizer, make(optimizer)
-
-    optimizer, scheduler = made()
-    parameters = {"w": optimizer.param_groups[0]["params"][0]}
-    handle = SimpleNamespace(step=0)
-    spec = specification_of(optimizer, parameters, scheduler)
-    rates = LearningRates(spec, optimizer, scheduler, cast(Parameters, handle))
-    rates.attach(optimizer.param_groups)
-    for _ in range(10):
-        rates.check(optimizer.param_groups)
-        handle.step += 1
-        rates.on_step(optimizer.param_groups)
-        scheduler.step()
-    handle.step += jump
-    sent = rates.check(optimizer.param_groups)[0]
-    other, reference = made()
-    for _ in range(handle.step):
-        other.step()
-        reference.step()
-    (group,) = other.param_groups
-    momentum = ("momentum", group["momentum"]) if kind is torch.optim.SGD else ("beta1", group["betas"][0])
-    assert sent["lr"] == pytest.approx(group["lr"]) and sent[momentum[0]] == pytest.approx(momentum[1])
+def test_a_scheduler_that_cycles_the_momentum_follows_the_servers(kind: Any, settings: Any, jump: int) -> None:
+    loop = Loop(lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=60), kind=kind, **settings)
+    loop.steps(10)
+    loop.handle.step += jump
+    sent, group = loop.rates.check(loop.groups)[0], loop.alone()[0]
+    name, momentum = ("momentum", group["momentum"]) if settings else ("beta1", group["betas"][0])
+    assert sent["lr"] == pytest.approx(group["lr"]) and sent[name] == pytest.approx(momentum)
