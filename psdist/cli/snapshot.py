@@ -25,9 +25,9 @@ from psdist.cli.target import ask, find_target, target_flags
 from psdist.cli.terminal import bytes_bar, count_bar
 from psdist.consistency import kind_of
 from psdist.errors import ConfigurationError, InternalError, PsdistError, SnapshotCorruptError, UnknownSnapshotError
-from psdist.launcher import final_snapshot
+from psdist.launcher import scheduler_calls
 from psdist.launcher.events import plural
-from psdist.launcher.final_snapshot import size
+from psdist.launcher.scheduler_calls import size
 from psdist.monitoring.run_json import snapshot_info, values
 from psdist.settings.config import storage_text
 from psdist.settings.exit_codes import FAILURE, OK
@@ -73,7 +73,7 @@ def file_size(value: str) -> int:
 def _save(given: Namespace, environ: Mapping[str, str]) -> int:
     target = find_target(given, environ)
     with bytes_bar("saving") as bar:
-        say = final_snapshot.SaveProgress(lambda text: print(text, file=sys.stderr, flush=True))
+        say = scheduler_calls.SaveProgress(lambda text: print(text, file=sys.stderr, flush=True))
 
         def on_answer(answer: SaveSnapshotResponse) -> None:
             bar(answer.bytes_done, answer.bytes)
@@ -81,13 +81,13 @@ def _save(given: Namespace, environ: Mapping[str, str]) -> int:
                 say(answer)
 
         def save(call: Callable[..., Any]) -> Awaitable[SaveSnapshotResponse | None]:
-            return final_snapshot.request(call, given.run_id, "on demand", on_answer)
+            return scheduler_calls.save_snapshot(call, given.run_id, "on demand", on_answer)
 
         last = ask(target, given.timeout, save)
     if last is None or not last.HasField("committed"):
         raise InternalError("the scheduler ended the call before the snapshot was committed: try again")
     report = snapshot_info(last.committed) | {"unchanged": last.unchanged}
-    show(given.format, report, lambda _: print(final_snapshot.committed_text(last)))
+    show(given.format, report, lambda _: print(scheduler_calls.committed_text(last)))
     return OK
 
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from psdist.cli.terminal import printable, printable_values
 from psdist.launcher.events import plural
-from psdist.launcher.final_snapshot import size
+from psdist.launcher.scheduler_calls import size
 from psdist.security.tls import WARN_SECONDS, utc
 
 _SHOWN_EVENTS = 8

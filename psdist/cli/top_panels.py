@@ -17,7 +17,7 @@ from rich.text import Text
 from psdist.cli.status import natural
 from psdist.cli.status_table import STATE_STYLES, behind, duration, rate, shard_copies, steps
 from psdist.launcher.events import plural
-from psdist.launcher.final_snapshot import size
+from psdist.launcher.scheduler_calls import size
 from psdist.monitoring.stragglers import step_times, stragglers
 
 _LEVELS: Final = "▁▂▃▄▅▆▇█"

@@ -29,10 +29,10 @@ from psdist.launcher.events import Finish, plural
 from psdist.launcher.output import stamped
 from psdist.launcher.plan import SchedulerAddress, ScriptSettings, WorkersPlan, program
 from psdist.launcher.process import spawn
-from psdist.launcher.rendezvous import Place, RankRequest
 from psdist.launcher.run_metrics import RunMetrics
 from psdist.launcher.run_record import DIRECTORY_PREFIX
 from psdist.launcher.runner import ProcessPlan, Runner, open_metrics, open_output
+from psdist.launcher.scheduler_calls import Place, RankRequest
 from psdist.launcher.shutdown import RunPolicy
 from psdist.security.tls import Credentials
 from psdist.settings import exit_codes, preflight, signals
@@ -203,12 +203,17 @@ def why_given_up(finish: Finish, has_connected: bool) -> str:
 
 def _tell_scheduler(reason: str, settings: AgentSettings, link: SchedulerAddress, environ: Mapping[str, str]) -> None:
     request = replace(_request(settings, link), gave_up=reason[:_REASON_CHARACTERS], timeout_seconds=_GIVE_UP_SECONDS)
-    process = spawn((*program("psdist.launcher.rendezvous"), json.dumps(asdict(request))), link.environment(environ))
+    process = spawn(_rendezvous(request), link.environment(environ))
     try:
         process.communicate(timeout=2 * _GIVE_UP_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
+
+
+def _rendezvous(request: RankRequest) -> tuple[str, ...]:
+    """Return the command that makes the request."""
+    return (*program("psdist.launcher.scheduler_calls"), "rendezvous", json.dumps(asdict(request)))
 
 
 def _place(settings: AgentSettings, link: SchedulerAddress, environ: Mapping[str, str]) -> Place:
@@ -273,8 +278,7 @@ class WaitReport:
 
 def ask_for_place(request: RankRequest, environment: Mapping[str, str]) -> Place:
     """Ask the scheduler in a separate process, and print the reasons of a wait. Raises the scheduler's error."""
-    argv = (*program("psdist.launcher.rendezvous"), json.dumps(asdict(request)))
-    process = spawn(argv, environment, stderr=None)
+    process = spawn(_rendezvous(request), environment, stderr=None)
     assert process.stdout is not None
     report = WaitReport()
     try:

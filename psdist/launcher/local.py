@@ -41,7 +41,7 @@ from psdist.launcher.process import Child, ProcessSpec, free_port
 from psdist.launcher.run_metrics import RunMetrics
 from psdist.launcher.run_record import ADDRESS_FILE, DIRECTORY_PREFIX, RunRegistry, records_directory
 from psdist.launcher.runner import ProcessPlan, Runner, open_metrics, open_output
-from psdist.launcher.scale_watch import ScaleRequest
+from psdist.launcher.scheduler_calls import ScaleRequest
 from psdist.launcher.shutdown import RunPolicy
 from psdist.link import fd_passing
 from psdist.monitoring.dashboard_link import dashboard_link, listen, require_dashboard, view_key
@@ -353,7 +353,7 @@ class _ScaleRequests:
             return
         spec = ProcessSpec(
             ProcessKey("watch", 0),
-            (*program("psdist.launcher.scale_watch"), address, self._link.run_id),
+            (*program("psdist.launcher.scheduler_calls"), "watch", address, self._link.run_id),
             self._link.environment(self._environ),
         )
         self._ended.clear()

@@ -407,7 +407,9 @@ class ServicesPlan:
     def snapshot(self, base: Mapping[str, str]) -> ProcessSpec:
         """Return the process that requests the last snapshot."""
         return ProcessSpec(
-            ProcessKey("snapshot", 0), program("psdist.launcher.final_snapshot"), self.link.environment(base)
+            ProcessKey("snapshot", 0),
+            (*program("psdist.launcher.scheduler_calls"), "save"),
+            self.link.environment(base),
         )
 
     @property

@@ -144,8 +144,8 @@ class SchedulerActor(_Service):
     def save(self) -> str:
         """Save a snapshot. Returns the reason if that failed, otherwise an empty text."""
         saved = subprocess.run(
-            program("psdist.launcher.final_snapshot"), env=self._environment, capture_output=True, text=True,
-            check=False,
+            (*program("psdist.launcher.scheduler_calls"), "save"), env=self._environment, capture_output=True,
+            text=True, check=False,
         )  # fmt: skip
         print(saved.stdout, saved.stderr, sep="", end="", flush=True)
         return "" if saved.returncode == 0 else (saved.stdout + saved.stderr).strip().rpartition("\n")[2]

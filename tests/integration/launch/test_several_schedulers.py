@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +11,8 @@ import grpc.aio
 import pytest
 
 from psdist.addresses import free_port
-from psdist.launcher import agent, rendezvous, scale_watch
-from psdist.launcher.rendezvous import Place, RankRequest
+from psdist.launcher import agent, scheduler_calls
+from psdist.launcher.scheduler_calls import Place, RankRequest
 from psdist.security.tls import Credentials
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import scheduler_pb2_grpc
@@ -60,7 +59,7 @@ async def test_the_rendezvous_goes_on_at_the_scheduler_that_leads_next(first: in
     request = RankRequest(",".join(found), "run", "agent", 1, 1, 1, "host", timeout_seconds=60.0)
     before, after = Leader(False), Leader(True)
     await before.start(found[first])
-    asking = asyncio.create_task(rendezvous._ask(request, Credentials()))
+    asking = asyncio.create_task(scheduler_calls._ask(request, Credentials()))
     await before.asked.wait()
     await before.stop()
     await after.start(found[1 - first])
@@ -73,13 +72,13 @@ async def test_the_rendezvous_goes_on_at_the_scheduler_that_leads_next(first: in
 async def test_the_time_for_the_search_begins_when_the_scheduler_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other nodes may have been waited for much longer."""
     found, clock = places(), [0.0]
-    monkeypatch.setattr(rendezvous, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(scheduler_calls, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     heard = asyncio.Event()
-    monkeypatch.setattr(rendezvous, "_print", lambda values: heard.set())
+    monkeypatch.setattr(scheduler_calls, "_print", lambda values: heard.set())
     request = RankRequest(",".join(found), "run", "agent", 1, 1, 1, "host", timeout_seconds=1500.0)
     before, after = Leader(False, lambda: clock.__setitem__(0, 1000.0)), Leader(True)
     await before.start(found[0])
-    asking = asyncio.create_task(rendezvous._ask(request, Credentials()))
+    asking = asyncio.create_task(scheduler_calls._ask(request, Credentials()))
     await heard.wait()
     clock[0] = 2000.0
     await before.stop()
@@ -91,16 +90,16 @@ async def test_the_time_for_the_search_begins_when_the_scheduler_is_lost(monkeyp
 
 
 async def test_the_scale_is_watched_at_the_scheduler_that_leads_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, lines = places(), asyncio.Queue[str]()
-    monkeypatch.setattr(scale_watch, "print", lambda line, flush: lines.put_nowait(line), raising=False)
+    found, lines = places(), asyncio.Queue[dict[str, Any]]()
+    monkeypatch.setattr(scheduler_calls, "_print", lines.put_nowait)
     before, after = Leader(False), Leader(True)
     await before.start(found[0])
-    watching = asyncio.create_task(scale_watch._watch(",".join(found), "run", Credentials()))
-    assert json.loads(await asyncio.wait_for(lines.get(), 60))["servers"] == 3
+    watching = asyncio.create_task(scheduler_calls._watch(",".join(found), "run", Credentials()))
+    assert (await asyncio.wait_for(lines.get(), 60))["servers"] == 3
     await before.stop()
     await after.start(found[1])
     try:
-        assert json.loads(await asyncio.wait_for(lines.get(), 60))["servers"] == 5
+        assert (await asyncio.wait_for(lines.get(), 60))["servers"] == 5
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)

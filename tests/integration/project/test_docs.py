@@ -277,8 +277,8 @@ _FIXED_TIMES = (
     ("psdist_scheduler.decide.losses:PATIENCE_SECONDS",),
     ("psdist.launcher.agent:_GIVE_UP_SECONDS",),
     ("psdist_scheduler.run.app:_FAREWELL_SECONDS",),
-    ("psdist.launcher.final_snapshot:_ANSWER_SECONDS",),
-    ("psdist.launcher.final_snapshot:_STILL_SECONDS",),
+    ("psdist.launcher.scheduler_calls:_ANSWER_SECONDS",),
+    ("psdist.launcher.scheduler_calls:_STILL_SECONDS",),
 )
 
 

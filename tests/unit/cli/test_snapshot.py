@@ -13,7 +13,7 @@ import pytest
 import safetensors.numpy
 
 from psdist.cli import snapshot
-from psdist.launcher.final_snapshot import SaveProgress, committed_text
+from psdist.launcher.scheduler_calls import SaveProgress, committed_text
 from psdist.snapshots.format import CommitRecord
 from psdist.v1 import scheduler_pb2 as pb
 from tests.support.snapshot_files import write

@@ -13,7 +13,7 @@ from psdist.addresses import is_wildcard, parse_address
 from psdist.launcher import agent
 from psdist.launcher.agent import AgentSettings, WaitReport, why_given_up
 from psdist.launcher.events import Finish, ProcessKey
-from psdist.launcher.rendezvous import Place
+from psdist.launcher.scheduler_calls import Place
 from psdist.settings import exit_codes
 
 SCHEDULER = "scheduler:29600"
