@@ -11,14 +11,11 @@ line is cut at the terminal's width. ``screen_lines`` is pure.
 
 from __future__ import annotations
 
-import re
 import signal
 import sys
 import time
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -27,7 +24,17 @@ from rich.live import Live
 from rich.text import Text
 
 from psdist.cli.commands import show
-from psdist.cli.status_table import STATE_STYLES, duration, rate
+from psdist.cli.status_table import (
+    STATE_STYLES,
+    clock,
+    duration,
+    member_state,
+    natural,
+    print_status,
+    rate,
+    waits,
+    ways,
+)
 from psdist.cli.target import SchedulerChoice, ask, find_target, target_flags, time_limit
 from psdist.cli.terminal import printable, printable_values
 from psdist.errors import SchedulerUnreachableError
@@ -69,7 +76,6 @@ def run(given: Namespace, environ: Mapping[str, str]) -> int:
 def _watch(target: SchedulerChoice, timeout_seconds: float) -> int:
     """Show the status on a terminal until Ctrl-C. If the scheduler stops answering, it may be restarting: the last
     status stays, below a notice."""
-    from psdist.cli.status import Screen
     from psdist.monitoring.run_json import status_json
 
     answer: scheduler_pb2.GetStatusResponse | None = fetch(target, timeout_seconds)
@@ -95,12 +101,7 @@ def _watch(target: SchedulerChoice, timeout_seconds: float) -> int:
 def _print(form: str, answer: scheduler_pb2.GetStatusResponse) -> None:
     from psdist.monitoring.run_json import status_json
 
-    def table(status: dict[str, Any]) -> None:
-        from psdist.cli.status_table import print_status
-
-        print_status(status)
-
-    show(form, status_json(answer), table)
+    show(form, status_json(answer), print_status)
 
 
 def fetch(target: SchedulerChoice, timeout_seconds: float) -> scheduler_pb2.GetStatusResponse:
@@ -159,7 +160,7 @@ def screen_lines(status: dict[str, Any] | None, width: int, height: int, trouble
     first = [Text(trouble, "red")] if trouble else []
     if status is not None:
         first += _head(status)
-    rest = [] if status is None else [*_parameters(status), *_transports(status), *_waits(status)]
+    rest = [] if status is None else [*_parameters(status), *map(Text, ways(status)), *_waits(status)]
     members = [] if status is None else _members(status["members"], height - len(first) - min(len(rest), 3))
     found = [*first, *members, *rest]
     events = _events(status["events"] if status is not None else [])
@@ -185,7 +186,7 @@ def _members(members: list[dict[str, Any]], room: int) -> list[Text]:
     rows = [
         (
             member["id"],
-            "draining" if member["state"] == "live" and member["draining"] else member["state"],
+            member_state(member),
             ", ".join(map(rate, member["steps_per_second"].values())),
             "" if member["waiting_share"] is None else f"{member['waiting_share']:.0%}",
             member["reason"] or member["address"] or member["host"],
@@ -198,11 +199,6 @@ def _members(members: list[dict[str, Any]], room: int) -> list[Text]:
     title, *each = shown
     kept = sorted(range(len(each)), key=lambda number: (rows[number][1] == "live", number))[: max(room - 2, 0)]
     return [title, *(each[number] for number in sorted(kept)), Text(f"and {len(each) - len(kept)} more members", "dim")]
-
-
-def natural(name: str) -> list[tuple[int, str]]:
-    """Return a sort key that puts server-10 after server-9."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _aligned(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[Text]:
@@ -229,25 +225,11 @@ def _parameters(status: dict[str, Any]) -> list[Text]:
     ]
 
 
-def _transports(status: dict[str, Any]) -> list[Text]:
-    """Return one line per transport and reason, with its number of connections."""
-    ways = Counter((one["transport"], one["reason"]) for member in status["members"] for one in member["connections"])
-    return [
-        Text(f"{transport}: {count} connection{'s' * (count > 1)}" + (f", {reason}" if reason else ""))
-        for (transport, reason), count in sorted(ways.items())
-    ]
-
-
 def _waits(status: dict[str, Any]) -> list[Text]:
-    waits = list(status["waiting_for"])
-    waits += [f"{member['id']} waits {reason}" for member in status["members"] for reason in member["waiting_for"]]
     attempt = (status["snapshots"] or {}).get("attempt")
     found = [Text(f"snapshot under way: {attempt['phase']}", "yellow")] if attempt else []
-    return [*found, *(Text(f"waiting: {wait}", "yellow") for wait in dict.fromkeys(waits))]
+    return [*found, *(Text(f"waiting: {wait}", "yellow") for wait in waits(status))]
 
 
 def _events(events: Iterable[dict[str, Any]]) -> list[Text]:
-    return [
-        Text(f"{datetime.fromtimestamp(event['time']).strftime('%H:%M:%S')}  {event['text']}", "dim")
-        for event in events
-    ]
+    return [Text(f"{clock(event['time'])}  {event['text']}", "dim") for event in events]

@@ -1,10 +1,13 @@
-"""The status of a run as tables for people, made from the JSON form of ``psdist.cli.status``."""
+"""The status of a run for people, made from the JSON form of ``psdist status``: tables, and the texts that its screen and
+``psdist top`` show, too."""
 
 from __future__ import annotations
 
+import re
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import IO, Any
 
@@ -60,13 +63,10 @@ def print_status(status: dict[str, Any], file: IO[str] | None = None) -> None:
         _snapshots(console, status["snapshots"])
     if any(member["connections"] for member in status["members"]):
         console.print(_connections(status["members"]))
-    waits = list(status["waiting_for"])
-    waits += [f"{member['id']} waits {reason}" for member in status["members"] for reason in member["waiting_for"]]
-    for wait in dict.fromkeys(waits):
+    for wait in waits(status):
         console.print(Text(f"waiting: {wait}", style="yellow"))
     for event in status["events"][-_SHOWN_EVENTS:]:
-        clock = datetime.fromtimestamp(event["time"]).strftime("%H:%M:%S")
-        console.print(Text(f"{clock}  {event['text']}", style="dim"))
+        console.print(Text(f"{clock(event['time'])}  {event['text']}", style="dim"))
 
 
 def certificate_warnings(status: dict[str, Any], now: float) -> list[str]:
@@ -98,7 +98,7 @@ def _members(members: list[dict[str, Any]]) -> Table:
         return [
             member["id"],
             _role(member),
-            _state("draining" if live and member["draining"] else member["state"]),
+            _state(member_state(member)),
             f"{member['heartbeat_age_seconds']:.1f} s ago" if live else "",
             str(member["epoch"]) if live else "",
             ", ".join(map(rate, member["steps_per_second"].values())),
@@ -153,18 +153,24 @@ def shard_copies(shard: dict[str, Any]) -> list[str]:
     return [*shard["backups"], *(f"{server} (filling)" for server in shard["filling"])]
 
 
+def shard_places(parameters: dict[str, Any]) -> Iterator[tuple[str, str, list[int], list[dict[str, Any]]]]:
+    """Yield the primary (empty if the shards are lost), the servers with copies, the numbers of all shards there, and
+    the state of their copies."""
+    places: dict[tuple[str, str], list[int]] = {}
+    for shard in parameters["shards"]:
+        primary = "" if shard["lost"] else shard["primary"]
+        places.setdefault((primary, ", ".join(shard_copies(shard))), []).append(shard["number"])
+    for (primary, copies), numbers in places.items():
+        yield primary, copies, numbers, [each for each in parameters["replicas"] if each["shard"] in numbers]
+
+
 def _shards(parameters: list[dict[str, Any]]) -> Table:
     """Return the holders of shards; one row for all shards of one parameter set on the same servers."""
     rows: list[list[str | Text]] = []
     for one in parameters:
-        places: dict[tuple[str, str], list[int]] = {}
-        for shard in one["shards"]:
-            primary = "lost" if shard["lost"] else shard["primary"]
-            places.setdefault((primary, ", ".join(shard_copies(shard))), []).append(shard["number"])
-        for (primary, copies), numbers in places.items():
-            replicas = [each for each in one["replicas"] if each["shard"] in numbers]
+        for primary, copies, numbers, replicas in shard_places(one):
             carriers = "; ".join(dict.fromkeys(each["carrier"] for each in replicas if each["carrier"]))
-            holder = _state(primary) if primary == "lost" else primary
+            holder = primary or _state("lost")
             rows.append([one["name"], ", ".join(map(str, numbers)), holder, copies, carriers, behind(replicas)])
     return make_table(("shards", "number", "primary", "copies", "by", "behind"), rows)
 
@@ -252,6 +258,36 @@ def _connections(members: list[dict[str, Any]]) -> Table:
 
 def _state(state: str) -> Text:
     return Text(state, style=STATE_STYLES.get(state, "yellow"))
+
+
+def member_state(member: dict[str, Any]) -> str:
+    """Return the state of a member; a live server may be draining."""
+    return "draining" if member["state"] == "live" and member["draining"] else str(member["state"])
+
+
+def waits(status: dict[str, Any]) -> list[str]:
+    """Return why the run and its members wait, each reason once."""
+    by_members = [f"{member['id']} waits {reason}" for member in status["members"] for reason in member["waiting_for"]]
+    return list(dict.fromkeys([*status["waiting_for"], *by_members]))
+
+
+def ways(status: dict[str, Any]) -> list[str]:
+    """Return a line for each transport and its reason, with the number of connections."""
+    found = Counter((one["transport"], one["reason"]) for member in status["members"] for one in member["connections"])
+    return [
+        f"{transport}: {plural(count, 'connection')}" + (f", {reason}" if reason else "")
+        for (transport, reason), count in sorted(found.items())
+    ]
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Return a sort key that puts server-10 after server-9."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def clock(time: float) -> str:
+    """Format seconds since 1970 as a local time of the day."""
+    return datetime.fromtimestamp(time).strftime("%H:%M:%S")
 
 
 def duration(seconds: float) -> str:

@@ -8,14 +8,25 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import datetime
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 from rich.text import Text
 
-from psdist.cli.status import natural
-from psdist.cli.status_table import STATE_STYLES, behind, duration, rate, shard_copies, steps
+from psdist.cli import status_table
+from psdist.cli.status_table import (
+    STATE_STYLES,
+    behind,
+    clock,
+    duration,
+    member_state,
+    natural,
+    rate,
+    shard_places,
+    steps,
+    ways,
+)
+from psdist.cli.terminal import printable, printable_values
 from psdist.launcher.events import plural
 from psdist.launcher.scheduler_calls import size
 from psdist.monitoring.stragglers import step_times, stragglers
@@ -56,16 +67,14 @@ def title(run: RunHistory) -> list[Text]:
     )
     head = f"{status['run_id']}: {status['phase']}"
     facts = f"up {duration(status['uptime_seconds'])}, epoch {status['epoch']}; {members or 'no members'}"
-    return [*notice, Text(printable(head), "bold"), Text(printable(facts))]
+    return [*notice, Text(head, "bold"), Text(facts)]
 
 
 def waits(run: RunHistory) -> list[Text]:
     """Return a line for each wait, with its reason."""
     if run.status is None:
         return []
-    said = list(run.status["waiting_for"])
-    said += [f"{member['id']} waits {reason}" for member in run.status["members"] for reason in member["waiting_for"]]
-    return [Text(f"… waiting: {printable(wait)}", "yellow") for wait in dict.fromkeys(said)]
+    return [Text(f"… waiting: {wait}", "yellow") for wait in status_table.waits(run.status)]
 
 
 # --- the six panels ---------------------------------------------------------------------------------------------------
@@ -122,13 +131,7 @@ def transports(run: RunHistory, width: int) -> Panel:
     for way in ("push", "pull"):
         values = run.traffic_series(f"{way}_bytes_per_second")
         rows += _curve(way, f"{size(round(values[-1] if values else 0))}/s", values, width)
-    rows += _traffic(run)
-    ways = Counter(
-        (one["transport"], one["reason"]) for member in run.status["members"] for one in member["connections"]
-    )
-    for (transport, reason), count in sorted(ways.items()):
-        rows.append(Text(printable(f"{transport}: {plural(count, 'connection')}" + (f", {reason}" if reason else ""))))
-    return Panel([], rows)
+    return Panel([], [*rows, *_traffic(run), *map(Text, ways(run.status))])
 
 
 def events(run: RunHistory, width: int) -> Panel:
@@ -136,9 +139,8 @@ def events(run: RunHistory, width: int) -> Panel:
     found = [] if run.status is None else run.status["events"][::-1]
     rows = []
     for event in found:
-        time = datetime.fromtimestamp(event["time"]).strftime("%H:%M:%S")
-        text = f"{time} {'!' if event['warning'] else ' '} {event['kind']:<9} {event['text']}"
-        rows.append(Text(printable(text), "yellow" if event["warning"] else ""))
+        text = f"{clock(event['time'])} {'!' if event['warning'] else ' '} {event['kind']:<9} {event['text']}"
+        rows.append(Text(text, "yellow" if event["warning"] else ""))
     return Panel([] if rows else [Text("no events yet", "dim")], rows)
 
 
@@ -147,12 +149,12 @@ def snapshots(run: RunHistory, width: int) -> Panel:
     found = None if run.status is None else run.status["snapshots"]
     if not found:
         return Panel([Text("this run has no storage: it takes no snapshots", "dim")], [])
-    heads = [Text(printable(f"{found['policy']}, in {found['storage']}"))]
+    heads = [Text(f"{found['policy']}, in {found['storage']}")]
     if attempt := found["attempt"]:
         heads.append(_attempt(attempt, width))
     if found["failed"]:
         text = f"! {plural(found['failed'], 'snapshot')} given up, the last one {found['last_failure']}"
-        heads.append(Text(printable(text), "red"))
+        heads.append(Text(text, "red"))
     if one := found["restored"]:
         heads.append(Text(f"resumed from {one['directory']}, step {steps(one['steps'])}"))
     rows = [
@@ -179,11 +181,6 @@ PANELS: Final[dict[str, Callable[[RunHistory, int], Panel]]] = {
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 
-def printable(text: str) -> str:
-    """Return a text of a member without characters that control a terminal."""
-    return "".join(character if character.isprintable() else " " for character in text)
-
-
 def sparkline(values: Sequence[float], columns: int) -> str:
     """Return a curve of at most ``columns`` characters; each shows the mean of its values."""
     if not values or columns < 1:
@@ -200,7 +197,7 @@ def sparkline(values: Sequence[float], columns: int) -> str:
 def _curve(name: str, value: str, values: Sequence[float], width: int) -> Iterator[Text]:
     """Yield a line with name, value and bounds, and a curve below it."""
     bounds = f"  {min(values):.4g} to {max(values):.4g}" if values else ""
-    yield Text.assemble((printable(f"{name}  "), "bold"), value, (bounds, "dim"))
+    yield Text.assemble((f"{name}  ", "bold"), value, (bounds, "dim"))
     if values:
         yield Text(sparkline(values, width), "cyan")
 
@@ -212,7 +209,7 @@ def _members(run: RunHistory, role: str) -> list[dict[str, Any]]:
 
 
 def _state(member: dict[str, Any], width: int = 5) -> tuple[str, str]:
-    state = "draining" if member["state"] == "live" and member["draining"] else member["state"]
+    state = member_state(member)
     sign = " " if state in ("live", "left") else "✗" if state == "lost" else "…"
     return f"{sign} {state:<{width}} ", STATE_STYLES.get(state, "yellow")
 
@@ -228,7 +225,7 @@ def _worker(
 ) -> Text:
     line = Text.assemble(f"{member['id']:<{names}} ", _state(member))
     if member["state"] != "live":
-        return line.append(printable(member["reason"]))
+        return line.append(member["reason"])
     speed = ", ".join(map(rate, member["steps_per_second"].values())) or "-"
     line.append(f"{speed:>6} steps/s ")
     if periods:
@@ -259,15 +256,10 @@ def _shard_map(status: dict[str, Any]) -> Iterator[Text]:
             f"{one['elements']:,} elements, {plural(len(one['shards']), 'shard')}",
             "bold",
         )
-        places: dict[tuple[str, str], list[int]] = {}
-        for shard in one["shards"]:
-            primary = "✗ lost" if shard["lost"] else shard["primary"]
-            places.setdefault((primary, ", ".join(shard_copies(shard))), []).append(shard["number"])
-        for (primary, held), numbers in places.items():
-            replicas = [each for each in one["replicas"] if each["shard"] in numbers]
+        for primary, held, numbers, replicas in shard_places(one):
             lag = behind(replicas)
-            text = f"  {primary}{f' → {held}' if held else ', no copy'}: {_spans(numbers)}"
-            yield Text(text, "red" if primary == "✗ lost" else "").append(f"  ! behind: {lag}" if lag else "", "yellow")
+            text = f"  {primary or '✗ lost'}{f' → {held}' if held else ', no copy'}: {_spans(numbers)}"
+            yield Text(text, "" if primary else "red").append(f"  ! behind: {lag}" if lag else "", "yellow")
 
 
 def _spans(numbers: Iterable[int]) -> str:
@@ -284,7 +276,7 @@ def _spans(numbers: Iterable[int]) -> str:
 def _server(member: dict[str, Any], periods: list[dict[str, Any]] | None) -> Text:
     line = Text.assemble(f"{member['id']}  ", _state(member))
     if member["state"] != "live":
-        return line.append(printable(member["reason"]))
+        return line.append(member["reason"])
     line.append(f"{size(member['resident_bytes'])} in memory")
     if periods:
         line.append(f", {rate(mean(periods, 'slices_per_second'))} slices/s")
@@ -307,11 +299,10 @@ def _traffic(run: RunHistory) -> Iterator[Text]:
                 entry[0] += each["push_bytes_per_second"] * period["seconds"] / seconds
                 entry[1] += each["pull_bytes_per_second"] * period["seconds"] / seconds
     for (transport, push, pull), (pushed, pulled) in sorted(totals.items()):
-        line = (
+        yield Text(
             f"{transport}: push {size(round(pushed))}/s ({push or 'none'}), "
             f"pull {size(round(pulled))}/s ({pull or 'none'})"
         )
-        yield Text(printable(line))
 
 
 def _attempt(attempt: dict[str, Any], width: int) -> Text:
@@ -322,7 +313,7 @@ def _attempt(attempt: dict[str, Any], width: int) -> Text:
         line.append(
             f" [{'#' * filled}{'.' * (columns - filled)}] {size(attempt['bytes_done'])} of {size(attempt['bytes'])}"
         )
-    return line.append(printable(f", waiting {attempt['waiting_for']}") if attempt["waiting_for"] else "")
+    return line.append(f", waiting {attempt['waiting_for']}" if attempt["waiting_for"] else "")
 
 
 #: Samples that are kept, one a second: as many as the scheduler keeps.
@@ -333,7 +324,8 @@ _PHASES: Final = ("compute", "push", "wait", "pull")
 
 
 class RunHistory:
-    """The JSON forms of a run: ``status`` is None before the first one, ``trouble`` says why it is not the newest."""
+    """The JSON forms of a run, whose texts cannot control the terminal: ``status`` is None before the first one,
+    ``trouble`` says why it is not the newest."""
 
     def __init__(self) -> None:
         self.status: dict[str, Any] | None = None
@@ -349,8 +341,8 @@ class RunHistory:
 
     def add(self, status: dict[str, Any], samples: Iterable[dict[str, Any]], time: float) -> None:
         """Take an answer of the scheduler. samples: those after ``newest_number``, oldest first."""
-        self.status, self.trouble, self.time = status, "", time
-        for sample in samples:
+        self.status, self.trouble, self.time = printable_values(status), "", time
+        for sample in printable_values(list(samples)):
             if sample["number"] <= self.newest_number:  # The scheduler restarted, and counts from 1 again.
                 self.samples.clear()
             self.samples.append(sample)
