@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, make_dataclass
+from typing import TYPE_CHECKING, Any, Final, get_type_hints
 
 import msgspec
 from google.protobuf.message import DecodeError
@@ -15,18 +16,16 @@ from google.protobuf.message import DecodeError
 from psdist.v1 import common_pb2, scheduler_pb2
 from psdist.wire import convert
 from psdist_scheduler.decide.cluster_state import (
-    BarrierRecord,
     DataLease,
     DatasetRecord,
     EventRecord,
-    Member,
-    Node,
     ParametersRecord,
-    RestorePoint,
-    SchedulerProcess,
     StoredState,
 )
 from psdist_scheduler.decide.effects import Persist
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 class Store:
@@ -62,8 +61,8 @@ class Store:
 
 # --- changes ----------------------------------------------------------------------------------------------------------
 #
-# MessagePack with a fixed form: the fields of ``_Changes``. Optimizers, layouts and settings are protobuf messages in
-# it, as in the SQLite file. Content that does not parse is refused.
+# MessagePack with a fixed form: the fields of ``Persist``, all of which are required. Optimizers, layouts and settings
+# are protobuf messages in it, as in the SQLite file. Content that does not parse is refused.
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,61 +73,43 @@ class _Parameters:
     committed: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Changes:
-    epoch: int
-    members: tuple[Member, ...]
-    parameters: tuple[_Parameters, ...]
-    nodes: tuple[Node, ...]
-    servers_wanted: int | None
-    datasets: tuple[tuple[str, bytes, str], ...]
-    forgotten: tuple[str, ...]
-    base: RestorePoint | None
-    barriers: tuple[BarrierRecord, ...]
-    schedulers: tuple[SchedulerProcess, ...]
-    run_lost: str
-
-
+_ROWS: Final = {"parameters": tuple[_Parameters, ...], "datasets": tuple[tuple[str, bytes, str], ...]}
+_Changes: Final[Any] = make_dataclass("_Changes", (get_type_hints(Persist) | _ROWS).items())
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(_Changes)
 
 
 def encode(changes: Persist) -> bytes:
     """Return the bytes of ``changes``."""
-    same = {field.name: getattr(changes, field.name) for field in fields(_Changes)}
-    return _ENCODER.encode(
-        _Changes(
-            **same
-            | {
-                "parameters": tuple(map(_parameters_row, changes.parameters)),
-                "datasets": tuple(map(dataset_row, changes.datasets)),
-            }
-        )
-    )
+    rows = {
+        "parameters": tuple(map(_parameters_row, changes.parameters)),
+        "datasets": tuple(map(dataset_row, changes.datasets)),
+    }
+    return _ENCODER.encode(_fields(changes) | rows)
 
 
 def decode(data: bytes) -> Persist:
     """Return the changes that ``data`` holds. Raises ValueError if it is not a change of this form."""
     try:
         read = _DECODER.decode(data)
-        same = {field.name: getattr(read, field.name) for field in fields(_Changes)}
-        return Persist(
-            **same
-            | {
-                "parameters": tuple(parameters_of(p.entry, p.uploader, p.committed, p.layout) for p in read.parameters),
-                "datasets": tuple(dataset_of(spec, text) for _, spec, text in read.datasets),
-            }
-        )
+        rows = {
+            "parameters": tuple(parameters_of(p.entry, p.uploader, p.committed, p.layout) for p in read.parameters),
+            "datasets": tuple(dataset_of(spec, text) for _, spec, text in read.datasets),
+        }
+        return Persist(**_fields(read) | rows)
     except (msgspec.MsgspecError, DecodeError, LookupError, TypeError) as error:
         raise ValueError(f"it is not a change of the scheduler's state: {error}") from None
 
 
 def whole(state: StoredState, forgotten: Sequence[str] = ()) -> Persist:
     """Return ``state`` as one change of nothing."""
-    return Persist(
-        state.epoch, state.members, state.parameters, state.nodes, state.servers_wanted, state.datasets,
-        tuple(forgotten), state.base, state.barriers, state.schedulers, state.run_lost,
-    )  # fmt: skip
+    values = _fields(state)
+    del values["run_id"]
+    return Persist(**values, forgotten=tuple(forgotten))
+
+
+def _fields(value: DataclassInstance) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
 def _parameters_row(record: ParametersRecord) -> _Parameters:
