@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from psdist import optim
-from psdist.compression import casts
 from psdist.compression.kernel_runtime import Kernel
 from psdist_server.kernels import means
 from psdist_server.kernels.optimizers import Rule, Run
@@ -97,15 +96,6 @@ def test_cast_of_any_bits(size: int, seed: int, dtype: str, odd: bool) -> None:
     assert_same(means.cast(misaligned(values) if odd else values, dtype), reference.cast(values, dtype))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_widen_gives_the_bytes_of_numpy(dtype: str) -> None:
-    every = np.arange(1 << 16, dtype=np.uint16).view(means.DTYPES[dtype])
-    for values in (every, misaligned(every)):
-        ours = np.empty(1 << 16, np.float32)
-        casts.widen(values, ours)
-        assert_same(ours, every.astype(np.float32))
-
-
 @pytest.mark.parametrize(("dtype", "shift"), [("float16", 13), ("bfloat16", 16)])
 def test_cast_rounds_ties_to_even(dtype: str, shift: int) -> None:
     """Tests each 16-bit value, the midpoint to the next one, and the float32 values next to both."""
@@ -135,12 +125,6 @@ def test_all_finite(size: int, seed: int, dtype: str, data: st.DataObject) -> No
     values[data.draw(st.integers(0, size - 1))] = data.draw(st.sampled_from([np.nan, np.inf, -np.inf]))
     assert not means.all_finite(values) and not reference.all_finite(values)
     assert not means.all_finite(misaligned(values))
-
-
-@given(lengths, seeds, dtypes)
-def test_all_finite_of_any_bits(size: int, seed: int, dtype: str) -> None:
-    values = any_bits(size, seed, dtype)
-    assert means.all_finite(values) == reference.all_finite(values)
 
 
 # --- updates ----------------------------------------------------------------------------------------------------------

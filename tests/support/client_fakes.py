@@ -16,8 +16,12 @@ import numpy as np
 
 import psdist
 from psdist import errors
+from psdist.client.core.routing import Route
+from psdist.client.session.membership import ClusterView
+from psdist.client.transport.requests import RequestIdentity
 from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.security.tls import Credentials
+from psdist.types import ClusterMap, ParametersEntry, ParametersSpec, Replica, ServerEntry, Shard
 from psdist.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc, server_pb2, server_pb2_grpc
 from psdist.wire import channels, convert, status
 
@@ -518,6 +522,23 @@ class Setup:
         text = "server-1 is lost with the only copy of shard 1; the run resumes from snapshot 000000000002-1-1-abcdef."
         news = scheduler_pb2.SessionResponse.RolledBack(directory=scheduler.restored, lost=[lost], text=text)
         scheduler.news.put_nowait(scheduler_pb2.SessionResponse(rolled_back=news))
+
+
+#: Parameters with one shard on ``server-0``, the route to it, and a worker that calls it.
+ENTRY = ParametersEntry(
+    ParametersSpec("p", psdist.optim.SGD(), psdist.BSP(), slice_elements=4096),
+    4096,
+    (Shard(Replica("server-0", 1), 1),),
+)
+ROUTE = Route("server-0", 1, "127.0.0.1:1", 1, (0,))
+SENDER = RequestIdentity("run", "worker-0", 1, "p")
+
+
+def view_of_server() -> ClusterView:
+    """Return the view of a worker that has the map with ``ENTRY``."""
+    view = ClusterView()
+    view.on_map(ClusterMap("run", 1, (ServerEntry("server-0", 1, ROUTE.address),), (), (ENTRY,)))
+    return view
 
 
 async def waits_for(client: psdist.AsyncClient, words: str) -> None:

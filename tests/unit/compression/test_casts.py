@@ -33,6 +33,14 @@ def test_both_casts_give_the_same_bytes(size: int, seed: int, dtype: str) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_every_value_of_16_bits_is_widened_as_by_numpy(dtype: str) -> None:
+    every = np.arange(1 << 16, dtype=np.uint16).view(NUMPY_DTYPES[dtype])
+    ours = np.empty(every.size, np.float32)
+    casts.widen(every, ours)
+    assert np.array_equal(ours, every.astype(np.float32), equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_codec_encodes_into_memory_of_the_caller(dtype: str) -> None:
     values = np.array([1.0, -2.5, 3e-8], np.float32)
     out = np.empty(3, NUMPY_DTYPES[dtype])

@@ -7,43 +7,15 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import grpc.aio
 import pytest
 
 from psdist.errors import InternalError, PsdistError, ServerUnreachableError, TcpUnavailableError
 from psdist.link import dialing
-from psdist.link.dialing import Link
 from psdist.link.frame_connection import PREFIX
 from psdist.v1 import server_pb2 as pb
-
-
-class Stream:
-    """A gRPC stream that is silent until ``outcome`` is set."""
-
-    def __init__(self) -> None:
-        self.outcome: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.is_cancelled = False
-
-    async def read(self) -> Any:
-        return await asyncio.shield(self.outcome)
-
-    def cancel(self) -> None:
-        self.is_cancelled = True
-
-
-class Caller(Link[pb.ShareResponse]):
-    """A link that keeps its messages."""
-
-    message_type = pb.ShareResponse
-
-    def __init__(self, stream: Stream) -> None:
-        super().__init__(stream, "server-0", has_payloads=True)
-        self.responses: list[pb.ShareResponse] = []
-
-    def on_message(self, response: pb.ShareResponse) -> None:
-        self.responses.append(response)
+from tests.support.link_ends import ServerLink, SilentStream
 
 
 def framed(message: pb.ShareResponse) -> bytes:
@@ -52,13 +24,13 @@ def framed(message: pb.ShareResponse) -> bytes:
 
 
 @asynccontextmanager
-async def shared() -> AsyncIterator[tuple[Caller, Stream, socket.socket]]:
+async def shared() -> AsyncIterator[tuple[ServerLink, SilentStream, socket.socket]]:
     """An open link over a Unix socket, its stream, and the peer's socket."""
     mine, other = socket.socketpair()
     mine.setblocking(False)
     other.setblocking(False)
-    stream = Stream()
-    link = Caller(stream)
+    stream = SilentStream()
+    link = ServerLink(stream)
     await link.open(mine)
     with other:
         yield link, stream, other
@@ -66,7 +38,7 @@ async def shared() -> AsyncIterator[tuple[Caller, Stream, socket.socket]]:
         await link.ended()
 
 
-async def reason(link: Caller) -> PsdistError:
+async def reason(link: ServerLink) -> PsdistError:
     """Wait for the end of a link, and return the reason."""
     async with asyncio.timeout(60):
         await asyncio.wait({link.end})
@@ -134,7 +106,7 @@ async def accepting(data: bytes) -> tuple[asyncio.Server, int]:
 
 async def test_dialing_waits_until_the_peer_accepts() -> None:
     server, port = await accepting(framed(pb.ShareResponse(opened=pb.Opened())))
-    link = Caller(Stream())
+    link = ServerLink(SilentStream())
     async with server:
         await link.dial("127.0.0.1", port, bytes(32), tls=None, dialers="tests connect")
         assert link.broken is None and not link.responses
@@ -146,7 +118,7 @@ async def test_a_connection_that_closes_before_it_is_accepted_is_unavailable(mon
     """A proxy may accept connections for a server that it cannot reach."""
     monkeypatch.setattr(dialing, "_REASON_SECONDS", 0.0)
     server, port = await accepting(b"")
-    link = Caller(Stream())
+    link = ServerLink(SilentStream())
     async with server:
         with pytest.raises(TcpUnavailableError, match="server-0 closed the connection"):
             await link.dial("127.0.0.1", port, bytes(32), tls=None, dialers="tests connect")

@@ -9,9 +9,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import numpy as np
 import pytest
 
-from psdist.errors import InvalidArgumentError, PeerUnreachableError, PsdistError, WrongRunError
+from psdist.errors import PeerUnreachableError, PsdistError, WrongRunError
 from psdist.link.arenas import GradientArena
-from psdist.link.frame_connection import FrameConnection, MessageReceiver
 from psdist.link.peer_links import ARENA, PeerLink, PeerListener, SharedPlaces, check_hello
 from psdist.security.roles import Role
 from psdist.security.tls import Credentials
@@ -19,45 +18,9 @@ from psdist.security.tokens import Audience, audience_key, create, present
 from psdist.v1 import worker_pb2 as pb
 from psdist.v1.common_pb2 import WorkerEntry
 from psdist.wire import limits
+from tests.support.link_ends import PeerConsumer, peer_hello
 
 FRAME = pb.PeerFrame(call=pb.CollectiveCall(kind="barrier")).SerializeToString()
-
-
-class Consumer(MessageReceiver[pb.PeerFrame]):
-    """Accepts links, and collects what arrives."""
-
-    message_type = pb.PeerFrame
-
-    def __init__(self) -> None:
-        self.hellos: list[pb.PeerHello] = []
-        self.received: list[bytes] = []
-        self.has_arrived = asyncio.Event()
-        self.has_ended = asyncio.Event()
-        self.data = bytearray()
-        self.refuses = False
-        self.connection: FrameConnection | None = None
-
-    def accepted(self, hello: pb.PeerHello, connection: FrameConnection) -> None:
-        if self.refuses:
-            raise InvalidArgumentError("no")
-        self.hellos.append(hello)
-        self.connection = connection
-        connection.set_receiver(self)
-
-    def close(self, error: PsdistError) -> None:
-        if self.connection is not None:
-            self.connection.abort()
-
-    def payload_buffer(self, message: pb.PeerFrame, size: int) -> memoryview:
-        self.data = bytearray(size)
-        return memoryview(self.data)
-
-    def on_message(self, message: pb.PeerFrame) -> None:
-        self.received.append(bytes(self.data))
-        self.has_arrived.set()
-
-    def connection_ended(self, error: PsdistError | None) -> None:
-        self.has_ended.set()
 
 
 @pytest.fixture
@@ -66,12 +29,6 @@ async def listener() -> AsyncIterator[PeerListener]:
     await listener.open_towards("127.0.0.1:1", spans_hosts=False)
     yield listener
     listener.close()
-
-
-def hello(listener: PeerListener, token: str = "secret", number: int = 1) -> pb.PeerHello:
-    receiver = WorkerEntry(worker_id="worker-0", incarnation=1, address=listener.address)
-    sender = WorkerEntry(worker_id=f"worker-{number}", incarnation=1)
-    return pb.PeerHello(token=token, run_id="run", sender=sender, receiver=receiver)
 
 
 class Dialed:
@@ -88,8 +45,8 @@ async def test_a_link_that_is_quicker_than_the_registration_waits_for_it() -> No
     await listener.open_towards("127.0.0.1:1", spans_hosts=False)
     try:
         proof = present(create("secret", Role.WORKER, 4_000_000_000), Audience.WORKER)
-        good, wrong = Dialed(hello(listener, proof, 1)), Dialed(hello(listener, "wrong", 2))
-        reader = Dialed(hello(listener, present(create("secret", Role.READER), Audience.WORKER), 3))
+        good, wrong = Dialed(peer_hello(listener, proof, 1)), Dialed(peer_hello(listener, "wrong", 2))
+        reader = Dialed(peer_hello(listener, present(create("secret", Role.READER), Audience.WORKER), 3))
         for dialed in (good, wrong, reader):
             dialed.link.send(FRAME, memoryview(b"x"), lambda: None)
         async with asyncio.timeout(30):
@@ -97,7 +54,7 @@ async def test_a_link_that_is_quicker_than_the_registration_waits_for_it() -> No
                 await asyncio.sleep(0)
         listener.verifier.learn(audience_key("secret", Audience.WORKER))
         listener.registered()
-        consumer = Consumer()
+        consumer = PeerConsumer()
         listener.serve(consumer)
         await asyncio.wait_for(consumer.has_arrived.wait(), 30)
         await asyncio.wait_for(asyncio.gather(wrong.ended, reader.ended), 30)
@@ -109,11 +66,11 @@ async def test_a_link_that_is_quicker_than_the_registration_waits_for_it() -> No
 
 
 async def test_frames_arrive_once_the_link_is_used(listener: PeerListener) -> None:
-    dialed, sent = Dialed(hello(listener)), asyncio.Event()
+    dialed, sent = Dialed(peer_hello(listener)), asyncio.Event()
     data = np.arange(3_000_000, dtype=np.uint8)
     dialed.link.send(FRAME, data.data, sent.set)
     await asyncio.wait_for(_waiting(listener), 30)
-    consumer = Consumer()
+    consumer = PeerConsumer()
     listener.serve(consumer)
     await asyncio.wait_for(consumer.has_arrived.wait(), 30)
     await asyncio.wait_for(sent.wait(), 30)
@@ -143,9 +100,9 @@ async def _waiting(listener: PeerListener) -> None:
 
 
 async def test_a_second_link_of_a_worker_replaces_the_waiting_one(listener: PeerListener) -> None:
-    first = Dialed(hello(listener))
+    first = Dialed(peer_hello(listener))
     await asyncio.wait_for(_waiting(listener), 30)
-    second = Dialed(hello(listener))
+    second = Dialed(peer_hello(listener))
     assert "worker-0 closed its link" in (await asyncio.wait_for(first.ended, 30)).message
     second.link.close()
 
@@ -153,7 +110,7 @@ async def test_a_second_link_of_a_worker_replaces_the_waiting_one(listener: Peer
 async def test_an_address_that_refuses_is_named() -> None:
     listener = PeerListener(Credentials())
     await listener.open_towards("127.0.0.1:1", spans_hosts=False)
-    said = hello(listener)
+    said = peer_hello(listener)
     listener.close()
     error = await asyncio.wait_for(Dialed(said).ended, 30)
     assert isinstance(error, PeerUnreachableError) and f"worker-0 at {said.receiver.address}" in error.message
@@ -196,7 +153,7 @@ async def test_workers_of_a_scheduler_on_loopback_listen_there(
 
 
 def test_a_link_means_one_incarnation_of_one_worker_of_one_run() -> None:
-    said = hello(PeerListener(Credentials()))
+    said = peer_hello(PeerListener(Credentials()))
     check_hello(said, "run", "worker-0", 1)
     with pytest.raises(WrongRunError, match="of run 'run', and this is run 'other'"):
         check_hello(said, "other", "worker-0", 1)
@@ -206,9 +163,9 @@ def test_a_link_means_one_incarnation_of_one_worker_of_one_run() -> None:
 
 
 async def test_frames_of_a_caller_that_gave_up_are_not_sent(listener: PeerListener) -> None:
-    consumer, owner = Consumer(), object()
+    consumer, owner = PeerConsumer(), object()
     listener.serve(consumer)
-    dialed = Dialed(hello(listener))
+    dialed = Dialed(peer_hello(listener))
     dialed.link.send(FRAME, memoryview(b"dropped"), None, owner)
     dialed.link.send(FRAME, memoryview(b"kept"))
     dialed.link.drop(owner)
@@ -218,9 +175,9 @@ async def test_frames_of_a_caller_that_gave_up_are_not_sent(listener: PeerListen
 
 
 async def test_giving_up_in_the_middle_of_a_frame_ends_the_link(listener: PeerListener) -> None:
-    consumer, owner = Consumer(), object()
+    consumer, owner = PeerConsumer(), object()
     listener.serve(consumer)
-    dialed = Dialed(hello(listener))
+    dialed = Dialed(peer_hello(listener))
     dialed.link.send(FRAME, memoryview(b"first"))
     await asyncio.wait_for(consumer.has_arrived.wait(), 30)
     assert consumer.connection is not None

@@ -16,7 +16,6 @@ import structlog
 
 from psdist.errors import PeerUnreachableError, PsdistError, TcpUnavailableError
 from psdist.link import dialing, listening
-from psdist.link.dialing import Link
 from psdist.link.frame_connection import FrameConnection, MessageReceiver
 from psdist.link.listening import TcpListener
 from psdist.link.peer_links import PeerLink, PeerListener
@@ -24,9 +23,9 @@ from psdist.security.certificates import KeyPair
 from psdist.security.roles import Role
 from psdist.security.tls import Credentials, TlsFiles
 from psdist.v1 import server_pb2, worker_pb2
-from psdist.v1.common_pb2 import WorkerEntry
 from psdist.wire.backoff import FailureLimit, LogPacer
 from tests.support.certificates import make_ca, write_tls
+from tests.support.link_ends import PeerConsumer, ServerLink, SilentStream, peer_hello
 
 HOST = "127.0.0.1"
 
@@ -53,26 +52,6 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 # --- workers and servers ----------------------------------------------------------------------------------------------
-
-
-class Stream:
-    """A gRPC stream that stays silent."""
-
-    async def read(self) -> Any:
-        await asyncio.Event().wait()
-
-    def cancel(self) -> None:
-        pass
-
-
-class Caller(Link[server_pb2.ShareResponse]):
-    message_type = server_pb2.ShareResponse
-
-    def __init__(self) -> None:
-        super().__init__(Stream(), "server-0", has_payloads=True)
-
-    def on_message(self, response: server_pb2.ShareResponse) -> None:
-        pass
 
 
 class Served(MessageReceiver[server_pb2.ShareRequest]):
@@ -102,7 +81,7 @@ async def listener(server_files: TlsFiles) -> AsyncIterator[TcpListener]:
 
 async def dialed(listener: TcpListener, tls: TlsFiles | None, host: str = HOST) -> None:
     """Dial a port with a valid nonce, and hang up. Raises what ``Link.dial`` raises."""
-    link, served = Caller(), Served()
+    link, served = ServerLink(SilentStream()), Served()
     try:
         with listener.promise(served) as promise:
             await link.dial(host, listener.port, promise.nonce, tls=tls, dialers="tests connect")
@@ -191,7 +170,7 @@ async def test_replaced_certificates_serve_new_connections_and_old_ones_go_on(ca
     listener = TcpListener(server)
     await listener.open(HOST)
     await dialed(listener, client)
-    first, served = Caller(), Served()
+    first, served = ServerLink(SilentStream()), Served()
     with listener.promise(served) as promise:
         await first.dial(HOST, listener.port, promise.nonce, tls=client, dialers="tests connect")
     for issuer, trusted in ((ca, both), (new, both), (new, new.cert)):
@@ -210,15 +189,6 @@ async def test_replaced_certificates_serve_new_connections_and_old_ones_go_on(ca
     listener.close()
 
 
-async def test_the_certificate_must_be_valid_for_the_dialed_host(server_files: TlsFiles) -> None:
-    listener = TcpListener(server_files)
-    await listener.open("127.0.0.2")
-    said = r"not one of a scheduler or server at 127\.0\.0\.2: issue it with --role server --host 127\.0\.0\.2"
-    with pytest.raises(TcpUnavailableError, match=said):
-        await dialed(listener, server_files, "127.0.0.2")
-    listener.close()
-
-
 async def test_a_worker_that_listens_in_the_place_of_a_server_is_refused(files: TlsFiles) -> None:
     """Its certificate is of the same CA and names the dialed host."""
     listener = TcpListener(files)
@@ -232,41 +202,10 @@ async def test_a_worker_that_listens_in_the_place_of_a_server_is_refused(files: 
 # --- workers ----------------------------------------------------------------------------------------------------------
 
 
-class Consumer(MessageReceiver[worker_pb2.PeerFrame]):
-    """Accepts links, and collects what arrives."""
-
-    message_type = worker_pb2.PeerFrame
-
-    def __init__(self) -> None:
-        self.data = bytearray()
-        self.has_arrived = asyncio.Event()
-        self.connections: list[FrameConnection] = []
-
-    def accepted(self, hello: worker_pb2.PeerHello, connection: FrameConnection) -> None:
-        self.connections.append(connection)
-        connection.set_receiver(self)
-
-    def close(self, error: PsdistError) -> None:
-        for connection in self.connections:
-            connection.abort()
-
-    def payload_buffer(self, message: worker_pb2.PeerFrame, size: int) -> memoryview:
-        self.data = bytearray(size)
-        return memoryview(self.data)
-
-    def on_message(self, message: worker_pb2.PeerFrame) -> None:
-        self.has_arrived.set()
-
-    def connection_ended(self, error: PsdistError | None) -> None:
-        pass
-
-
 async def workers_port(credentials: Credentials, name: str = "") -> tuple[PeerListener, worker_pb2.PeerHello]:
     listener = PeerListener(credentials)
     await listener.open_towards(f"{HOST}:1", spans_hosts=False, name=name)
-    receiver = WorkerEntry(worker_id="worker-0", incarnation=1, address=listener.address)
-    sender = WorkerEntry(worker_id="worker-1", incarnation=1)
-    return listener, worker_pb2.PeerHello(token=credentials.token, run_id="run", sender=sender, receiver=receiver)
+    return listener, peer_hello(listener, credentials.token)
 
 
 async def test_a_worker_without_the_ca_is_told_why(
@@ -298,13 +237,13 @@ async def test_only_certificates_of_workers_of_the_run_open_links(
     role: Role, run_id: str, reason: str, token: str,
 ) -> None:  # fmt: skip
     listener, hello = await workers_port(Credentials(token, files))
-    consumer = Consumer()
+    consumer = PeerConsumer()
     listener.serve(consumer)
     ended: asyncio.Future[PsdistError] = asyncio.get_running_loop().create_future()
     with caplog.at_level(logging.INFO, "psdist"):
         PeerLink(hello, write_tls(tmp_path, ca, role, run_id=run_id), ended.set_result, shares=False)
         await asyncio.wait_for(ended, 60)
-    assert reason in caplog.text and not consumer.connections
+    assert reason in caplog.text and not consumer.hellos
     listener.close()
 
 
@@ -321,7 +260,7 @@ async def test_a_worker_is_dialed_by_the_name_in_its_certificate(
     monkeypatch.setattr("psdist.addresses.route_source", lambda peer: "127.0.0.3")
     files = write_tls(tmp_path, ca, "worker", hosts=("node-3",))
     listener, hello = await workers_port(Credentials("secret", files), name)
-    consumer = Consumer()
+    consumer = PeerConsumer()
     listener.serve(consumer)
     ended: asyncio.Future[PsdistError] = asyncio.get_running_loop().create_future()
     link = PeerLink(hello, files, ended.set_result, shares=False)

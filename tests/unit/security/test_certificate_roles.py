@@ -21,6 +21,7 @@ from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import auth, channels, status
 from psdist.wire.services import service_handler
 from tests.support.certificates import NOW, write_tls
+from tests.support.channels import serving
 
 SERVICE = pb.DESCRIPTOR.services_by_name["SchedulerService"]
 CA: KeyPair = make_authority("psdist test CA", 365, NOW)
@@ -46,10 +47,8 @@ class Served:
 
 
 @asynccontextmanager
-async def serving(files: TlsFiles, token: str = "") -> AsyncIterator[Served]:
-    credentials = Credentials(token, tls=files)
-    server = channels.make_server(credentials)
-    served = Served(f"127.0.0.1:{channels.bind(server, '127.0.0.1', 0, credentials)}")
+async def roles_served(files: TlsFiles, token: str = "") -> AsyncIterator[Served]:
+    served = Served("")
 
     def handler(name: str) -> Any:
         async def answer(request: Any, context: grpc.aio.ServicerContext) -> bytes:
@@ -63,18 +62,16 @@ async def serving(files: TlsFiles, token: str = "") -> AsyncIterator[Served]:
 
     handlers = {method.name: handler(method.name) for method in SERVICE.methods}
     log = logging.getLogger("psdist.test")
-    server.add_generic_rpc_handlers((service_handler(SERVICE, handlers, log, run_id="this-run"),))
-    await server.start()
-    try:
+    made = service_handler(SERVICE, handlers, log, run_id="this-run")
+    credentials = Credentials(token, tls=files)
+    async with serving(credentials, lambda server: server.add_generic_rpc_handlers((made,))) as served.address:
         yield served
-    finally:
-        await server.stop(0)
 
 
 @pytest.mark.parametrize("role", CERTIFICATE_ROLES)
 async def test_every_call_is_allowed_or_denied_by_the_certificate(tmp_path: Path, role: Any) -> None:
     client = write_tls(tmp_path / "c", CA, role, run_id="this-run")
-    async with serving(write_tls(tmp_path / "s", CA, "scheduler")) as served:
+    async with roles_served(write_tls(tmp_path / "s", CA, "scheduler")) as served:
         for method in SERVICE.methods:
             if Role(role) in RIGHTS[f"/{SERVICE.full_name}/{method.name}"]:
                 assert await served.call(method.name, client) == role
@@ -87,7 +84,7 @@ async def test_every_call_is_allowed_or_denied_by_the_certificate(tmp_path: Path
 
 
 async def test_a_certificate_of_another_run_is_refused(tmp_path: Path) -> None:
-    async with serving(write_tls(tmp_path / "s", CA, "scheduler")) as served:
+    async with roles_served(write_tls(tmp_path / "s", CA, "scheduler")) as served:
         with pytest.raises(PermissionDeniedError, match="for run 'other', and this is run 'this-run'"):
             await served.call("GetStatus", write_tls(tmp_path / "c", CA, "reader", run_id="other"))
         assert await served.call("GetStatus", write_tls(tmp_path / "d", CA, "reader")) == "reader"  # For any run.
@@ -106,7 +103,7 @@ async def test_a_misspelt_role_gives_no_rights(uri: str) -> None:
 
 async def test_the_run_s_own_token_does_not_widen_a_certificate(tmp_path: Path) -> None:
     client = write_tls(tmp_path / "c", CA, "worker")
-    async with serving(write_tls(tmp_path / "s", CA, "scheduler"), "root") as served:
+    async with roles_served(write_tls(tmp_path / "s", CA, "scheduler"), "root") as served:
         assert await served.call("Register", client, "root") == "worker"
         assert await served.call("Register", client, create("root", Role.WORKER)) == "worker"
         with pytest.raises(PermissionDeniedError, match="Scale needs the role admin, and this caller is worker"):

@@ -22,23 +22,12 @@ from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import channels
 from psdist.wire.scheduler_connection import MemberConnection
 from tests.support.certificates import NOW, make_ca, write_tls
+from tests.support.channels import serving
 
 CA = make_ca()
 OTHER_CA = make_ca("other CA")
 BOTH = CA.cert + OTHER_CA.cert
 DAY = datetime.timedelta(days=1)
-
-
-@asynccontextmanager
-async def serving(credentials: Credentials) -> AsyncIterator[str]:
-    """Yield the address of a server without methods."""
-    server = channels.make_server(credentials)
-    address = f"127.0.0.1:{channels.bind(server, '127.0.0.1', 0, credentials)}"
-    await server.start()
-    try:
-        yield address
-    finally:
-        await server.stop(0)
 
 
 @asynccontextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import grpc
@@ -19,6 +19,7 @@ from psdist.security.roles import Role
 from psdist.security.tls import Credentials, TlsFiles
 from psdist.wire import channels
 from tests.support.certificates import NOW, make_ca, write_tls
+from tests.support.channels import serving
 
 CA = make_ca()
 OTHER_CA = make_ca("other CA")
@@ -155,22 +156,14 @@ async def _both_ways(requests: AsyncIterator[bytes], context: grpc.aio.ServicerC
         yield request
 
 
-@asynccontextmanager
-async def serving(files: TlsFiles) -> AsyncIterator[str]:
-    """Yield the address of a gRPC server with this identity."""
-    credentials = Credentials(tls=files)
-    server = channels.make_server(credentials)
+def served(files: TlsFiles) -> AbstractAsyncContextManager[str]:
+    """Serve with this identity. Returns the address."""
     methods = {
         "Identity": grpc.unary_unary_rpc_method_handler(_identity),
         "BothWays": grpc.stream_stream_rpc_method_handler(_both_ways),
     }
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", methods),))
-    address = f"127.0.0.1:{channels.bind(server, '127.0.0.1', 0, credentials)}"
-    await server.start()
-    try:
-        yield address
-    finally:
-        await server.stop(0)
+    handlers = (grpc.method_handlers_generic_handler("test", methods),)
+    return serving(Credentials(tls=files), lambda server: server.add_generic_rpc_handlers(handlers))
 
 
 async def _call(channel: grpc.aio.Channel) -> bytes:
@@ -181,7 +174,7 @@ async def _call(channel: grpc.aio.Channel) -> bytes:
 async def test_grpc_server_sees_the_role(tmp_path: Path) -> None:
     client = write_tls(tmp_path / "c", CA, "reader", run_id="r")
     async with (
-        serving(write_tls(tmp_path / "s", CA, "server")) as address,
+        served(write_tls(tmp_path / "s", CA, "server")) as address,
         channels.open_channel(address, Credentials(tls=client)) as channel,
     ):
         assert b"psdist://r/reader" in await _call(channel)
@@ -197,7 +190,7 @@ async def test_grpc_server_refuses(tmp_path: Path, what: str) -> None:
         ),
         "no certificate": lambda address: grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(CA.cert)),
     }[what]
-    async with serving(server) as address, channel(address) as opened:
+    async with served(server) as address, channel(address) as opened:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await _call(opened)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -208,7 +201,7 @@ async def test_ca_is_replaced_while_calls_continue(tmp_path: Path) -> None:
     places: tuple[tuple[Path, Role], ...] = ((tmp_path / "s", Role.SERVER), (tmp_path / "c", Role.WORKER))
     both = CA.cert + OTHER_CA.cert
     server, client = (write_tls(place, CA, role) for place, role in places)
-    async with serving(server) as address, channels.open_channel(address, Credentials(tls=client)) as channel:
+    async with served(server) as address, channels.open_channel(address, Credentials(tls=client)) as channel:
         call = channel.unary_unary("/test/Identity")
         stream = channel.stream_stream("/test/BothWays")(timeout=60)
         await stream.write(b"before")

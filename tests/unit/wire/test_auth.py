@@ -14,6 +14,7 @@ from psdist import errors
 from psdist.security.tls import Credentials
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
 from psdist.wire import auth, channels, limits, status
+from tests.support.channels import serving
 from tests.support.client_fakes import FakeScheduler
 
 TOKEN = "token-of-the-test"
@@ -21,13 +22,12 @@ TOKEN = "token-of-the-test"
 
 @pytest.fixture
 async def address() -> AsyncIterator[str]:
-    server = channels.make_server(Credentials(TOKEN))
-    scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(FakeScheduler([]), server)
-    health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
-    port = channels.bind(server, "127.0.0.1", 0, Credentials())
-    await server.start()
-    yield f"127.0.0.1:{port}"
-    await server.stop(None)
+    adds = (
+        lambda server: scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(FakeScheduler([]), server),
+        lambda server: health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server),
+    )
+    async with serving(Credentials(TOKEN), *adds) as address:
+        yield address
 
 
 async def _register(address: str, metadata: tuple[tuple[str, str], ...]) -> scheduler_pb2.RegisterResponse:

@@ -19,6 +19,7 @@ from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import scheduler_pb2_grpc
 from psdist.wire import channels
 from psdist.wire.scheduler_connection import MemberConnection, scheduler_at
+from tests.support.channels import serving
 
 
 class Scheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
@@ -40,14 +41,13 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
 
 @pytest.fixture
 async def scheduler() -> AsyncIterator[tuple[Scheduler, MemberConnection]]:
-    made, server = Scheduler(), channels.make_server(Credentials())
-    scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(made, server)
-    address = f"127.0.0.1:{channels.bind(server, '127.0.0.1', 0, Credentials())}"
-    await server.start()
-    connection = MemberConnection(address, "a test", Credentials(), Random(1))
-    yield made, connection
-    await connection.close()
-    await server.stop(None)
+    made = Scheduler()
+    async with serving(
+        Credentials(), lambda server: scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(made, server)
+    ) as address:
+        connection = MemberConnection(address, "a test", Credentials(), Random(1))
+        yield made, connection
+        await connection.close()
 
 
 async def test_a_registration_that_the_transport_ended_is_tried_again(

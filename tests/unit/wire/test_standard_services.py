@@ -12,28 +12,25 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from psdist.errors import InvalidArgumentError
 from psdist.security.tls import Credentials
 from psdist.v1 import scheduler_pb2
-from psdist.wire import channels, status
+from psdist.wire import status
 from psdist.wire.services import LIVE, READY, add_standard_services
+from tests.support.channels import serving
 
 SERVICE = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
 
 
 @asynccontextmanager
-async def serving(*, reflects: bool = False) -> AsyncIterator[grpc.aio.Channel]:
+async def served(*, reflects: bool = False) -> AsyncIterator[grpc.aio.Channel]:
     """Serve the standard services. Yields a channel to them."""
-    server = channels.make_server(Credentials())
-    await add_standard_services(server, SERVICE, reflects=reflects)
-    port = channels.bind(server, "127.0.0.1", 0, Credentials())
-    await server.start()
-    try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield channel
-    finally:
-        await server.stop(None)
+    async with (
+        serving(Credentials(), lambda server: add_standard_services(server, SERVICE, reflects=reflects)) as address,
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        yield channel
 
 
 async def test_list_names_every_status() -> None:
-    async with serving() as channel:
+    async with served() as channel:
         found = await health_pb2_grpc.HealthStub(channel).List(health_pb2.HealthListRequest(), timeout=60)
     serving_now, idle = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
     statuses = {name: one.status for name, one in found.statuses.items()}
@@ -48,7 +45,7 @@ async def test_list_names_every_status() -> None:
     ],
 )
 async def test_a_malformed_request_is_refused_without_a_log_line(path: str, caplog: pytest.LogCaptureFixture) -> None:
-    async with serving(reflects=True) as channel:
+    async with served(reflects=True) as channel:
         call = channel.unary_stream(path)(b"\xff\xff\xff", timeout=60)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()

@@ -16,6 +16,7 @@ from psdist.v1 import server_pb2
 from psdist.wire import auth, channels, limits
 from psdist.wire.auth import ConnectionGuard, RemoteEnd, Strangers, parse_peer
 from psdist.wire.services import service_handler
+from tests.support.channels import serving
 
 SERVICE = server_pb2.DESCRIPTOR.services_by_name["ServerService"]
 STATISTICS = f"/{SERVICE.full_name}/GetStatistics"
@@ -100,16 +101,12 @@ async def address() -> AsyncIterator[str]:
         return server_pb2.GetStatisticsResponse(epoch=7)
 
     guard = ConnectionGuard()
-    server = channels.make_server(Credentials("secret"))
     handlers = dict.fromkeys((method.name for method in SERVICE.methods), answer)
     handler = service_handler(SERVICE, handlers, logging.getLogger("psdist.test"), guard.admit)
-    server.add_generic_rpc_handlers((handler,))
-    port = channels.bind(server, "127.0.0.1", 0, Credentials("secret"))
-    await server.start()
-    guard.watch(port)
-    yield f"127.0.0.1:{port}"
-    guard.stop()
-    await server.stop(None)
+    async with serving(Credentials("secret"), lambda server: server.add_generic_rpc_handlers((handler,))) as address:
+        guard.watch(int(address.rpartition(":")[2]))
+        yield address
+        guard.stop()
 
 
 async def _ask(channel: grpc.aio.Channel, token: str) -> bytes:

@@ -8,21 +8,13 @@ from typing import Any, cast
 import pytest
 
 from psdist.client.core.routing import Route
-from psdist.client.session.membership import ClusterView
 from psdist.client.session.waits import WaitTracker
 from psdist.client.transport.grpc import GrpcTransport
-from psdist.client.transport.requests import RequestIdentity
 from psdist.client.transport.tcp import TcpConnection, TcpTransport
-from psdist.consistency import BSP
 from psdist.errors import PsdistError, TcpUnavailableError
-from psdist.optim import SGD
-from psdist.types import ClusterMap, ParametersEntry, ParametersSpec, Replica, ServerEntry, Shard
+from psdist.types import ClusterMap, ParametersEntry, Replica, ServerEntry, Shard
+from tests.support.client_fakes import ENTRY, ROUTE, SENDER, view_of_server
 
-ENTRY = ParametersEntry(
-    ParametersSpec("p", SGD(), BSP(), slice_elements=4096), 4096, (Shard(Replica("server-0", 1), 1),), ()
-)
-ROUTE = Route("server-0", 1, "127.0.0.1:1", 1, (0,))
-SENDER = RequestIdentity("run", "worker-0", 1, "p")
 REFUSAL = TcpUnavailableError("no connection to 127.0.0.1:1: Connection refused")
 
 
@@ -48,9 +40,7 @@ class Asking(TcpTransport):
     retry_seconds = 0.0
 
     def __init__(self, *answers: PsdistError | Stream) -> None:
-        view = ClusterView()
-        view.on_map(ClusterMap("run", 1, (ServerEntry("server-0", 1, ROUTE.address),), (), (ENTRY,)))
-        super().__init__(view, WaitTracker(), cast(GrpcTransport, self), SENDER, ENTRY, required=False)
+        super().__init__(view_of_server(), WaitTracker(), cast(GrpcTransport, self), SENDER, ENTRY, required=False)
         self.answers = list(answers)
         self.may_answer = asyncio.Event()
         self.may_answer.set()

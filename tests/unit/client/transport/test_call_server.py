@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
@@ -16,25 +15,20 @@ from psdist.security.roles import Role
 from psdist.security.tls import Credentials
 from psdist.security.tokens import Audience, Verifier
 from psdist.v1 import server_pb2 as pb
-from psdist.wire import channels
 from psdist.wire.services import add_standard_services
 from tests.support.certificates import make_ca, write_tls
+from tests.support.channels import serving
 
 ROOT = "the run's own token"
 CA, OTHER_CA = make_ca(), make_ca("other CA")
 
 
-@asynccontextmanager
-async def serving(credentials: Credentials) -> AsyncIterator[str]:
-    """Yield the address of a server that has no method but the health check."""
-    server = channels.make_server(credentials, verifier=Verifier(credentials.token, Audience.SERVER))
-    await add_standard_services(server, pb.DESCRIPTOR.services_by_name["ServerService"], reflects=False)
-    address = f"127.0.0.1:{channels.bind(server, '127.0.0.1', 0, credentials)}"
-    await server.start()
-    try:
-        yield address
-    finally:
-        await server.stop(0)
+def served(credentials: Credentials) -> AbstractAsyncContextManager[str]:
+    """Serve no method but the health check. Returns the address."""
+    service, verifier = pb.DESCRIPTOR.services_by_name["ServerService"], Verifier(credentials.token, Audience.SERVER)
+    return serving(
+        credentials, lambda server: add_standard_services(server, service, reflects=False), verifier=verifier
+    )
 
 
 async def call(address: str, credentials: Credentials) -> None:
@@ -47,7 +41,7 @@ async def call(address: str, credentials: Credentials) -> None:
 
 async def test_worker_may_make_it(caplog: pytest.LogCaptureFixture) -> None:
     """With a worker's token and with the run's: the server logs no refusal, which would repeat every second."""
-    async with serving(Credentials(ROOT)) as address:
+    async with served(Credentials(ROOT)) as address:
         with caplog.at_level(logging.DEBUG, "psdist.auth"):
             await call(address, Credentials(ROOT))
             await call(address, Credentials(tokens.create(ROOT, Role.WORKER)))
@@ -58,7 +52,7 @@ async def test_worker_may_make_it(caplog: pytest.LogCaptureFixture) -> None:
 
 async def test_causes_of_failed_tls(tmp_path: Path) -> None:
     """The reason that a worker waits for, and reports to the scheduler, has the remedy."""
-    async with serving(Credentials(tls=write_tls(tmp_path / "s", CA, "server"))) as address:
+    async with served(Credentials(tls=write_tls(tmp_path / "s", CA, "server"))) as address:
         await call(address, Credentials(tls=write_tls(tmp_path / "ok", CA)))
         with pytest.raises(TlsHandshakeError, match=r"not of a CA in .*: give both sides the same CA"):
             await call(address, Credentials(tls=write_tls(tmp_path / "other", OTHER_CA)))

@@ -10,26 +10,16 @@ from typing import Any, cast
 import grpc.aio
 import pytest
 
-from psdist.client.core.routing import Route
-from psdist.client.session.membership import ClusterView
 from psdist.client.session.waits import WaitTracker
 from psdist.client.transport.grpc import GrpcTransport
 from psdist.client.transport.negotiation import NegotiatedTransport
-from psdist.client.transport.requests import RequestIdentity
 from psdist.client.transport.shm import ShmTransport
 from psdist.client.transport.tcp import TcpTransport
-from psdist.consistency import BSP
 from psdist.link import dialing, fd_passing
-from psdist.optim import SGD
 from psdist.security.tls import Credentials
-from psdist.types import ClusterMap, ParametersEntry, ParametersSpec, Replica, ServerEntry, Shard
 from psdist.v1 import server_pb2 as pb
+from tests.support.client_fakes import ENTRY, ROUTE, SENDER, view_of_server
 from tests.support.silent_port import ports_by_stage
-
-SERVER = Replica("server-0", 1)
-ENTRY = ParametersEntry(ParametersSpec("p", SGD(), BSP(), slice_elements=4096), 4096, (Shard(SERVER, 1),), ())
-ROUTE = Route("server-0", 1, "127.0.0.1:1", 1, (0,))
-SENDER = RequestIdentity("run", "worker-0", 1, "p")
 
 
 class Call:
@@ -65,8 +55,7 @@ class Setup:
     def __init__(self, name: str, stage: str, port: int, *, required: bool = False) -> None:
         self.call = Call(stage, port)
         self.credentials = Credentials()
-        self.view = ClusterView()
-        self.view.on_map(ClusterMap("run", 1, (ServerEntry("server-0", 1, ROUTE.address),), (), (ENTRY,)))
+        self.view = view_of_server()
         grpc_transport = cast(GrpcTransport, self)
         self.transport: NegotiatedTransport[Any]
         arguments = (self.view, WaitTracker(), grpc_transport, SENDER, ENTRY)
