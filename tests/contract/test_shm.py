@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import gc
+import inspect
 import os
+from typing import Any
 
 import numpy as np
 import pytest
 
+from psdist.compression.kernel_runtime import Kernel
 from psdist.errors import InvalidArgumentError, SharingUnavailableError
 from psdist.link.arenas import GradientArena
 from psdist.v1 import common_pb2 as cpb
@@ -35,6 +38,22 @@ async def test_weights_and_versions_are_in_the_servers_arena(bench: ServerBench)
     assert (list(response.answers.versions), list(response.answers.staleness)) == ([1], [])
     assert np.array_equal(channel.values(), STEPPED)
     assert channel.weights.sequence.tolist() == [2] * COUNT
+
+
+async def test_a_frame_reaches_its_kernel_in_at_most_fifteen_calls(
+    bench: ServerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bench.create()
+    channel, run, depths = await ShmWorker.opened(bench), Kernel.__call__, list[int]()
+
+    def noted(kernel: Kernel, *arguments: Any) -> Any:
+        names = [one.frame.f_code.co_qualname for one in inspect.stack(context=0)]
+        depths.append(names.index("FrameConnection.buffer_updated") + 1)
+        return run(kernel, *arguments)
+
+    monkeypatch.setattr(Kernel, "__call__", noted)
+    assert np.array_equal(await channel.say(channel.push(0)), STEPPED)
+    assert len(depths) == COUNT and max(depths) <= 15
 
 
 async def test_a_refused_call_leaves_the_arena_as_it_is(bench: ServerBench) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -113,6 +114,13 @@ def test_what_a_gradient_cannot_count_for_is_refused(routed: Routed, gradient: P
     call.gradient = gradient
     with pytest.raises(InvalidArgumentError, match=r"weight=|lr_factor="):
         routed.gradients.begin_push(call)
+
+
+def test_a_header_is_checked_unless_it_repeats_the_last_one_that_was_right(routed: Routed) -> None:
+    for factor, is_right in ((0.5, True), (-1.0, False), (-1.0, False), (0.5, True), (-1.0, False)):
+        call = call_of(lr_factor=factor)
+        with nullcontext() if is_right else pytest.raises(InvalidArgumentError, match="lr_factor="):
+            routed.gradients.begin_push(call)
 
 
 def test_what_is_not_served_here_is_refused_and_changes_nothing(routed: Routed) -> None:
