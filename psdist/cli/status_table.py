@@ -1,5 +1,5 @@
-"""The status of a run for people, made from the JSON form of ``psdist status``: tables, and the texts that its screen and
-``psdist top`` show, too."""
+"""The status of a run for people, made from the JSON form of ``psdist status``: tables, and the texts that its screen
+and ``psdist top`` show, too."""
 
 from __future__ import annotations
 
