@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import ml_dtypes
 import numpy as np
 
 from psdist import AsyncClient, AsyncParameters, optim
 from psdist.client.core import flat_vector
-from psdist.client.core.encoder import GradientEncoder
-from psdist.compression import (
-    Codec,
-)
+from psdist.client.core.encoder import GradientEncoder, encoder_of
+from psdist.compression import BFloat16, Codec, Float32
 from psdist.compression.kernel_runtime import LARGE_ELEMENTS
 from psdist.consistency import BSP, Consistency
 from psdist.launcher.embedded import EmbeddedCluster
@@ -28,10 +27,10 @@ SLICING = Slicing(TOTAL, SLICE)
 _numbers = itertools.count()
 
 
-def decoded(encoder: GradientEncoder | None, flat: np.ndarray) -> np.ndarray:
+def decoded(codec: Codec, encoder: GradientEncoder, flat: np.ndarray) -> np.ndarray:
     """Return a gradient as servers decode it."""
-    if encoder is None:
-        return flat
+    if isinstance(codec, Float32 | BFloat16):
+        return flat.astype(ml_dtypes.bfloat16).astype(np.float32) if isinstance(codec, BFloat16) else flat
     push, out = encoder.begin_push(), np.empty(TOTAL, np.float32)
     assert encoder.encode(push, flat, range(SLICING.count))
     for index in range(SLICING.count):
@@ -39,6 +38,12 @@ def decoded(encoder: GradientEncoder | None, flat: np.ndarray) -> np.ndarray:
         push.decode_into(index, out[start:stop])
     encoder.end_push()
     return out
+
+
+def encoded(codecs: Sequence[Codec]) -> Callable[[int, int], np.ndarray]:
+    """Return the gradient of a step and a rank as servers decode it; ask for each once, in order."""
+    encoders = [encoder_of(codec, LAYOUT, SLICING, rank) for rank, codec in enumerate(codecs)]
+    return lambda step, rank: decoded(codecs[rank], encoders[rank], gradient(step, rank))
 
 
 class Workers:
@@ -50,6 +55,12 @@ class Workers:
             AsyncClient(cluster.address, cluster.token, rank=rank, transport=transport) for rank in range(WORKERS)
         ]
         self.handles: list[AsyncParameters] = []
+
+    async def __aenter__(self) -> Workers:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await asyncio.gather(*(client.close() for client in self.clients))
 
     async def open(
         self,
@@ -82,13 +93,3 @@ class Workers:
         )
         assert joined(results[0]) == joined(results[1])
         return joined(results[0])
-
-    async def close(self) -> None:
-        await asyncio.gather(*(client.close() for client in self.clients))
-
-
-async def psdist_close(client: AsyncClient) -> None:
-    """Leave without another snapshot."""
-    if client.snapshots is not None:
-        client.snapshots.close()
-    await client.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -55,28 +57,70 @@ def joined(values: dict[str, np.ndarray]) -> bytes:
     return b"".join(values[name].tobytes() for name in SHAPES)
 
 
-def reference_run(spec: Optimizer, workers: int) -> list[bytes]:
-    """Return the weights after every step, in one process, with plain numpy, not cut into slices."""
-    weights, mean = initial(), np.empty(TOTAL, np.float32)
-    rule = Rule(spec)
-    states = tuple(np.zeros(TOTAL, np.float32) for _ in rule.state_names)
-    ranges = group_ranges(spec)
-    rule.initialize(weights, states, ranges)
-    history = []
-    for step in range(STEPS):
-        reference.combine(mean, [gradient(step, rank) for rank in range(workers)], workers)
-        if spec.max_grad_norm:
+class Reference:
+    """Weights of a run, in one process with plain numpy, not cut into slices."""
+
+    def __init__(self, spec: Optimizer, workers: int = 2) -> None:
+        self.weights, self.step, self.workers = initial(), 0, workers
+        self.begin(spec)
+
+    def begin(self, spec: Optimizer) -> None:
+        """Continue with another optimizer and fresh state."""
+        self.since = self.step
+        self.change(spec)
+        self.states = tuple(np.zeros(TOTAL, np.float32) for _ in spec.state_names)
+        Rule(spec).initialize(self.weights, self.states, self.ranges)
+
+    def change(self, spec: Optimizer) -> None:
+        """Continue with other settings and the current state."""
+        self.spec, self.ranges = spec, group_ranges(spec)
+
+    def train(
+        self,
+        pushed: Callable[[int, int], np.ndarray] = gradient,
+        weights: Sequence[float] = (),
+        written: Mapping[str, np.ndarray] | None = None,
+        factor: float = 1.0,
+        settings: Mapping[int, Mapping[str, float]] | None = None,
+    ) -> bytes:
+        """Make one step of all workers. Returns the weights after it.
+
+        pushed: returns the gradient of a step and a rank, as servers have it.
+        weights: those of the ranks; 0 contributes nothing.
+        written: values that the tensors get before.
+        factor: for the learning rate.
+        settings: hyperparameters by group.
+        """
+        given = weights or [1.0] * self.workers
+        step, self.step = self.step, self.step + 1
+        for name, array in split(self.weights).items():
+            if written and name in written:
+                array[...] = written[name]
+        parts = [np.float32(weight) * pushed(step, rank) for rank, weight in enumerate(given) if weight]
+        if not parts:
+            return self.weights.tobytes()
+        mean = np.empty(TOTAL, np.float32)
+        reference.combine(mean, parts, sum(given))
+        if self.spec.max_grad_norm:
             squares = [reference.sum_squares(mean[at : at + SLICE]) for at in range(0, TOTAL, SLICE)]
             total = 0.0
             for square in squares:
                 total += square
-            reference.scale(mean, clip_factor(float(np.sqrt(total)), spec.max_grad_norm))
-        for start, stop, group in ranges:
+            reference.scale(mean, clip_factor(float(np.sqrt(total)), self.spec.max_grad_norm))
+        for start, stop, group in self.ranges:
             part = slice(start, stop)
-            views = tuple(state[part] for state in states)
-            reference.update(spec, spec.group_values(group), weights[part], views, mean[part], step, 1.0)
-        history.append(weights.tobytes())
-    return history
+            values = self.spec.group_values(group)
+            if settings is not None:
+                values = self.spec.setting_defaults(group) | dict(settings.get(group, {}))
+            states = tuple(state[part] for state in self.states)
+            reference.update(self.spec, values, self.weights[part], states, mean[part], step, factor, self.since)
+        return self.weights.tobytes()
+
+
+def reference_run(spec: Optimizer, workers: int = 2, steps: int = STEPS, **pushes: Any) -> list[bytes]:
+    """Return the weights after every step. pushes: what ``Reference.train`` takes, each as a list by step."""
+    run = Reference(spec, workers)
+    return [run.train(**{name: values[step] for name, values in pushes.items()}) for step in range(steps)]
 
 
 def group_ranges(spec: Optimizer) -> tuple[tuple[int, int, int], ...]:

@@ -26,7 +26,7 @@ States = Sequence[Floats]
 _SUM_LANES = 256
 
 
-def combine(out: Floats, parts: Sequence[AnyArray], divisor: int) -> None:
+def combine(out: Floats, parts: Sequence[AnyArray], divisor: float) -> None:
     """Compute out[n] = (parts[0] + parts[1] + ...) / divisor, in this order, in float32.
 
     parts: float32, or 16 bits wide.

@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,7 @@ async def test_a_server_opens_its_session_before_it_has_memory(monkeypatch: pyte
         assert opened.wait(60)
         make_room(memory, indices)
 
-    cluster = EmbeddedCluster(servers=2, replicas=2, failure_timeout=600)
-    try:
+    with closing(EmbeddedCluster(servers=2, replicas=2, failure_timeout=600)) as cluster:
         async with AsyncClient(cluster.address, cluster.token) as client:
             init = {"w": np.ones(1 << 20, np.float32)}
             weights = await client.parameters("model", init=init, optimizer=optim.SGD())
@@ -89,8 +89,6 @@ async def test_a_server_opens_its_session_before_it_has_memory(monkeypatch: pyte
             await weights.push_pull({"w": np.zeros(1 << 20, np.float32)})
             os.kill(os.getpid(), signal.SIGTERM)
             assert await serving == 0
-    finally:
-        cluster.close()
 
 
 async def shards_of(client: AsyncClient) -> Sequence[Any]:

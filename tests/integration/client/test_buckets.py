@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ import pytest_asyncio
 import psdist
 from psdist import errors
 from psdist.launcher.embedded import EmbeddedCluster
+from tests.integration.client.conftest import Join
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -43,7 +44,6 @@ BUCKETINGS = {
     "mixed": [["head", "embedding"], ["empty", "half"], ["block", "scale", "bias"]],
 }
 _numbers = itertools.count()
-Join = Callable[..., Awaitable[psdist.AsyncClient]]
 
 
 @pytest_asyncio.fixture(
@@ -56,21 +56,6 @@ async def cluster(request: pytest.FixtureRequest) -> AsyncIterator[EmbeddedClust
     cluster = await asyncio.to_thread(EmbeddedCluster, request.param)
     yield cluster
     await asyncio.to_thread(cluster.close)
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def join(cluster: EmbeddedCluster) -> AsyncIterator[Join]:
-    """Factory of clients of the cluster; all are closed at the end."""
-    clients: list[psdist.AsyncClient] = []
-
-    async def join(**arguments: Any) -> psdist.AsyncClient:
-        named = {"scheduler": cluster.address, "token": cluster.token, "connect_timeout": 60.0}
-        clients.append(psdist.AsyncClient(**(named | arguments)))
-        return await clients[-1].connect()
-
-    yield join
-    for client in clients:
-        await client.close()
 
 
 def new_name() -> str:

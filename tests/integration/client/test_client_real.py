@@ -4,53 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
-import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import numpy as np
 import pytest
-import pytest_asyncio
 
 import psdist
 from psdist import errors
-from psdist.launcher.embedded import EmbeddedCluster
-from psdist.wire import limits
+from tests.integration.client.conftest import Join
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-INIT = {
-    "w": np.linspace(-1, 1, 30_000, dtype=np.float32).reshape(300, 100),
-    "b": np.float64(0.5),
-    "e": np.zeros((0, 3)),
-}
 SGD = psdist.optim.SGD(lr=0.1, momentum=0.9)
 _numbers = itertools.count()
-Join = Callable[..., Awaitable[psdist.AsyncClient]]
-
-
-@pytest_asyncio.fixture(loop_scope="session", scope="module")
-async def cluster() -> AsyncIterator[EmbeddedCluster]:
-    # Members are lost by their death, not by silence.
-    cluster = await asyncio.to_thread(EmbeddedCluster, 2, failure_timeout=200.0)
-    yield cluster
-    await asyncio.to_thread(cluster.close)
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def join(cluster: EmbeddedCluster) -> AsyncIterator[Join]:
-    """Factory of clients of the cluster; all are closed at the end."""
-    clients: list[psdist.AsyncClient] = []
-
-    async def join(**arguments: Any) -> psdist.AsyncClient:
-        named = {"scheduler": cluster.address, "token": cluster.token, "connect_timeout": 60.0}
-        clients.append(psdist.AsyncClient(**(named | arguments)))
-        return await clients[-1].connect()
-
-    yield join
-    for client in clients:
-        await client.close()
 
 
 @pytest.fixture
@@ -62,59 +28,6 @@ def name() -> str:
 @pytest.fixture
 def world_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-
-
-def gradient(rng: np.random.Generator) -> dict[str, np.ndarray]:
-    return {name: rng.normal(size=np.shape(value)).astype(np.float32) for name, value in INIT.items()}
-
-
-@pytest.mark.usefixtures("world_of_two")
-async def test_two_workers_get_the_mean_in_rank_order(join: Join, name: str) -> None:
-    clients = [await join(rank=rank) for rank in (1, 0)][::-1]
-    assert [client.rank for client in clients] == [0, 1] and clients[0].world_size == 2
-    other = {name: np.ones_like(value) for name, value in INIT.items()}  # the lowest rank's values count
-    first, second = await asyncio.gather(
-        clients[0].parameters(name, INIT, SGD), clients[1].parameters(name, other, SGD)
-    )
-    flat = np.concatenate([np.asarray(value, np.float32).ravel() for value in INIT.values()])
-    velocity = np.zeros_like(flat)
-    rng = np.random.default_rng(0)
-    for step in range(3):
-        pair = [gradient(rng), gradient(rng)]
-        results = await asyncio.gather(first.push_pull(pair[0]), second.push_pull(pair[1]))
-        a, b = (np.concatenate([g[name].ravel() for name in INIT]) for g in pair)
-        mean = (a + b) / np.float32(2)
-        velocity = mean if step == 0 else np.float32(0.9) * velocity + mean
-        flat = flat - np.float32(0.1) * velocity
-        for values in results:
-            assert values["w"].tobytes() == flat[:30_000].tobytes()
-            assert values["b"].dtype == np.float64 and values["b"].shape == () and values["b"] == flat[30_000]
-            assert values["e"].shape == (0, 3)
-    assert first.step == first.version == second.version == 3
-    assert first.statistics().pushes == 3
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-async def test_half_the_bytes_both_ways(join: Join, name: str, dtype: str) -> None:
-    client = await join()
-    weights = await client.parameters(
-        name, {"w": np.zeros(5000, np.float32)}, psdist.optim.SGD(lr=1.0), compression=dtype, pull_dtype=dtype
-    )
-    values = await weights.push_pull({"w": np.full(5000, -1.5)})
-    assert values["w"].dtype == np.float32 and set(values["w"]) == {np.float32(1.5)}
-    assert (weights.statistics().push_bytes, weights.statistics().pull_bytes) == (10_000, 10_000)
-
-
-@pytest.mark.parametrize("consistency", [psdist.SSP(1), psdist.ASP()])
-async def test_asynchronous_pushes_each_count_once(join: Join, name: str, consistency: object) -> None:
-    client = await join()
-    weights = await client.parameters(
-        name, {"w": np.zeros(9000, np.float32)}, psdist.optim.SGD(lr=1.0, max_grad_norm=1e6), consistency
-    )
-    for _ in range(4):
-        await weights.push({"w": np.full(9000, -1.0)})
-    assert set((await weights.pull())["w"]) == {np.float32(4)}
-    assert weights.version == 4
 
 
 async def test_readers_wait_see_and_do_not_push(join: Join, name: str) -> None:
@@ -152,29 +65,6 @@ async def _meet(first: psdist.AsyncParameters, second: psdist.AsyncParameters) -
     """Let the older member make the steps before the joiner's first one."""
     while first.step < second.first_step:
         await first.push({"w": np.full(10, -1.0)})
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        ({"init": {"w": np.zeros(11, np.float32)}}, errors.LayoutMismatchError, r"\(11,\)"),
-        ({"init": {"v": np.zeros(10, np.float32)}}, errors.LayoutMismatchError, "'w' is missing"),
-        ({"init": {"w": np.zeros(10)}}, errors.LayoutMismatchError, "float64"),
-        ({"optimizer": psdist.optim.SGD(lr=0.2)}, errors.SettingsMismatchError, "optimizer"),
-        ({"consistency": psdist.ASP()}, errors.SettingsMismatchError, "consistency"),
-        ({"non_finite": "skip"}, errors.SettingsMismatchError, "non_finite"),
-        ({"slice_elements": 7}, errors.SettingsMismatchError, "slice_elements"),
-    ],
-)
-async def test_attaching_with_other_settings(
-    join: Join, name: str, change: dict[str, Any], error: type[Exception], words: str
-) -> None:
-    same = {"init": {"w": np.zeros(10, np.float32)}, "optimizer": SGD}
-    weights = await (await join()).parameters(name, **same)
-    other = await join()
-    with pytest.raises(error, match=words):
-        await other.parameters(name, **(same | change))
-    assert (await weights.push_pull({"w": np.zeros(10)}))["w"].tolist() == [0.0] * 10  # the run continues
 
 
 @pytest.mark.parametrize(
@@ -252,25 +142,6 @@ async def test_numbers_of_numpy_are_weights_of_a_push(join: Join, name: str) -> 
         assert values["w"].tolist() == [step + 1.0] * 10
 
 
-async def test_a_second_client_of_the_same_name(join: Join) -> None:
-    first = await join(worker_id="trainer")
-    with pytest.raises(errors.DuplicateMemberError, match="trainer"):
-        await join(worker_id="trainer")
-    await first.close()
-    assert (await join(worker_id="trainer")).incarnation == 2
-
-
-async def test_wrong_token_run_and_protocol(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(errors.UnauthenticatedError, match="token"):
-        await join(token="wrong")
-    with pytest.raises(errors.WrongRunError, match="another-run"):
-        await join(run_id="another-run")
-    for constant in ("PROTOCOL_VERSION", "OLDEST_PROTOCOL"):
-        monkeypatch.setattr(limits, constant, 99)
-    with pytest.raises(errors.ProtocolMismatchError, match="99"):
-        await join()
-
-
 @pytest.mark.usefixtures("world_of_two")
 async def test_barriers_wait_for_all_and_name_who_is_missing(join: Join) -> None:
     clients = [await join(rank=0), await join(rank=1)]
@@ -278,16 +149,6 @@ async def test_barriers_wait_for_all_and_name_who_is_missing(join: Join) -> None
         await clients[0].barrier("eval", timeout=0.5)
     for _ in range(2):
         await asyncio.gather(*(client.barrier("eval") for client in clients))
-
-
-async def test_status_names_members_and_parameters(join: Join, name: str) -> None:
-    client = await join()
-    await client.parameters(name, {"w": np.ones(10, np.float32)}, SGD)
-    status = await client.status()
-    assert status.run_id == client.run_id
-    live = {member.member_id for member in status.members if member.state == "live"}
-    assert live == {"server-0", "server-1", client.worker_id}
-    assert name in {one.entry.spec.name for one in status.parameters}
 
 
 async def test_declared_iterations_count_whatever_the_order(join: Join, name: str) -> None:
@@ -327,23 +188,3 @@ async def test_no_elements_at_all(join: Join, name: str) -> None:
     weights = await (await join()).parameters(name, {"e": np.zeros((0, 2), np.float32)}, SGD)
     assert (await weights.push_pull({"e": np.zeros((0, 2))}))["e"].shape == (0, 2)
     assert (await weights.pull())["e"].shape == (0, 2)
-
-
-async def test_very_many_small_tensors(join: Join, name: str) -> None:
-    init = {f"layer.{i}": np.full((), i, np.float32) for i in range(5000)}
-    weights = await (await join()).parameters(name, init, psdist.optim.SGD(lr=1.0))
-    values = await weights.push_pull({name: np.float32(1) for name in init})
-    assert values["layer.4999"] == 4998
-
-
-async def test_a_killed_server_is_an_error_at_once(join: Join, name: str) -> None:
-    """Check it in the last test: the cluster is of no use afterwards."""
-    client = await join()
-    weights = await client.parameters(name, {"w": np.ones(100_000, np.float32)}, SGD)
-    await weights.push({"w": np.ones(100_000)})
-    members = (await client.status()).members
-    os.kill(next(member.pid for member in members if member.member_id == "server-1"), signal.SIGKILL)
-    async with asyncio.timeout(60):
-        with pytest.raises(errors.ServerLostError, match="server-1"):
-            while True:
-                await weights.push_pull({"w": np.ones(100_000)})

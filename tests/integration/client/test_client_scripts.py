@@ -76,26 +76,6 @@ def test_an_uncaught_error_in_a_world_of_one_ends_everything() -> None:
     assert code == 7, error
 
 
-def test_ctrl_c_ends_a_wait(cluster: EmbeddedCluster) -> None:
-    process = start(
-        """
-client = psdist.Client()
-try:
-    print("waiting", flush=True)
-    client.parameters("never")
-except KeyboardInterrupt:
-    print("interrupted", client.status().run_id == client.run_id)
-    client.close()
-    client.close()
-""",
-        cluster,
-    )
-    assert process.stdout is not None and process.stdout.readline() == "waiting\n"
-    process.send_signal(signal.SIGINT)
-    out, error = process.communicate(timeout=240)
-    assert (process.returncode, out) == (0, "interrupted True\n"), error
-
-
 def test_ctrl_c_ends_a_wait_that_it_does_not_wake(cluster: EmbeddedCluster) -> None:
     """Check a signal just before the main thread waits: the system gives the signal to another thread."""
     code, out, error = run(

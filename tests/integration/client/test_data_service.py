@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import re
-import signal
-import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +25,6 @@ from tests.support.launched import Run
 #: Of the cluster.
 SERVERS = 1
 
-EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 _SCRIPT = """
 import os, pathlib, signal, sys
 import numpy as np
@@ -73,14 +69,6 @@ if consistency == "ASP":
 print("rank", rank, "repeated", data.repeated, "failed", data.failed)
 client.close()
 """
-
-
-@pytest.fixture
-def runs() -> Iterator[list[Run]]:
-    made: list[Run] = []
-    yield made
-    for run in made:
-        run.stop()
 
 
 def start(path: Path, runs: list[Run], *arguments: object) -> Run:
@@ -141,33 +129,6 @@ def test_what_a_killed_worker_held_is_used_again_and_counted(
 
 
 @pytest.mark.long
-def test_what_a_frozen_worker_held_is_used_again_and_counted(tmp_path: Path, runs: list[Run]) -> None:
-    run = start(tmp_path, runs, "ASP", "freeze", 300, 1)
-    frozen = int(run.until(r"stops as (\d+)")[1])
-    run.until("rank [02] repeated", 2)  # They have passed the last barrier, so it is taken for dead.
-    os.kill(frozen, signal.SIGCONT)
-    status, text = run.end()
-    assert status == 0, text
-    assert "rejoined as incarnation 2" in text
-    assert "rank 1 repeated 1 failed 0" in text
-    # The push that it was about to make when it was frozen may have been dropped, or be a second use.
-    counts = Counter(uses(text))
-    assert counts in (Counter({1: 300}), Counter({1: 295, 2: 5})), text
-
-
-@pytest.mark.long
-def test_another_run_goes_on_from_the_position_of_the_first(tmp_path: Path, runs: list[Run]) -> None:
-    status, first = start(tmp_path, runs, "ASP", "stop", 124, 2).end()
-    assert status == 0, first
-    position = DataPosition.from_json((tmp_path / "position.json").read_text())
-    assert sum(count for _, count in position.done) + position.data_epoch * 25 == 7 + 8 + 9
-    status, second = start(tmp_path, runs, "ASP", "resume", 124, 2).end()
-    assert status == 0, second
-    assert used(first) + used(second) == Counter(itertools.product(range(2), range(124)))
-    assert [a + b for a, b in zip(uses(first), uses(second), strict=True)] == [2] * 124
-
-
-@pytest.mark.long
 def test_a_killed_scheduler_forgets_no_lease(tmp_path: Path, runs: list[Run]) -> None:
     run = start(tmp_path, runs, "ASP", "plain", 1500, 1)
     run.until("used", 30)
@@ -177,20 +138,6 @@ def test_a_killed_scheduler_forgets_no_lease(tmp_path: Path, runs: list[Run]) ->
     assert used("".join(run.seen) + text) == Counter((0, sample) for sample in range(1500))
     assert uses(text) == [1] * 1500
     assert text.count("repeated 0 failed 0") == 3, text
-
-
-@pytest.mark.long
-def test_the_example_trains_though_a_worker_is_killed(tmp_path: Path, runs: list[Run]) -> None:
-    (tmp_path / "digits.py").write_text((EXAMPLES / "digits.py").read_text())
-    runs.append(Run(tmp_path, (EXAMPLES / "elastic.py").read_text(), "--epochs", "12"))
-    runs[0].until("data epoch 2: ")
-    runs[0].child("train.py", sys.executable).kill()
-    status, text = runs[0].end()
-    assert status == 0, text
-    assert text.count("killed by SIGKILL") == 1
-    ends = re.findall(r"rank \d ends after \d+ steps: test accuracy ([\d.]+)%, (\d+) ranges repeated", text)
-    assert [repeated for _, repeated in ends] == ["1", "1"], text
-    assert min(float(accuracy) for accuracy, _ in ends) > 90, text
 
 
 # --- one client's view ------------------------------------------------------------------------------------------------

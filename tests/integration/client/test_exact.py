@@ -16,6 +16,7 @@ from psdist.consistency import BSP
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.optim import Optimizer
 from psdist.settings.config import TransportName
+from tests.support.clients import connected
 from tests.support.exact_runs import OPTIMIZERS, SLICE, STEPS, TOTAL, gradient, initial, joined, reference_run, split
 
 #: Optimizers under make test, whose servers load the kernels of each. The property tests compare all kernels.
@@ -47,9 +48,7 @@ async def create(client: AsyncClient, name: str, spec: Optimizer) -> AsyncParame
 async def test_weights_are_byte_identical_to_the_reference(
     cluster: EmbeddedCluster, workers: int, transport: TransportName, names: Sequence[str]
 ) -> None:
-    clients = [AsyncClient(cluster.address, cluster.token, rank=rank, transport=transport) for rank in range(workers)]
-    await asyncio.gather(*(client.connect() for client in clients))
-    try:
+    async with connected(cluster, *[transport] * workers) as clients:
         if workers > 1:  # Makes servers load compiled kernels; else numpy does their work, with the same bytes.
             large = {"w": np.zeros(LARGE_ELEMENTS, np.float32)}
             await asyncio.gather(
@@ -68,5 +67,3 @@ async def test_weights_are_byte_identical_to_the_reference(
                 )
                 assert all(joined(values) == expected[step] for values in results), f"{name}, step {step}"
             assert [handle.version for handle in handles] == [STEPS] * workers
-    finally:
-        await asyncio.gather(*(client.close() for client in clients))

@@ -21,6 +21,7 @@ from psdist.errors import InvalidArgumentError, LayoutMismatchError, NonFiniteGr
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.settings.config import TransportName
 from psdist.snapshots import optimizer_state
+from tests.support.clients import connected
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -64,28 +65,10 @@ def same(one: Arrays, other: Arrays) -> bool:
     ]
 
 
-class Workers:
-    """Workers of one cluster."""
-
-    def __init__(self, cluster: EmbeddedCluster, count: int, transport: TransportName = "auto") -> None:
-        self.clients = [
-            AsyncClient(cluster.address, cluster.token, rank=rank, transport=transport) for rank in range(count)
-        ]
-
-    async def open(self, name: str) -> list[AsyncParameters]:
-        return await asyncio.gather(
-            *(
-                client.parameters(name, draw(7), SPEC, slice_elements=SLICE, master_dtype="float64")
-                for client in self.clients
-            )
-        )
-
-    async def __aenter__(self) -> Workers:
-        await asyncio.gather(*(client.connect() for client in self.clients))
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await asyncio.gather(*(client.close() for client in self.clients))
+async def model(clients: list[AsyncClient], name: str) -> list[AsyncParameters]:
+    return await asyncio.gather(
+        *(client.parameters(name, draw(7), SPEC, slice_elements=SLICE, master_dtype="float64") for client in clients)
+    )
 
 
 async def step(handles: list[AsyncParameters], number: int) -> list[Arrays]:
@@ -95,8 +78,8 @@ async def step(handles: list[AsyncParameters], number: int) -> list[Arrays]:
 @pytest.mark.parametrize("transport", ["auto", "tcp", "grpc"])
 async def test_weights_are_those_of_one_process(cluster: EmbeddedCluster, transport: TransportName) -> None:
     reference = Reference(2)
-    async with Workers(cluster, 2, transport) as workers:
-        handles = await workers.open(f"model-{transport}")
+    async with connected(cluster, transport, transport) as clients:
+        handles = await model(clients, f"model-{transport}")
         assert same(await handles[1].pull(), draw(7))
         for number in range(STEPS):
             results = await step(handles, number)
@@ -107,8 +90,8 @@ async def test_weights_are_those_of_one_process(cluster: EmbeddedCluster, transp
 
 async def test_buffers_buckets_and_out_are_float64(cluster: EmbeddedCluster) -> None:
     reference, out = Reference(1), {name: np.zeros(shape) for name, shape in SHAPES.items()}
-    async with Workers(cluster, 1) as workers:
-        (handle,) = await workers.open("buckets")
+    async with connected(cluster, "auto") as clients:
+        (handle,) = await model(clients, "buckets")
         buffers = await handle.gradient_buffers()
 
         def write(number: int) -> None:
@@ -129,8 +112,8 @@ async def test_buffers_buckets_and_out_are_float64(cluster: EmbeddedCluster) -> 
 async def test_the_loss_of_a_server_changes_no_byte() -> None:
     reference = Reference(2)
     with closing(EmbeddedCluster(servers=3, replicas=2)) as cluster:
-        async with Workers(cluster, 2) as workers:
-            handles = await workers.open("model")
+        async with connected(cluster, "auto", "auto") as clients:
+            handles = await model(clients, "model")
             for number in range(STEPS):
                 if number == STEPS // 2:
                     cluster.processes[2].kill()
@@ -143,14 +126,14 @@ async def test_a_snapshot_resumes_and_loads_with_all_digits(tmp_path: Path) -> N
     reference = Reference(1)
     for life in range(2):
         with closing(EmbeddedCluster(servers=1 + life, storage=tmp_path, run_id="doubles")) as cluster:
-            async with Workers(cluster, 1) as workers:
-                (handle,) = await workers.open("model")
+            async with connected(cluster, "auto") as clients:
+                (handle,) = await model(clients, "model")
                 for number in range(3 * life, 3 * life + 3):
                     assert handle.step == number
                     (values,) = await step([handle], number)
                     reference.update()
                     assert same(values, reference.weights), number
-                await workers.clients[0].snapshot()
+                await clients[0].snapshot()
     loaded = psdist.load_snapshot(str(tmp_path))
     assert same({name: loaded[name] for name in SHAPES}, reference.weights)
     state = optimizer_state.load_optimizer_state(str(tmp_path)).tensors
@@ -164,12 +147,12 @@ async def test_a_snapshot_resumes_and_loads_with_all_digits(tmp_path: Path) -> N
 
 async def test_each_push_alone_and_weighted_means_keep_all_digits(cluster: EmbeddedCluster) -> None:
     tiny = 2.0**-50  # float32 would lose it beside 1.
-    async with Workers(cluster, 2) as workers:
+    async with connected(cluster, "auto", "auto") as clients:
         late, handles, added = [
             await asyncio.gather(
                 *(
                     client.parameters(name, {"w": np.ones(3)}, PLAIN, consistency, master_dtype="float64")
-                    for client in workers.clients
+                    for client in clients
                 )
             )
             for name, consistency in (("late", ASP()), ("mean", BSP()), ("sum", BSP(reduction="sum")))
@@ -183,8 +166,8 @@ async def test_each_push_alone_and_weighted_means_keep_all_digits(cluster: Embed
 
 
 async def test_an_infinite_gradient_is_refused_and_one_beyond_float32_is_not(cluster: EmbeddedCluster) -> None:
-    async with Workers(cluster, 1) as workers:
-        handle = await workers.clients[0].parameters("large", {"w": np.zeros(2)}, PLAIN, master_dtype="float64")
+    async with connected(cluster, "auto") as clients:
+        handle = await clients[0].parameters("large", {"w": np.zeros(2)}, PLAIN, master_dtype="float64")
         with pytest.raises(NonFiniteGradientError, match="'w' holds 1 NaN or Inf of 2 elements"):
             await handle.push_pull({"w": np.array([1.0, np.inf])})
         assert ((await handle.push_pull({"w": np.full(2, 1e300)}))["w"] == -1e300).all()
@@ -204,28 +187,28 @@ async def test_an_infinite_gradient_is_refused_and_one_beyond_float32_is_not(clu
 async def test_settings_that_exclude_each_other_are_refused(
     cluster: EmbeddedCluster, settings: dict[str, Any], words: str
 ) -> None:
-    async with Workers(cluster, 1) as workers:
+    async with connected(cluster, "auto") as clients:
         with pytest.raises(InvalidArgumentError, match=words):
-            await workers.clients[0].parameters(
+            await clients[0].parameters(
                 "refused", {"w": np.zeros(3)}, PLAIN, **({"master_dtype": "float64"} | settings)
             )
 
 
 async def test_workers_must_agree(cluster: EmbeddedCluster) -> None:
-    async with Workers(cluster, 1) as workers:
-        await workers.clients[0].parameters("agreed", {"w": np.zeros(3)}, PLAIN)
+    async with connected(cluster, "auto") as clients:
+        await clients[0].parameters("agreed", {"w": np.zeros(3)}, PLAIN)
         with pytest.raises(LayoutMismatchError, match="the servers compute in float64, not float32"):
-            await workers.clients[0].parameters("agreed", {"w": np.zeros(3)}, PLAIN, master_dtype="float64")
+            await clients[0].parameters("agreed", {"w": np.zeros(3)}, PLAIN, master_dtype="float64")
 
 
 async def test_a_reader_sees_float64(cluster: EmbeddedCluster) -> None:
-    async with Workers(cluster, 2) as workers:
-        writer, reader = workers.clients
+    async with connected(cluster, "auto", "auto") as clients:
+        writer, reader = clients
         opened = await asyncio.gather(
             writer.parameters("read", {"w": np.full(3, np.pi)}, PLAIN, master_dtype="float64"),
             reader.parameters("read"),
         )
         assert (await opened[1].pull())["w"].tolist() == [np.pi] * 3
-    async with Workers(cluster, 1) as workers:
+    async with connected(cluster, "auto") as clients:
         with pytest.raises(InvalidArgumentError, match="pull_dtype=bfloat16"):
-            await workers.clients[0].parameters("read", pull_dtype="bfloat16")
+            await clients[0].parameters("read", pull_dtype="bfloat16")

@@ -1,5 +1,5 @@
 """Learning-rate factors that pushes carry: the exact bytes of the same rates in one process, with every optimizer and
-over each transport, clipped, compressed and in buckets, through the loss of a server."""
+clipped and in buckets. ``test_settings`` has all that pushes carry over other transports and through a loss."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from psdist import AsyncClient, AsyncParameters, optim
+from psdist import AsyncParameters, optim
 from psdist.client.core.push_sequence import PushOptions
 from psdist.consistency import ASP, BSP, SSP
 from psdist.errors import InvalidArgumentError
 from psdist.launcher.embedded import EmbeddedCluster
-from psdist.settings.config import TransportName
-from psdist_server.kernels.optimizers import clip_factor
-from tests.support import reference
-from tests.support.compressed_runs import ADAM, SLICING, WORKERS, Workers
-from tests.support.exact_runs import TOTAL, gradient, initial, joined, split
-from tests.support.weighted_pushes import PLAIN, check_run, check_run_of_copies
+from tests.support.clients import connected
+from tests.support.compressed_runs import ADAM, WORKERS, Workers
+from tests.support.exact_runs import TOTAL, Reference, gradient, initial, joined, reference_run, split
+from tests.support.weighted_pushes import PLAIN, check_run
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -38,32 +36,6 @@ OPTIMIZERS: dict[str, optim.Optimizer] = {
 }
 
 
-def applied_alone(
-    optimizer: optim.Optimizer, weights: np.ndarray, states: tuple[np.ndarray, ...], mean: np.ndarray, step: int
-) -> None:
-    """Apply a step in one process."""
-    if optimizer.max_grad_norm:
-        squares = [float(reference.sum_squares(mean[slice(*SLICING.bounds(i))])) for i in range(SLICING.count)]
-        mean *= np.float32(clip_factor(float(np.sqrt(sum(squares))), optimizer.max_grad_norm))
-    group = len(optimizer.overrides)  # One that matches all tensors, or none.
-    reference.update(optimizer, optimizer.group_values(group), weights, states, mean, step, FACTORS[step])
-
-
-def reference_run(optimizer: optim.Optimizer) -> list[bytes]:
-    """Return the weights after every step, in one process."""
-    weights = initial()
-    states = tuple(np.zeros_like(weights) for _ in optimizer.state_names)
-    if optimizer.kind == "ftrl":
-        states[0][:] = np.sign(weights) * np.float32(-optimizer.group_values(0)["l1"])
-    history = []
-    for step in range(len(FACTORS)):
-        mean = np.zeros(TOTAL, np.float32)
-        reference.combine(mean, [gradient(step, rank) for rank in range(WORKERS)], WORKERS)
-        applied_alone(optimizer, weights, states, mean, step)
-        history.append(weights.tobytes())
-    return history
-
-
 async def prepare(handle: AsyncParameters, step: int) -> None:
     handle.lr_factor = FACTORS[step]
 
@@ -72,41 +44,28 @@ async def prepare(handle: AsyncParameters, step: int) -> None:
 async def test_each_step_has_the_rate_that_its_pushes_carry(
     cluster: EmbeddedCluster, optimizer: optim.Optimizer
 ) -> None:
-    await check_run(Workers(cluster), reference_run(optimizer), prepare, optimizer)
-
-
-@pytest.mark.parametrize("transport", ["tcp", "grpc"])
-async def test_so_it_has_over_other_transports(cluster: EmbeddedCluster, transport: TransportName) -> None:
-    await check_run(Workers(cluster, transport), reference_run(ADAM), prepare)
-
-
-async def test_a_killed_server_changes_not_a_bit() -> None:
-    await check_run_of_copies(reference_run(ADAM), prepare)
+    expected = reference_run(optimizer, steps=len(FACTORS), factor=FACTORS)
+    await check_run(Workers(cluster), expected, prepare, optimizer)
 
 
 @pytest.mark.parametrize("consistency", [ASP(), SSP(2), ASP(staleness_lr="inverse")])
 async def test_a_push_that_is_applied_alone_has_its_own(cluster: EmbeddedCluster, consistency: ASP | SSP) -> None:
-    workers = Workers(cluster)
-    weights = initial()
-    try:
-        await workers.open(PLAIN, consistency, optim.SGD(lr=0.5))
+    spec = optim.SGD(lr=0.5)
+    expected = Reference(spec, workers=1)
+    async with Workers(cluster) as workers:
+        await workers.open(PLAIN, consistency, spec)
         for step, factor in enumerate((1.0, 0.25, 0.0, 3.0)):
             handle = workers.handles[step % WORKERS]
             await handle.pull()  # So that its gradient is not stale.
             handle.lr_factor = factor
             await handle.push(split(gradient(step, 0)))
-            reference.update(handle.spec.optimizer, {"lr": 0.5, "weight_decay": 0.0, "momentum": 0.0}, weights, (),
-                             gradient(step, 0), step, factor)  # fmt: skip
-            assert joined(await handle.pull()) == weights.tobytes(), f"push {step}"
-    finally:
-        await workers.close()
+            assert joined(await handle.pull()) == expected.train(factor=factor), f"push {step}"
 
 
 @pytest.mark.parametrize("optimizer", [optim.SGD(lr=1.0), optim.SGD(lr=1.0, max_grad_norm=1e9)])
 async def test_workers_of_a_step_that_differ_are_told(cluster: EmbeddedCluster, optimizer: optim.Optimizer) -> None:
     """Check that the step has the factor of the lowest rank, and the others may continue."""
-    workers = Workers(cluster)
-    try:
+    async with Workers(cluster) as workers:
         await workers.open(PLAIN, BSP(), optimizer)
         workers.handles[0].lr_factor, workers.handles[1].lr_factor = 1.0, 0.5
         pushes = [handle.push(split(np.ones(TOTAL, np.float32))) for handle in workers.handles]
@@ -116,8 +75,6 @@ async def test_workers_of_a_step_that_differ_are_told(cluster: EmbeddedCluster, 
             raise second  # type: ignore[misc]  # an exception, as the check shows
         weights = joined(await workers.handles[0].pull())
         assert weights == (initial() - np.float32(1.0)).tobytes()
-    finally:
-        await workers.close()
 
 
 @pytest.mark.parametrize("factors", [(0.5, None), (None, 0.5), (0.5, 0.5 + 1e-9)])
@@ -125,44 +82,36 @@ async def test_one_that_says_nothing_has_that_of_the_others(
     cluster: EmbeddedCluster, factors: tuple[float | None, float | None]
 ) -> None:
     """Check also that a difference in the last digits is ignored."""
-    workers = Workers(cluster)
-    try:
+    async with Workers(cluster) as workers:
         await workers.open(PLAIN, BSP(), optim.SGD(lr=1.0))
         for handle, factor in zip(workers.handles, factors, strict=True):
             handle.lr_factor = factor
         await asyncio.gather(*(handle.push(split(np.ones(TOTAL, np.float32))) for handle in workers.handles))
         assert joined(await workers.handles[0].pull()) == (initial() - np.float32(0.5)).tobytes()
-    finally:
-        await workers.close()
 
 
 async def test_a_worker_that_joins_later_does_not_decide(cluster: EmbeddedCluster) -> None:
     """Check it for any rank: such a worker, or a restarted script, may not know the run's rate yet."""
     values, ones = {"w": np.zeros(8, np.float32)}, {"w": np.ones(8, np.float32)}
-    clients = [AsyncClient(cluster.address, cluster.token, rank=rank) for rank in range(2)]
-    try:
-        await clients[1].connect()
-        before = await clients[1].parameters("later", values, optim.SGD(lr=1.0))
+    async with connected(cluster, "auto", rank=1) as (old,):
+        before = await old.parameters("later", values, optim.SGD(lr=1.0))
         before.lr_factor = 0.5
         await before.push(ones)
-        await clients[0].connect()
-        later = await clients[0].parameters("later", values, optim.SGD(lr=1.0))
-        later.lr_factor = 1.0
-        while before.step < later.first_step:
-            await before.push(ones)
-        told, kept = await asyncio.gather(later.push(ones), before.push(ones), return_exceptions=True)
-        assert isinstance(told, InvalidArgumentError) and kept is None
-        assert (await before.pull())["w"].tolist() == [-0.5 * before.step] * 8
-    finally:
-        await asyncio.gather(*(client.close() for client in clients))
+        async with connected(cluster, "auto") as (new,):
+            later = await new.parameters("later", values, optim.SGD(lr=1.0))
+            later.lr_factor = 1.0
+            while before.step < later.first_step:
+                await before.push(ones)
+            told, kept = await asyncio.gather(later.push(ones), before.push(ones), return_exceptions=True)
+            assert isinstance(told, InvalidArgumentError) and kept is None
+            assert (await before.pull())["w"].tolist() == [-0.5 * before.step] * 8
 
 
 @pytest.mark.parametrize("factor", [-1.0, float("nan"), float("inf"), 1e39, 1.1e9, "3", True])
 async def test_what_cannot_be_a_factor_is_refused(cluster: EmbeddedCluster, factor: float) -> None:
     """Check that the client refuses it, and servers do for callers without this check. The step is not made, and can be
     made afterwards."""
-    workers = Workers(cluster)
-    try:
+    async with Workers(cluster) as workers:
         await workers.open(PLAIN, optimizer=optim.SGD(lr=0.5))
         handle, others = workers.handles
         with pytest.raises(InvalidArgumentError, match="lr_factor="):
@@ -174,16 +123,11 @@ async def test_what_cannot_be_a_factor_is_refused(cluster: EmbeddedCluster, fact
             handle.lr_factor = 1.0
         await asyncio.gather(handle.push(split(gradient(0, 0))), others.push(split(gradient(0, 1))))
         assert [one.step for one in workers.handles] == [1, 1]
-    finally:
-        await workers.close()
 
 
 async def test_a_rate_that_no_float32_holds_is_refused(cluster: EmbeddedCluster) -> None:
-    workers = Workers(cluster)
-    try:
+    async with Workers(cluster) as workers:
         await workers.open(PLAIN, optimizer=optim.SGD(lr=0.5, overrides=(optim.override("w1", lr=1e30),)))
         with pytest.raises(InvalidArgumentError, match=r"use less, as lr=1e\+30 times it is beyond float32"):
             workers.handles[0].lr_factor = 1e9
         assert workers.handles[0].lr_factor is None
-    finally:
-        await workers.close()

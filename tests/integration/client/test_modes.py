@@ -11,6 +11,7 @@ import pytest
 from psdist import ASP, BSP, SSP, AsyncClient, AsyncParameters, optim
 from psdist.consistency import Consistency
 from psdist.launcher.embedded import EmbeddedCluster
+from tests.support.clients import connected
 
 #: One slot per push: a push adds 1 in its slot, so at the end 0 is lost and 2 is applied twice.
 WORKERS, PUSHES = 2, 30
@@ -18,10 +19,8 @@ WORKERS, PUSHES = 2, 30
 
 @pytest.fixture
 async def clients(cluster: EmbeddedCluster) -> AsyncIterator[list[AsyncClient]]:
-    clients = [AsyncClient(cluster.address, cluster.token, rank=rank) for rank in range(WORKERS)]
-    await asyncio.gather(*(client.connect() for client in clients))
-    yield clients
-    await asyncio.gather(*(client.close() for client in clients))
+    async with connected(cluster, *["auto"] * WORKERS) as clients:
+        yield clients
 
 
 async def counters(clients: list[AsyncClient], name: str, consistency: Consistency) -> list[AsyncParameters]:
@@ -89,18 +88,3 @@ async def test_bsp_backup_worker_does_not_hold_the_others(clients: list[AsyncCli
     assert values["slots"][1].sum() == 0
     assert values["slots"][0, :3].min() == 1
     assert second.step == 3
-
-
-@pytest.mark.parametrize("pull_dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("compression", ["none", "bfloat16", "float16"])
-async def test_sixteen_bits_on_the_wire(clients: list[AsyncClient], compression: str, pull_dtype: str) -> None:
-    init = {"w": np.linspace(-2, 2, 5000, dtype=np.float32)}
-    settings = {"optimizer": optim.SGD(lr=0.5), "compression": compression, "pull_dtype": pull_dtype}
-    handles = await asyncio.gather(
-        *(client.parameters(f"bits-{compression}-{pull_dtype}", init=init, **settings) for client in clients)
-    )
-    gradient = {"w": np.full(5000, 0.25, np.float32)}  # Exact in all three.
-    results = await asyncio.gather(*(handle.push_pull(gradient) for handle in handles))
-    tolerance = {"float32": 0, "bfloat16": 2**-8, "float16": 2**-11}[pull_dtype]
-    np.testing.assert_allclose(results[0]["w"], init["w"] - 0.125, rtol=tolerance)
-    assert results[0]["w"].tobytes() == results[1]["w"].tobytes()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +12,6 @@ import psdist
 from tests.support.launched import Run
 
 _SCRIPT = (Path(__file__).with_name("in_parts.py")).read_text()
-
-
-@pytest.fixture
-def runs() -> Iterator[list[Run]]:
-    made: list[Run] = []
-    yield made
-    for run in made:
-        run.stop()
 
 
 def start(path: Path, runs: list[Run], *words: str, flags: tuple[str, ...] = ()) -> Run:
@@ -72,21 +63,3 @@ def test_sets_of_workers_that_do_not_wait_for_each_other_are_saved_by_themselves
     text = end(run, 128 + signal.SIGTERM)
     saved = psdist.load_snapshot(str(tmp_path / "run/runs")).steps
     assert saved["part/0"] > saved["part/1"] + 3, text
-
-
-@pytest.mark.long
-def test_parts_resume_from_a_periodic_snapshot_after_a_worker_was_killed(tmp_path: Path, runs: list[Run]) -> None:
-    end(start(tmp_path / "undisturbed", runs, "40", str(tmp_path / "undisturbed"), "0", "coupled"))
-    path = tmp_path / "killed"
-    flags = ("--save-interval", "6", "--no-save-at-end")
-    run = start(path, runs, "40", str(path), "0.01", "coupled", flags=(*flags, "--max-restarts", "0"))
-    run.until(r"rank 3 is at 20$")
-    for child in run.children("train.py"):
-        if child.environ().get("RANK") == "3":
-            child.kill()
-    code, text = run.end()
-    assert code not in (0, 128 + signal.SIGTERM) and "WorkerLostError" in "".join(run.seen) + text
-    saved = psdist.load_snapshot(str(path / "runs")).steps
-    assert saved["part/0"] == saved["part/1"] and saved["part/0"] % 6 == 0, text
-    end(start(path, runs, "40", str(path), "0", "coupled", flags=flags))
-    assert final(path) == final(tmp_path / "undisturbed")

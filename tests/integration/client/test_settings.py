@@ -17,10 +17,8 @@ from psdist.errors import InvalidArgumentError, LimitExceededError
 from psdist.hyperparameters import Setting
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.settings.config import TransportName
-from psdist_server.kernels.optimizers import clip_factor
-from tests.support import reference
-from tests.support.compressed_runs import SLICING, WORKERS, Workers
-from tests.support.exact_runs import TOTAL, gradient, group_ranges, initial, joined, split
+from tests.support.compressed_runs import WORKERS, Workers
+from tests.support.exact_runs import SHAPES, TOTAL, Reference, gradient, initial, joined, reference_run, split
 from tests.support.weighted_pushes import PLAIN, check_run, check_run_of_copies
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -45,25 +43,6 @@ def settings(optimizer: optim.Optimizer, step: int) -> dict[int, dict[str, float
     return [{}, {0: values}, {1: other}, {0: values, 1: other}, {0: {"lr": 0.0}}, {1: values}][step]
 
 
-def reference_run(optimizer: optim.Optimizer) -> list[bytes]:
-    """Return the weights after every step, in one process."""
-    weights = initial()
-    states = [np.zeros_like(weights) for _ in optimizer.state_names]
-    history = []
-    for step in range(STEPS):
-        mean = np.zeros(TOTAL, np.float32)
-        reference.combine(mean, [gradient(step, rank) for rank in range(WORKERS)], WORKERS)
-        if optimizer.max_grad_norm:
-            squares = [float(reference.sum_squares(mean[slice(*SLICING.bounds(i))])) for i in range(SLICING.count)]
-            mean *= np.float32(clip_factor(float(np.sqrt(sum(squares))), optimizer.max_grad_norm))
-        for start, stop, group in group_ranges(optimizer):
-            values = optimizer.setting_defaults(group) | settings(optimizer, step).get(group, {})
-            own = [state[start:stop] for state in states]
-            reference.update(optimizer, values, weights[start:stop], own, mean[start:stop], step)
-        history.append(weights.tobytes())
-    return history
-
-
 async def prepare(handle: AsyncParameters, step: int) -> None:
     handle.settings = settings(handle.spec.optimizer, step)
 
@@ -72,44 +51,54 @@ async def prepare(handle: AsyncParameters, step: int) -> None:
 async def test_each_step_has_the_settings_that_its_pushes_carry(
     cluster: EmbeddedCluster, optimizer: optim.Optimizer
 ) -> None:
-    expected = reference_run(optimizer)
+    expected = reference_run(optimizer, steps=STEPS, settings=[settings(optimizer, step) for step in range(STEPS)])
     assert len(set(expected)) == STEPS
     await check_run(Workers(cluster), expected, prepare, optimizer)
 
 
-@pytest.mark.parametrize("transport", ["tcp", "grpc"])
-async def test_so_it_has_over_other_transports(cluster: EmbeddedCluster, transport: TransportName) -> None:
-    optimizer = OPTIMIZERS["adam"]
-    await check_run(Workers(cluster, transport), reference_run(optimizer), prepare, optimizer)
+#: All that the pushes of a step may carry, by step: factors, values written before, and the weight of each rank.
+CARRIED: dict[str, list[Any]] = {
+    "factor": [1.0, 0.25, 3.0, 1 / 3, 1e-4, 1.0],
+    "written": [{"w1": np.full(SHAPES["w1"], step, np.float32)} if step % 2 else {} for step in range(STEPS)],
+    "weights": [(3.0, 1.0), (1.0, 1.0), (0.0, 7.5), (1000.0, 24.0), (0.0, 0.0), (1e-3, 0.25)],
+}
 
 
-async def test_a_killed_server_changes_not_a_bit() -> None:
-    await check_run_of_copies(reference_run(OPTIMIZERS["sgd"]), prepare, OPTIMIZERS["sgd"])
+async def prepare_all(handle: AsyncParameters, step: int) -> None:
+    await prepare(handle, step)
+    handle.lr_factor = CARRIED["factor"][step]
+    await handle.assign(CARRIED["written"][step])
+
+
+@pytest.mark.parametrize(("transport", "killed"), [("grpc", -1), ("tcp", 3)])
+async def test_a_push_carries_all_over_other_transports_and_past_a_killed_server(
+    transport: TransportName, killed: int
+) -> None:
+    optimizer = OPTIMIZERS["sgd"]
+    carried = {"settings": [settings(optimizer, step) for step in range(STEPS)]} | CARRIED
+    expected = reference_run(optimizer, steps=STEPS, **carried)
+    run = {"prepare": prepare_all, "optimizer": optimizer, "weights": CARRIED["weights"]}
+    await check_run_of_copies(expected, transport, killed, **run)
 
 
 @pytest.mark.parametrize("consistency", [ASP(), SSP(2)])
 async def test_a_push_that_is_applied_alone_has_its_own(cluster: EmbeddedCluster, consistency: ASP | SSP) -> None:
-    workers = Workers(cluster)
-    weights, spec = initial(), optim.SGD(lr=0.5)
-    try:
+    spec = optim.SGD(lr=0.5)
+    expected = Reference(spec, workers=1)
+    async with Workers(cluster) as workers:
         await workers.open(PLAIN, consistency, spec)
         for step, decay in enumerate((0.0, 0.25, 0.5, 0.125)):
             handle = workers.handles[step % WORKERS]
             await handle.pull()  # So that its gradient is not stale.
             handle.settings = {0: {"weight_decay": decay}}
             await handle.push(split(gradient(step, 0)))
-            values = spec.values() | {"weight_decay": decay}
-            reference.update(spec, values, weights, (), gradient(step, 0), step)
-            assert joined(await handle.pull()) == weights.tobytes(), f"push {step}"
-    finally:
-        await workers.close()
+            assert joined(await handle.pull()) == expected.train(settings=handle.settings), f"push {step}"
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1e9])
 async def test_workers_of_a_step_that_differ_are_told(cluster: EmbeddedCluster, max_grad_norm: float) -> None:
     """Check that the step has the settings of the lowest rank, and the others may continue."""
-    workers = Workers(cluster)
-    try:
+    async with Workers(cluster) as workers:
         await workers.open(PLAIN, BSP(), optim.SGD(lr=1.0, max_grad_norm=max_grad_norm))
         workers.handles[0].settings, workers.handles[1].settings = {0: {"lr": 0.5}}, {}
         pushes = [handle.push(split(np.ones(TOTAL, np.float32))) for handle in workers.handles]
@@ -122,8 +111,6 @@ async def test_workers_of_a_step_that_differ_are_told(cluster: EmbeddedCluster, 
         await asyncio.gather(*(handle.push(split(np.ones(TOTAL, np.float32))) for handle in workers.handles))
         weights = joined(await workers.handles[0].pull())
         assert weights == (initial() - np.float32(0.5) - np.float32(0.5)).tobytes()
-    finally:
-        await workers.close()
 
 
 async def test_a_setting_stays_until_it_is_set_again(cluster: EmbeddedCluster) -> None:

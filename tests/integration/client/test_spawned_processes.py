@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -88,12 +89,9 @@ def test_a_script_without_the_guard_does_not_train_in_its_data_loader(tmp_path: 
 
 
 def test_a_second_process_of_a_rank_is_told_why_the_rank_is_taken(tmp_path: Path) -> None:
-    cluster = EmbeddedCluster(1)
-    try:
+    with closing(EmbeddedCluster(1)) as cluster:
         named = {"PSDIST_SCHEDULER": cluster.address, "PSDIST_TOKEN": cluster.token, "RANK": "0", "WORLD_SIZE": "1"}
         done = run(tmp_path, _WORKER_IN_A_CHILD, **named)
-    finally:
-        cluster.close()
     assert (done.returncode, done.stdout) == (0, "status 1\n"), done.stderr
     assert "DuplicateMemberError: rank 0 is taken" in done.stderr and "--nproc-per-node" in done.stderr
     assert 'if __name__ == "__main__":' in done.stderr and done.stderr.count("DuplicateMemberError") == 1

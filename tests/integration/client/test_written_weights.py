@@ -1,5 +1,5 @@
 """Weights that scripts write between two steps: the exact bytes of one process that writes the same, with several
-optimizers and over each transport, clipped, compressed and in buckets, through the loss of a server."""
+optimizers, clipped, compressed and in buckets. ``test_settings`` has them over other transports and through a loss."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from psdist.consistency import ASP, BSP, SSP
 from psdist.errors import InvalidArgumentError, ShapeMismatchError, UnknownTensorError, WrittenWeightsError
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.settings.config import TransportName
-from psdist_server.kernels.optimizers import clip_factor
-from tests.support import reference
-from tests.support.compressed_runs import ADAM, SLICING, WORKERS, Workers
-from tests.support.exact_runs import SHAPES, TOTAL, gradient, initial, joined, split
-from tests.support.weighted_pushes import PLAIN, check_run, check_run_of_copies, in_buckets, in_one, make_step
+from tests.support.clients import connected
+from tests.support.compressed_runs import ADAM, WORKERS, Workers
+from tests.support.exact_runs import SHAPES, TOTAL, gradient, initial, joined, reference_run, split
+from tests.support.weighted_pushes import PLAIN, check_run, in_buckets, in_one, make_step
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -45,54 +44,28 @@ def write(weights: np.ndarray, written: dict[str, np.ndarray]) -> None:
             array[...] = written[name]
 
 
-def reference_run(optimizer: optim.Optimizer) -> list[bytes]:
-    """Return the weights after every step, in one process."""
-    weights, history = initial(), []
-    states = tuple(np.zeros_like(weights) for _ in optimizer.state_names)
-    for step in range(len(WRITTEN)):
-        write(weights, values(step))
-        mean = np.zeros(TOTAL, np.float32)
-        reference.combine(mean, [gradient(step, rank) for rank in range(WORKERS)], WORKERS)
-        if optimizer.max_grad_norm:
-            squares = [float(reference.sum_squares(mean[slice(*SLICING.bounds(i))])) for i in range(SLICING.count)]
-            mean *= np.float32(clip_factor(float(np.sqrt(sum(squares))), optimizer.max_grad_norm))
-        reference.update(optimizer, optimizer.group_values(0), weights, states, mean, step, 1.0)
-        history.append(weights.tobytes())
-    return history
-
-
 async def prepare(handle: AsyncParameters, step: int) -> None:
     await handle.assign(values(step))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 async def test_a_step_begins_with_the_written_weights(cluster: EmbeddedCluster, optimizer: optim.Optimizer) -> None:
-    await check_run(Workers(cluster), reference_run(optimizer), prepare, optimizer)
-
-
-@pytest.mark.parametrize("transport", ["tcp", "grpc"])
-async def test_so_it_does_over_other_transports(cluster: EmbeddedCluster, transport: TransportName) -> None:
-    await check_run(Workers(cluster, transport), reference_run(ADAM), prepare)
-
-
-@pytest.mark.parametrize("killed", [1, pytest.param(3, marks=pytest.mark.long)])
-async def test_a_killed_server_changes_not_a_bit(killed: int) -> None:
-    await check_run_of_copies(reference_run(ADAM), prepare, killed=killed, transport="tcp" if killed == 1 else "auto")
+    written = [values(step) for step in range(len(WRITTEN))]
+    expected = reference_run(optimizer, steps=len(WRITTEN), written=written)
+    await check_run(Workers(cluster), expected, prepare, optimizer)
 
 
 @pytest.mark.parametrize("pull", [None, Int8()], ids=["whole", "differences"])
 async def test_written_weights_go_beside_compressed_gradients(cluster: EmbeddedCluster, pull: Codec | None) -> None:
     """Check with a rate of 0 that exactly the written values are read, also by workers that read differences."""
-    workers, weights = Workers(cluster), initial()
-    try:
+    weights = initial()
+    async with Workers(cluster) as workers:
         await workers.open((TopK(0.05), TopK(0.05)), optimizer=optim.SGD(lr=0.0), pull=pull)
         for step in range(len(WRITTEN)):
             write(weights, values(step))
             (first, second) = await make_step(workers, step, prepare)
             assert first == second
             assert first == weights.tobytes(), f"step {step}"
-    finally:
-        await workers.close()
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp", "grpc"])
@@ -101,8 +74,7 @@ async def test_workers_that_write_different_values_are_refused(
 ) -> None:
     """Check that nothing is applied, not even to slices that nobody wrote to, and that nothing is left there: the next
     attempt counts with other gradients."""
-    workers = Workers(cluster, transport)
-    try:
+    async with Workers(cluster, transport) as workers:
         await workers.open(PLAIN, optimizer=optim.SGD(lr=1.0))
         ones = split(np.ones(TOTAL, np.float32))
         await asyncio.gather(*(handle.push(ones) for handle in workers.handles))
@@ -118,13 +90,10 @@ async def test_workers_that_write_different_values_are_refused(
         await asyncio.gather(in_buckets(workers.handles[0], twos), in_one(workers.handles[1], twos))
         expected = np.frombuffer(before, np.float32) - np.float32(2.0)
         assert joined(await workers.handles[0].pull()) == expected.tobytes()
-    finally:
-        await workers.close()
 
 
 async def test_a_step_in_buckets_is_refused_as_a_whole(cluster: EmbeddedCluster) -> None:
-    workers = Workers(cluster)
-    try:
+    async with Workers(cluster) as workers:
         await workers.open(PLAIN, optimizer=optim.SGD(lr=1.0))
         await workers.handles[1].assign({"b": np.zeros(7, np.float32)})
         for value, refused in ((1.0, True), (2.0, False)):
@@ -134,27 +103,22 @@ async def test_a_step_in_buckets_is_refused_as_a_whole(cluster: EmbeddedCluster)
             assert [isinstance(one, WrittenWeightsError) for one in results] == [refused] * WORKERS, results
             await workers.handles[1].assign({})
         assert joined(await workers.handles[0].pull()) == (initial() - np.float32(2.0)).tobytes()
-    finally:
-        await workers.close()
 
 
 async def test_only_rank_0_writes_before_the_first_step(cluster: EmbeddedCluster) -> None:
-    workers = Workers(cluster)
-    try:
+    async with Workers(cluster) as workers:
         await workers.open(PLAIN)
         await workers.handles[0].assign({"b": np.zeros(7, np.float32)})
         errors = await asyncio.gather(
             *(one.push(split(gradient(0, 0))) for one in workers.handles), return_exceptions=True
         )
         assert [type(error) for error in errors] == [WrittenWeightsError] * WORKERS
-    finally:
-        await workers.close()
 
 
 @pytest.mark.parametrize("consistency", [ASP(), SSP(2)])
 async def test_the_last_write_wins_without_common_steps(cluster: EmbeddedCluster, consistency: ASP | SSP) -> None:
-    workers, weights = Workers(cluster), initial()
-    try:
+    weights = initial()
+    async with Workers(cluster) as workers:
         await workers.open(PLAIN, consistency, optim.SGD(lr=0.5))
         for step in range(len(WRITTEN)):
             handle: AsyncParameters = workers.handles[step % WORKERS]
@@ -163,14 +127,12 @@ async def test_the_last_write_wins_without_common_steps(cluster: EmbeddedCluster
             await handle.push(split(gradient(step, 0)), weight=1.0)
             weights -= np.float32(0.5) * gradient(step, 0)
             assert joined(await handle.pull()) == weights.tobytes(), f"push {step}"
-    finally:
-        await workers.close()
 
 
 async def test_a_worker_that_contributes_nothing_need_not_write(cluster: EmbeddedCluster) -> None:
     """Check also that a step applies what was written if nobody contributes."""
-    workers, weights = Workers(cluster), initial()
-    try:
+    weights = initial()
+    async with Workers(cluster) as workers:
         await workers.open(PLAIN, optimizer=optim.SGD(lr=1.0))
         ones = split(np.ones(TOTAL, np.float32))
         for step, given in ((0, (1.0, 0.0)), (2, (0.0, 0.0))):
@@ -179,31 +141,24 @@ async def test_a_worker_that_contributes_nothing_need_not_write(cluster: Embedde
             write(weights, values(step))
             weights -= np.float32(any(given))
             assert joined(await workers.handles[0].pull()) == weights.tobytes(), f"step {step}"
-    finally:
-        await workers.close()
 
 
 async def test_a_worker_that_joins_need_not_write(cluster: EmbeddedCluster) -> None:
     start, ones = {"w": np.zeros(8, np.float32)}, {"w": np.ones(8, np.float32)}
-    clients = [AsyncClient(cluster.address, cluster.token, rank=rank) for rank in range(2)]
-    try:
-        await clients[0].connect()
-        before = await clients[0].parameters("clamped", start, optim.SGD(lr=1.0))
+    async with connected(cluster, "auto") as (old,):
+        before = await old.parameters("clamped", start, optim.SGD(lr=1.0))
         await before.push(ones)
-        await clients[1].connect()
-        later = await clients[1].parameters("clamped", start, optim.SGD(lr=1.0))
-        while before.step < later.first_step:
-            await before.push(ones)
-        await before.assign(start)
-        await asyncio.gather(later.push(ones), before.push(ones))
-        assert (await before.pull())["w"].tolist() == [-1.0] * 8
-    finally:
-        await asyncio.gather(*(client.close() for client in clients))
+        async with connected(cluster, "auto", rank=1) as (new,):
+            later = await new.parameters("clamped", start, optim.SGD(lr=1.0))
+            while before.step < later.first_step:
+                await before.push(ones)
+            await before.assign(start)
+            await asyncio.gather(later.push(ones), before.push(ones))
+            assert (await before.pull())["w"].tolist() == [-1.0] * 8
 
 
 async def test_values_that_cannot_be_written_are_refused(cluster: EmbeddedCluster) -> None:
-    workers = Workers(cluster)
-    try:
+    async with Workers(cluster) as workers:
         await workers.open(PLAIN)
         handle = workers.handles[0]
         with pytest.raises(UnknownTensorError, match="'nothing' is unknown"):
@@ -215,8 +170,6 @@ async def test_values_that_cannot_be_written_are_refused(cluster: EmbeddedCluste
         await handle.push_pull_async({"b": np.zeros(7, np.float32)})
         with pytest.raises(InvalidArgumentError, match="in the middle of step 0"):
             await handle.assign({"b": np.zeros(7)})
-    finally:
-        await workers.close()
 
 
 async def test_values_are_written_in_float64(cluster: EmbeddedCluster) -> None:
@@ -228,10 +181,7 @@ async def test_values_are_written_in_float64(cluster: EmbeddedCluster) -> None:
 
 
 async def test_ftrl_computes_its_weights(cluster: EmbeddedCluster) -> None:
-    workers = Workers(cluster)
-    try:
+    async with Workers(cluster) as workers:
         await workers.open(PLAIN, BSP(), optim.FTRL())
         with pytest.raises(InvalidArgumentError, match="FTRL computes them"):
             await workers.handles[0].assign({"b": np.zeros(7)})
-    finally:
-        await workers.close()

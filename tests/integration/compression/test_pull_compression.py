@@ -4,7 +4,6 @@ computes, over each transport, in each kind of call, through the loss of a serve
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -31,14 +30,13 @@ from psdist.consistency import ASP, BSP, SSP, Consistency
 from psdist.errors import InvalidArgumentError, SettingsMismatchError, UnknownCodecError
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.settings.config import TransportName
-from tests.support import reference
-from tests.support.compressed_runs import ADAM, SLICING, WORKERS, Workers, psdist_close
-from tests.support.exact_runs import SLICE, TOTAL, gradient, initial, joined, split
-from tests.support.weighted_pushes import in_buckets, in_one
+from tests.support.clients import cluster_of, connected, leave_unsaved
+from tests.support.compressed_runs import ADAM, SLICING, WORKERS, Workers
+from tests.support.exact_runs import SLICE, TOTAL, Reference, gradient, initial, joined, split
+from tests.support.weighted_pushes import PLAIN, check_run_of_copies, in_buckets, in_one
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-PLAIN = (Float32(), Float32())
 CODECS: dict[str, Codec] = {
     "topk": TopK(0.02),
     "int8": Int8(block=100),
@@ -51,24 +49,16 @@ CODECS: dict[str, Codec] = {
 BRIEFLY = [pytest.param(name, marks=[] if name in ("topk", "by chance") else [pytest.mark.long]) for name in CODECS]
 
 
-@dataclass
-class Reference:
-    """The weights of a run of plain gradients in one process, and the weights that its workers hold."""
+class Published(Reference):
+    """A run of plain gradients in one process, with the weights that its workers hold."""
 
-    codec: Codec | None
+    def __init__(self, codec: Codec | None) -> None:
+        super().__init__(ADAM)
+        self.codec, self.published = codec, initial()
 
-    def __post_init__(self) -> None:
-        self.weights, self.published = initial(), initial()
-        self._states = (np.zeros_like(self.weights), np.zeros_like(self.weights))
-        self._step = 0
-
-    def step(self) -> bytes:
+    def next(self) -> bytes:
         """Make the next step. Returns the weights that workers hold after it."""
-        mean = np.empty(TOTAL, np.float32)
-        parts = [gradient(self._step, rank) for rank in range(WORKERS)]
-        reference.combine(mean, parts, len(parts))
-        reference.update(ADAM, ADAM.group_values(0), self.weights, self._states, mean, self._step, 1.0)
-        self._step += 1
+        self.train()
         for index in range(SLICING.count):
             self._publish(*SLICING.bounds(index))
         return self.published.tobytes()
@@ -81,7 +71,7 @@ class Reference:
         codec = self.codec if stop - start >= 64 else Float32()
         region = Region(start, stop, codec, (stop - start,))
         difference = self.weights[part] - self.published[part]
-        prepared = segments.prepare(region, difference, segments.PushNumber(0, self._step))
+        prepared = segments.prepare(region, difference, segments.PushNumber(0, self.step))
         out = np.empty(segments.payload_limit(stop - start), np.uint8)
         size = segments.encode([prepared], start, stop, out)
         sent = np.zeros(stop - start, np.float32)
@@ -115,8 +105,8 @@ async def as_new_arrays(handle: AsyncParameters, values: dict[str, np.ndarray]) 
 async def test_workers_have_the_published_weights(
     cluster: EmbeddedCluster, name: str, transport: TransportName
 ) -> None:
-    workers, expected = Workers(cluster, transport), Reference(CODECS[name])
-    try:
+    expected = Published(CODECS[name])
+    async with Workers(cluster, transport) as workers:
         await workers.open(PLAIN, pull=CODECS[name])
         assert joined(await workers.handles[0].pull()) == initial().tobytes()
         before = [handle.statistics().pull_bytes for handle in workers.handles]
@@ -125,7 +115,7 @@ async def test_workers_have_the_published_weights(
             results = await asyncio.gather(
                 *(push(handle, split(gradient(step, rank))) for rank, handle in enumerate(workers.handles))
             )
-            assert results == [expected.step()] * WORKERS, f"step {step}"
+            assert results == [expected.next()] * WORKERS, f"step {step}"
         assert workers.handles[0].statistics().transport == transport
         if transport != "shm":  # The first worker had everything before.
             pulled = workers.handles[0].statistics().pull_bytes - before[0]
@@ -133,8 +123,6 @@ async def test_workers_have_the_published_weights(
             again = workers.handles[0].statistics().pull_bytes
             assert joined(await workers.handles[0].pull()) == expected.published.tobytes()
             assert workers.handles[0].statistics().pull_bytes == again, "nothing has changed"
-    finally:
-        await workers.close()
 
 
 @pytest.mark.parametrize("transport", ["tcp", pytest.param("grpc", marks=pytest.mark.long)])
@@ -142,8 +130,7 @@ async def test_workers_have_the_published_weights(
 async def test_without_common_steps_all_end_with_the_same(
     cluster: EmbeddedCluster, consistency: Consistency, transport: TransportName
 ) -> None:
-    workers = Workers(cluster, transport)
-    try:
+    async with Workers(cluster, transport) as workers:
         await workers.open(PLAIN, consistency, pull=ChunkedTopK(32, 512, bits=8))
 
         async def train(rank: int, handle: AsyncParameters) -> None:
@@ -155,14 +142,11 @@ async def test_without_common_steps_all_end_with_the_same(
         async with AsyncClient(cluster.address, cluster.token, transport="grpc") as reader:
             pulled.append(joined(await (await reader.parameters(workers.handles[0].name)).pull()))
         assert len(set(pulled)) == 1
-    finally:
-        await workers.close()
 
 
 async def test_a_worker_that_missed_many_steps_is_sent_the_weights(cluster: EmbeddedCluster) -> None:
     """Check one worker that pushes alone: soon the other lacks more bytes than the weights have."""
-    workers = Workers(cluster, "tcp")
-    try:
+    async with Workers(cluster, "tcp") as workers:
         await workers.open(PLAIN, ASP(), pull=Int8())
         await asyncio.gather(*(handle.pull() for handle in workers.handles))
         for step in range(6):
@@ -170,8 +154,6 @@ async def test_a_worker_that_missed_many_steps_is_sent_the_weights(cluster: Embe
         before = workers.handles[1].statistics().pull_bytes
         assert joined(await workers.handles[1].pull()) == mine
         assert workers.handles[1].statistics().pull_bytes - before == 4 * TOTAL
-    finally:
-        await workers.close()
 
 
 @pytest.mark.parametrize(
@@ -179,20 +161,8 @@ async def test_a_worker_that_missed_many_steps_is_sent_the_weights(cluster: Embe
     [("topk", "tcp"), *(pytest.param("int8", name, marks=pytest.mark.long) for name in ("grpc", "shm", "tcp"))],
 )
 async def test_a_killed_server_changes_not_a_bit(name: str, transport: TransportName) -> None:
-    expected = Reference(CODECS[name])
-    cluster = await asyncio.to_thread(EmbeddedCluster, 3, replicas=2)
-    workers = Workers(cluster, transport)
-    try:
-        await workers.open(PLAIN, pull=CODECS[name])
-        for step in range(12):
-            stepping = asyncio.create_task(workers.step(step))
-            if step == 3:
-                await asyncio.sleep(0)
-                cluster.processes[2].kill()
-            assert await stepping == expected.step(), f"step {step}"
-    finally:
-        await workers.close()
-        await asyncio.to_thread(cluster.close)
+    expected = Published(CODECS[name])
+    await check_run_of_copies([expected.next() for _ in range(12)], transport, pull=CODECS[name])
 
 
 @pytest.mark.parametrize(
@@ -206,16 +176,13 @@ async def test_a_resumed_run_goes_on_with_the_published_weights(
     tmp_path: Path, lives: tuple[tuple[int, str | None], ...]
 ) -> None:
     """Check two lives of two steps each. The snapshot comes after them, and the codec may change in the next life."""
-    expected = Reference(None)
+    expected = Published(None)
     for life, (servers, name) in enumerate(lives):
-        cluster = await asyncio.to_thread(EmbeddedCluster, servers, storage=tmp_path / "storage", run_id="resumed")
-        clients = [AsyncClient(cluster.address, cluster.token, rank=rank, transport="tcp") for rank in range(WORKERS)]
-        codec = CODECS[name] if name is not None else None
-        expected.codec = codec
+        codec = expected.codec = CODECS[name] if name is not None else None
         if codec is None:
             expected.published[...] = expected.weights
-        try:
-            await asyncio.gather(*(client.connect() for client in clients))
+        settings = {"servers": servers, "storage": tmp_path / "storage", "run_id": "resumed"}
+        async with cluster_of("tcp", "tcp", leave=leave_unsaved, **settings) as (_, clients):
             handles = await asyncio.gather(
                 *(
                     client.parameters("p", split(initial()), ADAM, BSP(), slice_elements=SLICE, pull_compression=codec)
@@ -227,18 +194,13 @@ async def test_a_resumed_run_goes_on_with_the_published_weights(
                 values = await asyncio.gather(
                     *(handle.push_pull(split(gradient(step, rank))) for rank, handle in enumerate(handles))
                 )
-                assert [joined(one) for one in values] == [expected.step()] * WORKERS, f"life {life}, step {step}"
+                assert [joined(one) for one in values] == [expected.next()] * WORKERS, f"life {life}, step {step}"
             await asyncio.gather(*(client.snapshot(timeout=60) for client in clients))
-        finally:
-            await asyncio.gather(*(psdist_close(client) for client in clients))
-            await asyncio.to_thread(cluster.close)
 
 
 async def test_what_cannot_be_is_refused(cluster: EmbeddedCluster) -> None:
-    workers = Workers(cluster)
-    first, second = workers.clients
-    try:
-        await asyncio.gather(*(client.connect() for client in workers.clients))
+    async with connected(cluster, "auto", "auto") as clients:
+        first, second = clients
         for codec in (BFloat16(), PowerSGD(2), PerTensor({"*": Int8()}), "float32"):
             with pytest.raises(UnknownCodecError, match="cannot send weights"):
                 await first.parameters("r", split(initial()), ADAM, pull_compression=codec)
@@ -252,7 +214,7 @@ async def test_what_cannot_be_is_refused(cluster: EmbeddedCluster) -> None:
         codecs: tuple[Codec, Codec] = (Int8(), Int8(block=32))
         tasks = [
             asyncio.create_task(client.parameters("r", split(initial()), ADAM, pull_compression=codec))
-            for client, codec in zip(workers.clients, codecs, strict=True)
+            for client, codec in zip(clients, codecs, strict=True)
         ]
         refused, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         with pytest.raises(SettingsMismatchError, match="pull_compression"):
@@ -263,5 +225,3 @@ async def test_what_cannot_be_is_refused(cluster: EmbeddedCluster) -> None:
         async with AsyncClient(cluster.address, cluster.token) as reader:
             with pytest.raises(InvalidArgumentError, match="Leave it out"):
                 await reader.parameters("r", pull_dtype="float16")
-    finally:
-        await workers.close()

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -19,25 +17,11 @@ from psdist.consistency import ASP, BSP
 from psdist.errors import TcpUnavailableError, WaitTimeoutError
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.link import dialing
+from tests.support.clients import connected, until
 
 SIZE = 1_000_000
 SLICE = 1 << 15
 SGD = psdist.optim.SGD(lr=1.0)
-
-
-@asynccontextmanager
-async def members(cluster: EmbeddedCluster, *arguments: dict[str, Any]) -> AsyncIterator[list[AsyncClient]]:
-    """One client for each set of arguments, over tcp unless they name another transport."""
-    clients = [
-        AsyncClient(cluster.address, cluster.token, **({"rank": rank, "transport": "tcp"} | given))
-        for rank, given in enumerate(arguments)
-    ]
-    try:
-        for client in clients:
-            await client.connect()
-        yield clients
-    finally:
-        await asyncio.gather(*(client.close() for client in clients))
 
 
 async def opened(clients: list[AsyncClient], name: str, **settings: Any) -> list[AsyncParameters]:
@@ -60,13 +44,6 @@ async def steps(handles: list[AsyncParameters], goal: float) -> None:
     assert all(set(values["w"].tolist()) == {goal} for values in results)
 
 
-async def until(condition: Any) -> None:
-    """Run the event loop until ``condition`` holds."""
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 - nobody tells
-            await asyncio.sleep(0)
-
-
 # --- statistics -------------------------------------------------------------------------------------------------------
 
 
@@ -74,7 +51,7 @@ async def test_auto_prefers_tcp_to_grpc_and_says_why_not_shm(
     cluster: EmbeddedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("psdist.client.transport.shm._ORDERED_MACHINES", ())
-    async with members(cluster, {"transport": "auto"}) as clients:
+    async with connected(cluster, "auto") as clients:
         (handle,) = await opened(clients, "auto", consistency=ASP())
         await steps([handle], 1.0)
         told = handle.statistics()
@@ -97,7 +74,7 @@ async def test_a_firewall_that_lets_only_grpc_through(
         monkeypatch.setattr(
             TcpConnection, "dial", lambda self, host, _, nonce, **said: plain(self, host, port, nonce, **said)
         )
-        async with members(cluster, {"transport": "auto"}, {}) as clients:
+        async with connected(cluster, "auto", "tcp") as clients:
             handles = await opened(clients, f"firewall-{how}", consistency=ASP())
             assert set((await handles[0].push_pull(gradient()))["w"].tolist()) == {1.0}
             reasons = handles[0].statistics().transports.values()
@@ -112,7 +89,7 @@ async def test_a_firewall_that_lets_only_grpc_through(
 
 
 async def test_connections_that_break_in_the_middle_of_a_push_lose_nothing(cluster: EmbeddedCluster) -> None:
-    async with members(cluster, {}, {}) as clients:
+    async with connected(cluster, "tcp", "tcp") as clients:
         handles = await opened(clients, "broken")
         await steps(handles, 1.0)
         for goal in (2.0, 3.0, 4.0):
@@ -128,7 +105,7 @@ async def test_connections_that_break_in_the_middle_of_a_push_lose_nothing(clust
 
 async def test_a_given_up_push_leaves_its_gradient_to_the_user(cluster: EmbeddedCluster) -> None:
     """Check that the servers take no slice of it that was not complete when it was given up."""
-    async with members(cluster, {"request_timeout": 0.5}, {}) as clients:
+    async with connected(cluster, {"request_timeout": 0.5}, {}, transport="tcp") as clients:
         handles = await opened(clients, "given-up")
         await steps(handles, 1.0)
         mine = gradient(-3.0)
@@ -146,7 +123,7 @@ async def test_calls_in_opposite_orders_do_not_wait_for_each_other(cluster: Embe
     """Check that each worker can give the other's last bucket first, while slices are held until both have arrived."""
     names = [f"t{number}" for number in range(6)]
     part = {name: np.zeros(8 * SLICE, np.float32) for name in names}
-    async with members(cluster, {}, {}) as clients:
+    async with connected(cluster, "tcp", "tcp") as clients:
         handles = await opened(clients, "opposite", init=part, consistency=BSP())
         for goal in (1.0, 2.0, 3.0):
             buckets = []
@@ -157,24 +134,3 @@ async def test_calls_in_opposite_orders_do_not_wait_for_each_other(cluster: Embe
                 for bucket in buckets:
                     (values,) = (await bucket).values()
                     assert set(values.tolist()) == {goal}
-
-
-async def test_strangers_at_the_port_while_workers_train(cluster: EmbeddedCluster) -> None:
-    async with members(cluster, {}, {}) as clients:
-        handles = await opened(clients, "strangers")
-        await steps(handles, 1.0)
-        ports = [one.connection._transport.get_extra_info("peername") for one in streams(handles[0])]
-        loop = asyncio.get_running_loop()
-        strangers = []
-        try:
-            for number in range(300):
-                strangers.append(one := socket.socket())
-                one.setblocking(False)
-                await loop.sock_connect(one, ports[number % 2])
-                if number % 3:
-                    await loop.sock_sendall(one, bytes([number % 256]) * (number + 1))
-            await steps(handles, 2.0)
-            assert {handle.statistics().transport for handle in handles} == {"tcp"}
-        finally:
-            for one in strangers:
-                one.close()

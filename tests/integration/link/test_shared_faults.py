@@ -13,10 +13,9 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
-from typing import Any
 
 import grpc
 import grpc.aio
@@ -35,6 +34,7 @@ from psdist.types import Slicing
 from psdist.v1 import common_pb2
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import auth, channels
+from tests.support.clients import connected, until
 from tests.support.contributions import until_pushed
 
 SIZE = 1 << 20
@@ -66,20 +66,6 @@ def file_limit(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@asynccontextmanager
-async def members(cluster: EmbeddedCluster, *arguments: dict[str, Any]) -> AsyncIterator[list[AsyncClient]]:
-    """One client for each set of arguments, which may be empty."""
-    clients = [
-        AsyncClient(cluster.address, cluster.token, **({"rank": rank} | given)) for rank, given in enumerate(arguments)
-    ]
-    try:
-        for client in clients:
-            await client.connect()
-        yield clients
-    finally:
-        await asyncio.gather(*(client.close() for client in clients))
-
-
 async def opened(clients: list[AsyncClient], name: str) -> list[AsyncParameters]:
     return list(await asyncio.gather(*(client.parameters(name, init(), SGD) for client in clients)))
 
@@ -88,7 +74,7 @@ async def opened(clients: list[AsyncClient], name: str) -> list[AsyncParameters]
 
 
 async def test_a_worker_without_room_falls_back_and_says_so(cluster: EmbeddedCluster) -> None:
-    async with members(cluster, {}) as clients:
+    async with connected(cluster, {}) as clients:
         with file_limit(1 << 20):
             (handle,) = await opened(clients, "no-room")
             values = (await handle.push_pull(gradient()))["w"]
@@ -102,7 +88,7 @@ async def test_a_server_without_room_falls_back_and_says_so() -> None:
     with file_limit(3 << 20):
         small = await asyncio.to_thread(EmbeddedCluster, 1)
     try:
-        async with members(small, {}) as clients:
+        async with connected(small, {}) as clients:
             (handle,) = await opened(clients, "no-room")
             assert set((await handle.push_pull(gradient()))["w"].tolist()) == {1.0}
             assert "no room in shared memory" in handle.statistics().transports["server-0"]
@@ -111,7 +97,7 @@ async def test_a_server_without_room_falls_back_and_says_so() -> None:
 
 
 async def test_shm_where_there_is_no_room_fails_clearly(cluster: EmbeddedCluster) -> None:
-    async with members(cluster, {"transport": "shm"}) as clients:
+    async with connected(cluster, {"transport": "shm"}) as clients:
         (handle,) = await opened(clients, "must-share")
         with file_limit(1 << 20), pytest.raises(SharingUnavailableError, match=r"no room.*transport='auto'"):
             await handle.push_pull(gradient())
@@ -211,7 +197,7 @@ async def test_a_server_that_lies_is_not_shared_with(lie: str, reason: str) -> N
 
 
 async def test_why_a_server_ended_the_stream_is_told_to_calls_under_way(cluster: EmbeddedCluster) -> None:
-    async with members(cluster, {"transport": "shm"}, {"transport": "shm"}) as clients:
+    async with connected(cluster, {"transport": "shm"}, {"transport": "shm"}) as clients:
         handles = await opened(clients, "reason")
         await asyncio.gather(*(handle.push_pull(gradient()) for handle in handles))
         waiting = asyncio.create_task(handles[0].push_pull(gradient()))
@@ -226,7 +212,7 @@ async def test_why_a_server_ended_the_stream_is_told_to_calls_under_way(cluster:
 
 
 async def test_a_connection_that_breaks_is_made_again_and_the_step_counts_once(cluster: EmbeddedCluster) -> None:
-    async with members(cluster, {"transport": "shm"}, {"transport": "shm"}) as clients:
+    async with connected(cluster, {"transport": "shm"}, {"transport": "shm"}) as clients:
         handles = await opened(clients, "broken-line")
         await asyncio.gather(*(handle.push_pull(gradient()) for handle in handles))
         waiting = asyncio.create_task(handles[0].push_pull(gradient()))
@@ -244,7 +230,7 @@ async def test_a_connection_that_breaks_is_made_again_and_the_step_counts_once(c
 async def test_what_a_given_up_push_left_in_the_arena_is_not_changed_by_what_is_written_next(
     cluster: EmbeddedCluster,
 ) -> None:
-    async with members(cluster, {"request_timeout": 0.5, "transport": "shm"}, {}) as clients:
+    async with connected(cluster, {"request_timeout": 0.5, "transport": "shm"}, {}) as clients:
         handles = await opened(clients, "given-up")
         await asyncio.gather(*(handle.push_pull(gradient()) for handle in handles))
         buffer = await handles[0].gradient_buffers()
@@ -268,7 +254,7 @@ async def test_what_a_given_up_push_left_in_the_arena_is_not_changed_by_what_is_
 async def test_what_is_written_after_closing_in_the_middle_of_a_push_reaches_nobody(
     cluster: EmbeddedCluster, transport: str
 ) -> None:
-    async with members(cluster, {"transport": transport}, {}) as clients:
+    async with connected(cluster, {"transport": transport}, {}) as clients:
         handles = await opened(clients, f"closed-{transport}")
         buffer = await handles[0].gradient_buffers()
         buffer["w"][...] = -3.0
@@ -286,7 +272,7 @@ async def test_what_is_written_after_closing_in_the_middle_of_a_push_reaches_nob
 async def test_weights_after_a_given_up_push_stand_still_for_their_reader(cluster: EmbeddedCluster) -> None:
     """Check that in-place weights do not change. The other workers can finish the step that the given-up push left at
     the servers, and write the weights."""
-    async with members(cluster, {"request_timeout": 0.5, "transport": "shm"}, {}) as clients:
+    async with connected(cluster, {"request_timeout": 0.5, "transport": "shm"}, {}) as clients:
         handles = await opened(clients, "moving")
         await asyncio.gather(*(handle.push_pull(gradient()) for handle in handles))
         buffer = await handles[0].gradient_buffers()
@@ -305,7 +291,7 @@ async def test_weights_after_a_given_up_push_stand_still_for_their_reader(cluste
 
 
 async def test_a_worker_that_unmaps_its_arena_in_the_middle_of_a_step(cluster: EmbeddedCluster) -> None:
-    async with members(cluster, {}, {}) as clients:
+    async with connected(cluster, {}, {}) as clients:
         handles = await opened(clients, "unmapped")
         pushing = asyncio.create_task(handles[0].push_pull(gradient(-3.0)))
         await until_pushed(clients[1], "unmapped")
@@ -366,7 +352,7 @@ async def joined(
     monkeypatch.setenv("WORLD_SIZE", "2")  # both are waited for
     worker = Worker(cluster, name)
     try:
-        async with members(cluster, {}) as (client,):
+        async with connected(cluster, {}) as (client,):
             (handle,), _ = await asyncio.gather(opened([client], name), asyncio.to_thread(worker.joined))
             worker.push()
             yield client, handle, worker
@@ -403,13 +389,6 @@ async def test_a_worker_killed_while_servers_read_its_arena(
         assert set(values.tolist()) <= {2.0 * steps + more for more in (2.0, 3.0, 4.0)}
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Run the event loop until ``condition`` holds."""
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 - nobody tells
-            await asyncio.sleep(0)
-
-
 def under_way(handle: AsyncParameters) -> bool:
     """True if a call was sent over shared memory and is unanswered."""
     return any(stream.calls for stream in handle.participation.shared_memory.connections.values())
@@ -417,9 +396,8 @@ def under_way(handle: AsyncParameters) -> bool:
 
 async def test_a_killed_server_ends_calls_at_once() -> None:
     # The cause must not be its silence.
-    lost = await asyncio.to_thread(EmbeddedCluster, 2, failure_timeout=600.0)
-    try:
-        async with members(lost, {"transport": "shm"}, {"transport": "shm"}) as clients:
+    with closing(EmbeddedCluster(2, failure_timeout=600.0)) as lost:
+        async with connected(lost, {"transport": "shm"}, {"transport": "shm"}) as clients:
             handles = await opened(clients, "lost")
             await asyncio.gather(*(handle.push_pull(gradient()) for handle in handles))
             view = (await asyncio.gather(*(handle.pull(copy=False) for handle in handles)))[0]["w"]
@@ -430,8 +408,6 @@ async def test_a_killed_server_ends_calls_at_once() -> None:
                 await asyncio.wait_for(waiting, 60.0)
             # The weights that were read in place are still readable.
             assert set(view.tolist()) == {1.0}
-    finally:
-        await asyncio.to_thread(lost.close)
 
 
 # --- what killed processes leave --------------------------------------------------------------------------------------
@@ -455,20 +431,17 @@ def stale() -> Iterator[Path]:
 
 
 async def test_a_dead_runs_socket_is_swept_by_the_next_worker(cluster: EmbeddedCluster, stale: Path) -> None:
-    async with members(cluster, {}) as clients:
+    async with connected(cluster, {}) as clients:
         (handle,) = await opened(clients, "after-a-dead-run")
         await handle.pull()
         assert stale.name not in os.listdir(fd_passing.DIRECTORY)
 
 
 def test_a_dead_runs_socket_is_swept_by_the_next_server(stale: Path) -> None:
-    cluster = EmbeddedCluster(servers=1)
-    try:
+    with closing(EmbeddedCluster(servers=1)) as cluster:
         with psdist.Client(cluster.address, cluster.token, transport="grpc") as client:
             client.parameters("p", {"w": np.zeros(1, np.float32)}, SGD)
         assert not stale.exists()
-    finally:
-        cluster.close()
 
 
 def test_the_end_of_a_run_sweeps_what_its_workers_left(tmp_path: Path) -> None:

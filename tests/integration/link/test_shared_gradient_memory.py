@@ -6,8 +6,6 @@ Each update adds 1 to every weight for a mean gradient of -1, so the weights sho
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -19,23 +17,11 @@ from psdist.client.transport import shm
 from psdist.compression import Codec
 from psdist.errors import InvalidArgumentError
 from psdist.launcher.embedded import EmbeddedCluster
-from psdist.settings.config import TransportName
+from tests.support.clients import connected
 from tests.support.contributions import until_pushed
 
 SIZE = 1 << 18
 SGD = psdist.optim.SGD(lr=1.0)
-
-
-@asynccontextmanager
-async def workers(
-    cluster: EmbeddedCluster, count: int = 1, transport: TransportName = "auto"
-) -> AsyncIterator[list[AsyncClient]]:
-    clients = [AsyncClient(cluster.address, cluster.token, rank=rank, transport=transport) for rank in range(count)]
-    await asyncio.gather(*(client.connect() for client in clients))
-    try:
-        yield clients
-    finally:
-        await asyncio.gather(*(client.close() for client in clients))
 
 
 async def opened(
@@ -63,7 +49,7 @@ async def address(handle: AsyncParameters) -> int:
 async def test_sets_that_take_turns_have_the_weights_that_they_would_have_alone(
     cluster: EmbeddedCluster, compression: str | None
 ) -> None:
-    async with workers(cluster) as (client,):
+    async with connected(cluster, "auto") as (client,):
         names = [f"turns-{compression}-{number}" for number in range(3)]
         handles = await opened(client, *names, compression=compression)
         for handle in handles[1:]:
@@ -77,7 +63,7 @@ async def test_sets_that_take_turns_have_the_weights_that_they_would_have_alone(
 
 
 async def test_memory_is_kept_for_the_next_turn_until_it_is_released(cluster: EmbeddedCluster) -> None:
-    async with workers(cluster) as (client,):
+    async with connected(cluster, "auto") as (client,):
         first, second = await opened(client, "kept-0", "kept-1")
         await second.share_gradient_memory(first)
         await second.pull()
@@ -88,7 +74,7 @@ async def test_memory_is_kept_for_the_next_turn_until_it_is_released(cluster: Em
 
 
 async def test_what_a_given_up_push_left_is_not_changed_by_who_has_the_next_turn(cluster: EmbeddedCluster) -> None:
-    async with workers(cluster, 2) as clients:
+    async with connected(cluster, "auto", "auto") as clients:
         names = ["given-up-0", "given-up-1"]
         (first, second), others = await asyncio.gather(*(opened(client, *names) for client in clients))
         await second.share_gradient_memory(first)
@@ -115,7 +101,7 @@ async def test_what_a_given_up_push_left_is_not_changed_by_who_has_the_next_turn
 
 
 async def test_a_set_that_is_closed_leaves_the_memory_to_the_others(cluster: EmbeddedCluster) -> None:
-    async with workers(cluster) as (client,):
+    async with connected(cluster, "auto") as (client,):
         first, second = await opened(client, "closed-0", "closed-1")
         await second.share_gradient_memory(first)
         await turn(first, -1.0)
@@ -129,7 +115,7 @@ async def test_a_set_that_is_closed_leaves_the_memory_to_the_others(cluster: Emb
 
 
 async def test_memory_of_its_own_again(cluster: EmbeddedCluster) -> None:
-    async with workers(cluster) as (client,):
+    async with connected(cluster, "auto") as (client,):
         first, second = await opened(client, "apart-0", "apart-1")
         await second.share_gradient_memory(first)
         for handle in (first, second):
@@ -144,7 +130,7 @@ async def test_memory_of_its_own_again(cluster: EmbeddedCluster) -> None:
 
 
 async def test_without_shared_memory_each_has_its_own(cluster: EmbeddedCluster) -> None:
-    async with workers(cluster, transport="tcp") as (client,):
+    async with connected(cluster, "tcp") as (client,):
         first, second = await opened(client, "tcp-0", "tcp-1")
         await second.share_gradient_memory(first)
         assert await address(first) != await address(second)
@@ -152,7 +138,7 @@ async def test_without_shared_memory_each_has_its_own(cluster: EmbeddedCluster) 
 
 
 async def test_sets_that_differ_cannot_take_turns(cluster: EmbeddedCluster) -> None:
-    async with workers(cluster) as (client,):
+    async with connected(cluster, "auto") as (client,):
         (first,) = await opened(client, "differ-0")
         (longer,) = await opened(client, "differ-1", size=SIZE + 1)
         (narrow,) = await opened(client, "differ-2", compression="bfloat16")
@@ -171,7 +157,7 @@ async def test_sets_that_differ_cannot_take_turns(cluster: EmbeddedCluster) -> N
 async def test_what_is_written_after_one_is_closed_in_the_middle_of_a_push_is_not_its_gradient(
     cluster: EmbeddedCluster,
 ) -> None:
-    async with workers(cluster, 2) as clients:
+    async with connected(cluster, "auto", "auto") as clients:
         names = ["middle-0", "middle-1"]
         (first, second), others = await asyncio.gather(*(opened(client, *names) for client in clients))
         await second.share_gradient_memory(first)
@@ -189,7 +175,7 @@ async def test_what_is_written_after_one_is_closed_in_the_middle_of_a_push_is_no
 
 
 async def test_who_only_reads_loses_nothing(cluster: EmbeddedCluster) -> None:
-    async with workers(cluster) as (client,):
+    async with connected(cluster, "auto") as (client,):
         (trained,) = await opened(client, "only-read")
         await turn(trained, -1.0)
         async with AsyncClient(cluster.address, cluster.token, rank=1, transport="shm") as reader:
@@ -202,7 +188,7 @@ async def test_who_only_reads_loses_nothing(cluster: EmbeddedCluster) -> None:
 async def test_memory_that_is_given_back_while_it_is_offered_is_offered_again(
     cluster: EmbeddedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with workers(cluster) as (client,):
+    async with connected(cluster, "auto") as (client,):
         first, second = await opened(client, "holes-0", "holes-1")
         await second.share_gradient_memory(first)
         await turn(first, -1.0)

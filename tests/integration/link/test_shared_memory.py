@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
@@ -25,6 +24,7 @@ from psdist.link import fd_passing
 from psdist.monitoring.run_json import status_json
 from psdist.settings.config import TransportName
 from psdist.v1 import scheduler_pb2
+from tests.support.clients import connected
 from tests.support.exact_runs import (
     OPTIMIZERS,
     STEPS,
@@ -52,20 +52,6 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[EmbeddedCluster]:
     yield cluster
     cluster.close()
     assert not list(fd_passing.DIRECTORY.glob("psdist-*"))
-
-
-@asynccontextmanager
-async def workers(cluster: EmbeddedCluster, *transports: TransportName) -> AsyncIterator[list[AsyncClient]]:
-    """One client for each transport."""
-    clients = [
-        AsyncClient(cluster.address, cluster.token, rank=rank, transport=transport)
-        for rank, transport in enumerate(transports)
-    ]
-    await asyncio.gather(*(client.connect() for client in clients))
-    try:
-        yield clients
-    finally:
-        await asyncio.gather(*(client.close() for client in clients))
 
 
 async def opened(clients: list[AsyncClient], name: str, **settings: Any) -> list[AsyncParameters]:
@@ -106,7 +92,7 @@ async def test_bytes_are_those_of_the_reference(
 ) -> None:
     # Clipping adds the slices' squares in order, so the reference is for one slice size.
     names = [name for name in SOME if slice_elements == 4096 or "clipped" not in name]
-    async with workers(cluster, *transports) as clients:
+    async with connected(cluster, *transports) as clients:
         for name in names:
             title = f"{name}-{slice_elements}-{'-'.join(transports)}"
             handles = await opened(clients, title, optimizer=OPTIMIZERS[name], slice_elements=slice_elements)
@@ -131,7 +117,7 @@ async def test_bytes_are_those_of_the_reference(
 async def test_bytes_are_those_of_grpc_in_fewer_bits(
     cluster: EmbeddedCluster, compression: str | None, pull_dtype: str
 ) -> None:
-    async with workers(cluster, "shm", "grpc", "tcp") as clients:
+    async with connected(cluster, "shm", "grpc", "tcp") as clients:
         results = []
         # The same training twice: each worker by its transport, then with the ranks' gradients exchanged.
         for turn in (0, 1):
@@ -156,7 +142,7 @@ async def test_bytes_are_those_of_grpc_in_fewer_bits(
 
 
 async def test_gradients_in_the_arena_and_weights_in_place(cluster: EmbeddedCluster) -> None:
-    async with workers(cluster, "shm", "shm") as clients:
+    async with connected(cluster, "shm", "shm") as clients:
         handles = await opened(clients, "in-place", optimizer=OPTIMIZERS["adam"], slice_elements=4096)
         buffers = [await handle.gradient_buffers() for handle in handles]
         expected = reference_run(OPTIMIZERS["adam"], 2)
@@ -180,7 +166,7 @@ async def test_gradients_in_the_arena_and_weights_in_place(cluster: EmbeddedClus
 
 @pytest.mark.parametrize("consistency", [ASP(), SSP(2), BSP(backup_workers=1)], ids=["asp", "ssp", "backup"])
 async def test_every_push_counts_once_and_versions_are_told(cluster: EmbeddedCluster, consistency: Consistency) -> None:
-    async with workers(cluster, "shm", "grpc", "tcp") as clients:
+    async with connected(cluster, "shm", "grpc", "tcp") as clients:
         handles = await opened(
             clients, f"moving-{type(consistency).__name__}", init={"w": np.zeros(9000, np.float32)},
             consistency=consistency, slice_elements=1 << 12,
@@ -202,7 +188,7 @@ async def test_every_push_counts_once_and_versions_are_told(cluster: EmbeddedClu
 
 
 async def test_who_only_reads_shares_weights(cluster: EmbeddedCluster) -> None:
-    async with workers(cluster, "shm") as clients:
+    async with connected(cluster, "shm") as clients:
         (trained,) = await opened(clients, "read")
         expected = joined(await trained.push_pull(split(gradient(0, 0))))
         async with AsyncClient(cluster.address, cluster.token, rank=1, transport="shm") as reader:
@@ -240,7 +226,7 @@ async def torn_pulls(clients: list[AsyncClient], name: str, pulls: int) -> int:
 
 
 async def test_no_read_is_torn(cluster: EmbeddedCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with workers(cluster, "shm", "shm", "shm") as clients:
+    async with connected(cluster, "shm", "shm", "shm") as clients:
         assert await torn_pulls(clients, "whole", 150) == 0
 
         async def careless(self: ShmConnection, index: int, target: np.ndarray) -> int:
@@ -257,7 +243,7 @@ async def test_no_read_is_torn(cluster: EmbeddedCluster, monkeypatch: pytest.Mon
 
 
 async def test_status_shows_each_connection_and_why(cluster: EmbeddedCluster) -> None:
-    async with workers(cluster, "auto", "grpc") as clients:
+    async with connected(cluster, "auto", "grpc") as clients:
         handles = await opened(clients, "shown")
         await asyncio.gather(*(handle.pull() for handle in handles))
         servers = sorted(handles[0].statistics().transports)

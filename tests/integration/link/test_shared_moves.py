@@ -11,7 +11,7 @@ import gc
 import os
 import sys
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,13 @@ import numpy as np
 import pytest
 
 import psdist
-from psdist import AsyncClient, AsyncParameters
+from psdist import AsyncParameters
 from psdist.client.transport import shm
 from psdist.client.transport.shm import ShmConnection
 from psdist.consistency import Consistency
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.settings.config import TransportName
+from tests.support.clients import connected, until
 
 SIZE = 1 << 19
 SGD = psdist.optim.SGD(lr=1.0)
@@ -52,20 +53,10 @@ def whole() -> Iterator[EmbeddedCluster]:
 @asynccontextmanager
 async def joined(
     cluster: EmbeddedCluster, *transports: TransportName, consistency: Consistency = _BSP, name: str = "p"
-) -> AsyncIterator[tuple[list[AsyncClient], list[AsyncParameters]]]:
-    clients = [
-        AsyncClient(cluster.address, cluster.token, rank=rank, transport=transport)
-        for rank, transport in enumerate(transports)
-    ]
-    try:
-        await asyncio.gather(*(client.connect() for client in clients))
+) -> AsyncIterator[list[AsyncParameters]]:
+    async with connected(cluster, *transports) as clients:
         init = {name: np.zeros(SIZE, np.float32) for name in GRADIENT}
-        yield (
-            clients,
-            list(await asyncio.gather(*(client.parameters(name, init, SGD, consistency) for client in clients))),
-        )
-    finally:
-        await asyncio.gather(*(client.close() for client in clients))
+        yield await asyncio.gather(*(client.parameters(name, init, SGD, consistency) for client in clients))
 
 
 async def step(handles: list[AsyncParameters], **arguments: Any) -> list[dict[str, np.ndarray]]:
@@ -74,13 +65,6 @@ async def step(handles: list[AsyncParameters], **arguments: Any) -> list[dict[st
 
 def values(weights: dict[str, np.ndarray]) -> set[float]:
     return {value for array in weights.values() for value in np.unique(array).tolist()}
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Run the event loop until ``condition`` holds."""
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 - nobody tells
-            await asyncio.sleep(0)
 
 
 def epoch_of(handle: AsyncParameters) -> int:
@@ -98,7 +82,7 @@ def check_shared(handle: AsyncParameters, without: str) -> None:
 # Copies of the weights that the other case reads in place.
 @pytest.mark.parametrize("copy", [False, pytest.param(True, marks=pytest.mark.long)])
 async def test_when_a_server_dies_training_goes_on_in_shared_memory(cluster: EmbeddedCluster, copy: bool) -> None:
-    async with joined(cluster, "shm", "shm") as (_, handles):
+    async with joined(cluster, "shm", "shm") as handles:
         await step(handles)
         lent = (await step(handles, copy=copy))[0]
         first = asyncio.create_task(handles[0].push_pull(GRADIENT, copy=copy))
@@ -118,7 +102,7 @@ async def test_when_a_server_dies_training_goes_on_in_shared_memory(cluster: Emb
 async def test_what_is_read_in_place_stays_as_it_is_when_its_server_dies_and_when_others_take_over(
     cluster: EmbeddedCluster,
 ) -> None:
-    async with joined(cluster, "shm") as (_, handles):
+    async with joined(cluster, "shm") as handles:
         await step(handles)
         lent = (await step(handles, copy=False))[0]
         epoch = epoch_of(handles[0])
@@ -132,7 +116,7 @@ async def test_what_is_read_in_place_stays_as_it_is_when_its_server_dies_and_whe
 
 
 async def test_a_step_in_buckets_goes_on_when_a_server_dies_in_it(cluster: EmbeddedCluster) -> None:
-    async with joined(cluster, "shm") as (_, handles):
+    async with joined(cluster, "shm") as handles:
         (handle,) = handles
         await step(handles)
         lent = (await step(handles, copy=False))[0]
@@ -149,7 +133,7 @@ async def test_a_step_in_buckets_goes_on_when_a_server_dies_in_it(cluster: Embed
 
 
 async def test_a_drained_server_is_read_from_no_more(cluster: EmbeddedCluster) -> None:
-    async with joined(cluster, "shm", "grpc") as (_, handles):
+    async with joined(cluster, "shm", "grpc") as handles:
         await step(handles)
         lent = (await step(handles, copy=False))[0]
         process = await asyncio.create_subprocess_exec(
@@ -166,7 +150,7 @@ async def test_a_drained_server_is_read_from_no_more(cluster: EmbeddedCluster) -
 async def test_weights_that_replicas_do_not_have_yet_are_waited_for(
     whole: EmbeddedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with joined(whole, "shm", "shm", consistency=psdist.ASP(), name="waited-for") as (_, (reader, writer)):
+    async with joined(whole, "shm", "shm", consistency=psdist.ASP(), name="waited-for") as (reader, writer):
         await step([reader, writer])
         copy, ahead = ShmConnection.copy_moving, []
 
@@ -194,7 +178,7 @@ async def test_weights_that_replicas_do_not_have_yet_are_waited_for(
 async def test_an_arena_that_is_replaced_while_it_is_offered_is_offered_anew(
     whole: EmbeddedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with joined(whole, "auto", "grpc", name="replaced") as (_, handles):
+    async with joined(whole, "auto", "grpc", name="replaced") as handles:
         shared_memory, attach, replaced = handles[0].participation.shared_memory, shm.attach, []
 
         async def slow(*arguments: Any) -> Any:
@@ -227,7 +211,7 @@ async def test_what_was_shared_ends_with_its_last_user_without_the_garbage_colle
     def count() -> int:
         return sum(inode not in others for inode in mapped())
 
-    async with joined(whole, "shm", name="ended") as (_, handles):
+    async with joined(whole, "shm", name="ended") as handles:
         await step(handles, copy=False)
         gc.collect()
         gc.disable()

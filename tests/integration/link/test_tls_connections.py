@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from psdist import BSP, AsyncClient, AsyncParameters, optim
+from psdist import BSP, AsyncParameters, optim
 from psdist.client.transport.tcp import TcpConnection
 from psdist.collectives.mesh import Mesh
 from psdist.launcher.embedded import EmbeddedCluster
@@ -19,6 +18,7 @@ from psdist.link.tls_layer import TlsLayer
 from psdist.security.certificates import KeyPair
 from psdist.security.tls import TlsFiles
 from tests.support.certificates import make_ca, write_tls
+from tests.support.clients import connected
 from tests.support.collective_run import SIZE as RANKS
 from tests.support.collective_run import Run, arrays
 
@@ -57,24 +57,13 @@ def plaintext() -> Iterator[EmbeddedCluster]:
     cluster.close()
 
 
-@asynccontextmanager
-async def members(cluster: EmbeddedCluster, tls: TlsFiles | None, count: int) -> AsyncIterator[list[AsyncClient]]:
-    clients = [
-        AsyncClient(cluster.address, cluster.token, rank=rank, transport="tcp", tls=tls or False)
-        for rank in range(count)
-    ]
-    await asyncio.gather(*(client.connect() for client in clients))
-    yield clients
-    await asyncio.gather(*(client.close() for client in clients))
-
-
 def streams(handle: AsyncParameters) -> list[TcpConnection]:
     return list(handle.participation.tcp.connections.values())
 
 
 async def train(cluster: EmbeddedCluster, tls: TlsFiles | None, *, kill: bool = False) -> bytes:
     """Train, with a server killed on the way. Returns the weights."""
-    async with members(cluster, tls, WORKERS) as clients:
+    async with connected(cluster, *["tcp"] * WORKERS, tls=tls or False) as clients:
         init = {"w": np.zeros(SIZE, np.float32)}
         optimizer = optim.Adam(lr=0.01, max_grad_norm=5.0)
         handles = await asyncio.gather(
@@ -104,7 +93,7 @@ async def test_collectives_over_tls(
     encrypted: EmbeddedCluster, files: TlsFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Mesh, "shares", False)
-    async with members(encrypted, files, RANKS) as clients:
+    async with connected(encrypted, *["tcp"] * RANKS, tls=files) as clients:
         run, given = Run(clients), arrays(1_000_003)
         total = (given[0] + given[1] + given[2]).tobytes()
         for count in (1_000_003, 100):

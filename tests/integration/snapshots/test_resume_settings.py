@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,63 +20,20 @@ from psdist.consistency import ASP, BSP, Consistency
 from psdist.errors import SettingsMismatchError
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.optim import Optimizer
-from psdist_server.kernels.optimizers import Rule, clip_factor
 from tests.support import reference
-from tests.support.exact_runs import SLICE, TOTAL, gradient, group_ranges, initial, joined, split
+from tests.support.clients import cluster_of
+from tests.support.exact_runs import SLICE, Reference, gradient, initial, joined, split
 from tests.support.launched import Run
 
 WORKERS = 2
 RUN_ID = "changed"
 
 
-class Reference:
-    """Single-process reference of the parameters in plain numpy, not cut into slices."""
-
-    def __init__(self, spec: Optimizer, workers: int = WORKERS) -> None:
-        self.weights = initial()
-        self.step = 0
-        self.workers = workers
-        self.begin(spec)
-
-    def begin(self, spec: Optimizer) -> None:
-        """Continue with another optimizer and fresh state."""
-        self.spec, self.since, self.ranges = spec, self.step, group_ranges(spec)
-        self.states = tuple(np.zeros(TOTAL, np.float32) for _ in spec.state_names)
-        Rule(spec).initialize(self.weights, self.states, self.ranges)
-
-    def change(self, spec: Optimizer) -> None:
-        """Continue with other settings and the current state."""
-        self.spec, self.ranges = spec, group_ranges(spec)
-
-    def train(self) -> bytes:
-        """Make one step of all workers. Returns the weights after it."""
-        mean = np.empty(TOTAL, np.float32)
-        reference.combine(mean, [gradient(self.step, rank) for rank in range(self.workers)], self.workers)
-        if self.spec.max_grad_norm:
-            squares = [reference.sum_squares(mean[at : at + SLICE]) for at in range(0, TOTAL, SLICE)]
-            total = 0.0
-            for square in squares:
-                total += square
-            reference.scale(mean, clip_factor(float(np.sqrt(total)), self.spec.max_grad_norm))
-        for start, stop, group in self.ranges:
-            part = slice(start, stop)
-            values, states = self.spec.group_values(group), tuple(state[part] for state in self.states)
-            reference.update(self.spec, values, self.weights[part], states, mean[part], self.step, 1.0, self.since)
-        self.step += 1
-        return self.weights.tobytes()
-
-
 @asynccontextmanager
 async def life(storage: Path, workers: int = WORKERS, **settings: Any) -> AsyncIterator[Life]:
     """One life of the run: a cluster of its own, and its workers."""
-    cluster = EmbeddedCluster(storage=storage, run_id=RUN_ID, **({"servers": 2} | settings))
-    clients = [AsyncClient(cluster.address, cluster.token, rank=rank) for rank in range(workers)]
-    try:
-        await asyncio.gather(*(client.connect() for client in clients))
-        yield Life(cluster, clients)
-    finally:
-        await asyncio.gather(*(client.close() for client in clients))
-        cluster.close()
+    async with cluster_of(*["auto"] * workers, storage=storage, run_id=RUN_ID, **({"servers": 2} | settings)) as run:
+        yield Life(*run)
 
 
 class Life:
@@ -294,14 +251,6 @@ class Commands:
 
     def result(self) -> bytes:
         return np.load(self.path / "result.npy").tobytes()
-
-
-@pytest.fixture
-def runs() -> Iterator[list[Run]]:
-    started: list[Run] = []
-    yield started
-    for run in started:
-        run.stop()
 
 
 @pytest.mark.long

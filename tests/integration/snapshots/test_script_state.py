@@ -64,11 +64,7 @@ with psdist.init() as context:
 def test_a_script_that_was_stopped_three_times_ends_with_the_same_weights(tmp_path: Path, hows: tuple[str]) -> None:
     def run(name: str, *arguments: str) -> list[str]:
         flags = ("--storage-path", name, "--run-id", name, "--save-interval", "4", "--max-restarts", "0")
-        run = Run(tmp_path, _SCRIPT, *arguments, flags=flags)
-        try:
-            _, text = run.end()
-        finally:
-            run.stop()
+        _, text = Run.ended(tmp_path, _SCRIPT, *arguments, flags=flags)
         assert "AssertionError" not in text, text
         return re.findall(r"ends with (\w+)", text)
 

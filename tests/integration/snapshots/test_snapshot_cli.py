@@ -225,11 +225,3 @@ def test_who_did_not_ask_for_snapshots_trains_without_where_they_cannot_be_writt
     status, text = stage.run(*command, cwd=mount.path)
     assert status == 0 and "begins at step 3\n" in text and text.count("training continues without") == 1, text
     assert "[snapshot]" not in text and "not saved" not in text, text
-
-
-@pytest.mark.long
-def test_nothing_is_written_where_nothing_shall_be_saved(stage: Stage) -> None:
-    for flags in (("--no-save-at-end",), ("--no-save-at-end", "--save-interval", "0"), ("--storage-path", "none")):
-        status, text = stage.train(*flags, "train.py")
-        assert status == 0 and "is at step 3" in text and "[snapshot]" not in text, text
-    assert not (stage.path / "psdist-runs").exists()

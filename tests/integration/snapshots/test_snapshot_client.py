@@ -292,11 +292,7 @@ with psdist.init() as context:
 def test_a_script_is_in_the_same_place_in_all_snapshots(tmp_path: Path, mode: str) -> None:
     """Check snapshots at intervals, on request and at the end by SIGTERM, while the script computes."""
     flags = ("--storage-path", "snapshots", "--run-id", "place", "--save-interval", "6", "--keep-last", "50")
-    run = Run(tmp_path, _PLACE, mode, flags=flags)
-    try:
-        _, text = run.end()
-    finally:
-        run.stop()
+    _, text = Run.ended(tmp_path, _PLACE, mode, flags=flags)
     reasons = set[str]()
     for path in (tmp_path / "snapshots").glob("**/manifest.json"):
         manifest = json.loads(path.read_text())

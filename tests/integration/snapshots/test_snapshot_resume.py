@@ -6,18 +6,18 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from psdist import AsyncClient, AsyncParameters, optim
-from psdist.client.datasets import AsyncDataset
 from psdist.consistency import ASP, BSP, SSP
 from psdist.errors import SnapshotFailedError
-from psdist.launcher.embedded import EmbeddedCluster
 from psdist.optim import Optimizer
+from tests.support.clients import cluster_of
 from tests.support.exact_runs import (
     OPTIMIZERS,
     SLICE,
@@ -37,26 +37,17 @@ RUN_ID = "resumed"
 _OTHER = np.full(TOTAL, 77.0, np.float32)
 
 
-class Segment:
+@asynccontextmanager
+async def life(storage: Path, servers: int) -> AsyncIterator[list[AsyncClient]]:
     """One life of the run: a cluster of its own, and its workers."""
+    async with cluster_of("auto", "auto", servers=servers, storage=storage, run_id=RUN_ID) as (_, clients):
+        yield clients
 
-    def __init__(self, storage: Path, servers: int) -> None:
-        self.cluster = EmbeddedCluster(servers=servers, storage=storage, run_id=RUN_ID)
-        self.clients = [AsyncClient(self.cluster.address, self.cluster.token, rank=rank) for rank in range(WORKERS)]
 
-    async def open(self, name: str, spec: Optimizer, values: np.ndarray) -> list[AsyncParameters]:
-        return await asyncio.gather(
-            *(client.parameters(name, split(values), spec, BSP(), slice_elements=SLICE) for client in self.clients)
-        )
-
-    async def data(self) -> list[AsyncDataset]:
-        return await asyncio.gather(
-            *(client.dataset("train", size=40, range_size=4, data_epochs=1, shuffle=True) for client in self.clients)
-        )
-
-    async def close(self) -> None:
-        await asyncio.gather(*(client.close() for client in self.clients))
-        self.cluster.close()
+async def opened(clients: list[AsyncClient], name: str, spec: Optimizer, values: np.ndarray) -> list[AsyncParameters]:
+    return await asyncio.gather(
+        *(client.parameters(name, split(values), spec, BSP(), slice_elements=SLICE) for client in clients)
+    )
 
 
 async def _step(handles: Sequence[AsyncParameters], step: int) -> bytes:
@@ -66,22 +57,24 @@ async def _step(handles: Sequence[AsyncParameters], step: int) -> bytes:
 
 
 async def _train_one_step(
-    segment: Segment, step: int, expected: dict[str, list[bytes]], optimizers: dict[str, Optimizer]
+    clients: list[AsyncClient], step: int, expected: dict[str, list[bytes]], optimizers: dict[str, Optimizer]
 ) -> list[int]:
     """Make one step of all parameters, in which each worker uses a range of data, and then a snapshot. Returns the
     samples."""
-    await asyncio.gather(*(client.connect() for client in segment.clients))
-    opened = {name: await segment.open(name, spec, _OTHER if step else initial()) for name, spec in optimizers.items()}
-    data = await segment.data()
+    values = _OTHER if step else initial()
+    handles_of = {name: await opened(clients, name, spec, values) for name, spec in optimizers.items()}
+    data = await asyncio.gather(
+        *(client.dataset("train", size=40, range_size=4, data_epochs=1, shuffle=True) for client in clients)
+    )
     held = [await part.next() for part in data]
-    for name, handles in opened.items():
+    for name, handles in handles_of.items():
         assert [handle.step for handle in handles] == [step] * WORKERS, name
         before = expected[name][step - 1] if step else initial().tobytes()
         assert joined(await handles[1].pull()) == before, f"{name} begins step {step} with other weights"
         assert await _step(handles, step) == expected[name][step], f"{name}, step {step}"
     for part in data:
         part.done()
-    infos = await asyncio.gather(*(client.snapshot(timeout=60) for client in segment.clients))
+    infos = await asyncio.gather(*(client.snapshot(timeout=60) for client in clients))
     assert infos[-1].steps == dict.fromkeys(optimizers, step + 1)
     return [int(index) for part in held if part is not None for index in part.indices]
 
@@ -91,11 +84,8 @@ async def _chain(storage: Path, numbers: Sequence[int], optimizers: dict[str, Op
     expected = {name: reference_run(spec, WORKERS) for name, spec in optimizers.items()}
     samples: list[int] = []
     for step, servers in enumerate(numbers):
-        segment = Segment(storage, servers)
-        try:
-            samples += await _train_one_step(segment, step, expected, optimizers)
-        finally:
-            await segment.close()
+        async with life(storage, servers) as clients:
+            samples += await _train_one_step(clients, step, expected, optimizers)
     assert len(samples) == len(set(samples)) == 4 * WORKERS * len(numbers), "a range was used twice"
 
 
@@ -109,22 +99,13 @@ async def test_every_optimizer_goes_on_on_other_numbers_of_servers(tmp_path: Pat
     await _chain(tmp_path / "storage", (2, 5, 1, 3), OPTIMIZERS)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("servers", (1, 2, 3, 5))
-@pytest.mark.parametrize("others", (1, 2, 3, 5))
-async def test_any_number_of_servers_to_any_other_and_back(tmp_path: Path, servers: int, others: int) -> None:
-    await _chain(tmp_path / "storage", (servers, others, servers), {"adam": OPTIMIZERS["adam"]})
-
-
 _SLOTS = 24
 
 
-async def _push_each(segment: Segment, name: str, consistency: SSP | ASP, life: int) -> list[float]:
+async def _push_each(clients: list[AsyncClient], name: str, consistency: SSP | ASP, life: int) -> list[float]:
     """Make six pushes in each worker, with elements of their own. Returns the weights after them."""
     zeros = {"w": np.zeros(_SLOTS, np.float32)}
-    opening = (
-        client.parameters(name, zeros, optim.SGD(lr=1.0), consistency, slice_elements=8) for client in segment.clients
-    )
+    opening = (client.parameters(name, zeros, optim.SGD(lr=1.0), consistency, slice_elements=8) for client in clients)
     handles = await asyncio.gather(*opening)
 
     async def push(rank: int, handle: AsyncParameters) -> None:
@@ -139,16 +120,12 @@ async def _push_each(segment: Segment, name: str, consistency: SSP | ASP, life: 
 
 @pytest.mark.long
 async def test_every_push_before_a_snapshot_is_there_once_after_it(tmp_path: Path) -> None:
-    for life, servers in enumerate((1, 2)):
-        segment = Segment(tmp_path / "storage", servers)
-        try:
-            await asyncio.gather(*(client.connect() for client in segment.clients))
+    for number, servers in enumerate((1, 2)):
+        async with life(tmp_path / "storage", servers) as clients:
             for name, consistency in (("ssp", SSP(1)), ("asp", ASP())):
-                weights = await _push_each(segment, name, consistency, life)
-                assert weights == [1.0] * 12 * (1 + life) + [0.0] * 12 * (1 - life)
-            await segment.clients[0].snapshot(timeout=60)
-        finally:
-            await segment.close()
+                weights = await _push_each(clients, name, consistency, number)
+                assert weights == [1.0] * 12 * (1 + number) + [0.0] * 12 * (1 - number)
+            await clients[0].snapshot(timeout=60)
 
 
 _SCRIPT = """
@@ -197,14 +174,6 @@ def _expected(steps: int) -> np.ndarray:
     return weights
 
 
-@pytest.fixture
-def runs() -> Iterator[list[Run]]:
-    started: list[Run] = []
-    yield started
-    for run in started:
-        run.stop()
-
-
 def test_a_lost_server_takes_the_run_back_to_its_snapshot_and_the_same_command_goes_on(
     tmp_path: Path, runs: list[Run]
 ) -> None:
@@ -228,38 +197,28 @@ def test_a_lost_server_takes_the_run_back_to_its_snapshot_and_the_same_command_g
     assert np.load(tmp_path / "result.npy").tobytes() == _expected(15).tobytes()
 
 
-@pytest.fixture
-def mount(tmp_path: Path) -> Iterator[Mount]:
-    mounted = Mount(tmp_path / "small", "size=64k")
-    yield mounted
-    mounted.close()
-
-
-async def test_a_full_or_read_only_storage_fails_an_attempt_and_training_goes_on(mount: Mount) -> None:
-    segment = Segment(mount.path / "storage", 2)
-    client = segment.clients[0]
-    try:
-        await asyncio.gather(*(client.connect() for client in segment.clients))
-        handles = await segment.open("p", OPTIMIZERS["adam"], initial())
-        expected = reference_run(OPTIMIZERS["adam"], WORKERS)
-        assert await _step(handles, 0) == expected[0]
-        with pytest.raises(SnapshotFailedError, match="No space left"):
-            await client.snapshot(timeout=60)
-        assert await _step(handles, 1) == expected[1]
-        # The other server may be about to close its step.
-        async with asyncio.timeout(60):
-            while not mount.remount("size=64m", readonly=True):
-                await client.status()
-        with pytest.raises(SnapshotFailedError, match=r"[Rr]ead-only"):
-            await client.snapshot(timeout=60)
-        assert await _step(handles, 2) == expected[2]
-        assert mount.remount("size=64m")
-        info = await client.snapshot(timeout=60)
-        assert info.steps == {"p": 3}
-        assert len(list((mount.path / "storage" / "commits").iterdir())) == 1
-        # Files that could not be removed earlier are removed after this one is answered.
-        async with asyncio.timeout(60):
-            while [path.name for path in (mount.path / "storage" / "snapshots").iterdir()] != [info.directory]:
-                await client.status()
-    finally:
-        await segment.close()
+async def test_a_full_or_read_only_storage_fails_an_attempt_and_training_goes_on(tmp_path: Path) -> None:
+    with closing(Mount(tmp_path / "small", "size=64k")) as mount:
+        async with life(mount.path / "storage", 2) as clients:
+            client = clients[0]
+            handles = await opened(clients, "p", OPTIMIZERS["adam"], initial())
+            expected = reference_run(OPTIMIZERS["adam"], WORKERS)
+            assert await _step(handles, 0) == expected[0]
+            with pytest.raises(SnapshotFailedError, match="No space left"):
+                await client.snapshot(timeout=60)
+            assert await _step(handles, 1) == expected[1]
+            # The other server may be about to close its step.
+            async with asyncio.timeout(60):
+                while not mount.remount("size=64m", readonly=True):
+                    await client.status()
+            with pytest.raises(SnapshotFailedError, match=r"[Rr]ead-only"):
+                await client.snapshot(timeout=60)
+            assert await _step(handles, 2) == expected[2]
+            assert mount.remount("size=64m")
+            info = await client.snapshot(timeout=60)
+            assert info.steps == {"p": 3}
+            assert len(list((mount.path / "storage" / "commits").iterdir())) == 1
+            # Files that could not be removed earlier are removed after this one is answered.
+            async with asyncio.timeout(60):
+                while [path.name for path in (mount.path / "storage" / "snapshots").iterdir()] != [info.directory]:
+                    await client.status()
