@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import pytest
 import psdist
 from psdist.client.context import Context
 from psdist.launcher.embedded import EmbeddedCluster
+from tests.support.contexts import everywhere, workers
+from tests.support.launched import Run
 
 
 @pytest.fixture(scope="module")
@@ -30,28 +33,27 @@ def name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def contexts() -> Iterator[list[Context]]:
     """Contexts of two workers in threads of this process, with two servers."""
-    cluster = EmbeddedCluster(servers=2)
-    clients = [psdist.Client(cluster.address, cluster.token, rank=rank) for rank in range(2)]
-    yield [Context(rank, 2, rank, client) for rank, client in enumerate(clients)]
-    for client in clients:
-        client.close()
-    cluster.close()
+    with workers(2, servers=2) as made:
+        yield made
 
 
 @pytest.fixture
 def both(contexts: list[Context]) -> Callable[[Callable[[Context], Any]], list[Any]]:
     """Do the same in both workers. Returns their results."""
-
-    def run(work: Callable[[Context], Any]) -> list[Any]:
-        with ThreadPoolExecutor(2) as threads:
-            return list(threads.map(work, contexts))
-
-    return run
+    return partial(everywhere, contexts)
 
 
 @pytest.fixture(scope="module")
 def cluster(request: pytest.FixtureRequest) -> Iterator[EmbeddedCluster]:
     """Scheduler and servers: two of them, or as many as the module's ``SERVERS``."""
-    started = EmbeddedCluster(servers=getattr(request.module, "SERVERS", 2))
-    yield started
-    started.close()
+    with closing(EmbeddedCluster(servers=getattr(request.module, "SERVERS", 2))) as started:
+        yield started
+
+
+@pytest.fixture
+def runs() -> Iterator[list[Run]]:
+    """Runs that a test starts, which end with it."""
+    made: list[Run] = []
+    yield made
+    for run in made:
+        run.stop()

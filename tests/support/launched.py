@@ -14,7 +14,7 @@ import psutil
 
 
 class Run:
-    """Run of ``script`` with these arguments, in ``path``."""
+    """Run of ``script`` with these arguments, in ``path``. As a context manager it is stopped at the end."""
 
     def __init__(
         self, path: Path, script: str, *arguments: str, transport: str = "auto", flags: tuple[str, ...] = ()
@@ -34,6 +34,26 @@ class Run:
         self.family = psutil.Process(self.process.pid)
         #: All lines read so far.
         self.seen: list[str] = []
+
+    @classmethod
+    def ended(
+        cls,
+        path: Path,
+        script: str,
+        *arguments: str,
+        transport: str = "auto",
+        flags: tuple[str, ...] = (),
+        timeout: float = 240,
+    ) -> tuple[int, str]:
+        """Run ``script`` to its end. Return the exit status and the output."""
+        with cls(path, script, *arguments, transport=transport, flags=flags) as run:
+            return run.end(timeout)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
 
     def until(self, pattern: str, count: int = 1, timeout: float = 240) -> re.Match[str]:
         """Read lines until ``count`` of them match the pattern. Return the last match."""

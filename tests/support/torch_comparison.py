@@ -38,8 +38,6 @@ def main() -> None:
             optimizer.zero_grad()
             loss_of(model, part(batch_of(step), rank, world)).backward()
             optimizer.step()
-            if rank == 0 and step == 10:
-                print(f"{name} is under way", flush=True)
         assert optimizer.handle.step == steps
         digest = hashlib.sha256(b"".join(one.detach().numpy().tobytes() for one in model.parameters())).hexdigest()
         line = f"{name} digest {digest[:16]}"

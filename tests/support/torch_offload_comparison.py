@@ -48,8 +48,6 @@ def main() -> None:
                 its.zero_grad()
                 loss_of(one, part(batch_of(step), rank, world)).backward()
                 its.step()
-            if rank == 0 and step == 3:
-                print(f"{name} is under way", flush=True)
         assert layered.handle.step == optimizer.handle.step == steps
         mine, theirs = digest(array for _, array in layered.weights()), digest(arrays(whole))
         if rank == 0:

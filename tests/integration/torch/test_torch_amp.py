@@ -6,7 +6,7 @@ Two workers in threads of this process, with real servers.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,24 +18,13 @@ from torch.optim.lr_scheduler import ExponentialLR
 import psdist
 from psdist.client.context import Context
 from psdist.errors import InvalidArgumentError
-from psdist.launcher.embedded import EmbeddedCluster
 from psdist.torch import DistributedDataParallel, DistributedOptimizer
-from tests.support.torch_models import MODELS, loss_of, mlp, part
+from tests.support.torch_models import BATCHES, distance, loss_of, mlp, part, same_bytes
 
-BATCHES = MODELS["mlp"][1]
 STEPS = 6
 #: Rank 1 overflows in this step.
 BAD = 3
 Work = Callable[[Context], Any]
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Context]:
-    """The context of the only worker of a run."""
-    cluster = EmbeddedCluster(servers=1)
-    with psdist.Client(cluster.address, cluster.token) as client:
-        yield Context(0, 1, 0, client)
-    cluster.close()
 
 
 def loss_at(model: nn.Module, step: int, rank: int) -> Tensor:
@@ -67,47 +56,30 @@ def expected_of(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("unscales", [False, True])
-def test_all_workers_skip_the_step(both: Callable[[Work], list[Any]], name: str, unscales: bool) -> None:
-    at_first = mlp()
-
-    def worker(context: Context) -> tuple[nn.Module, float, int]:
-        model = copy.deepcopy(at_first)
-        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        optimizer = DistributedOptimizer(model, inner, name=name, context=context, overlap=False)
-        scaler = GradScaler("cpu", init_scale=2.0**10)
-        train(model, optimizer, scaler, context.rank, unscales)
-        return model, scaler.get_scale(), optimizer.handle.step
-
-    (one, _, made), (other, scale, _) = both(worker)
-    assert (made, scale) == (STEPS - 1, 2.0**9)
-    expected = expected_of(copy.deepcopy(at_first))
-    for mine, theirs, parameter in zip(one.parameters(), other.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-        torch.testing.assert_close(mine, parameter, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("as_views", [False, True])
-def test_gradients_that_are_not_finite_are_so_everywhere(
-    both: Callable[[Work], list[Any]], name: str, as_views: bool
-) -> None:
-    """Check that each worker's own scaler skips the step, as with torch's DDP."""
-    at_first = mlp()
+@pytest.mark.parametrize("wrapper", ["optimizer", "unscaled", "data parallel", "views"])
+def test_all_workers_skip_the_step(both: Callable[[Work], list[Any]], name: str, wrapper: str) -> None:
+    """Check this also for scripts with an optimizer and a scaler of their own, as with torch's DDP."""
+    at_first, is_averaged = mlp(), wrapper in ("data parallel", "views")
 
     def worker(context: Context) -> tuple[nn.Module, float]:
         model = copy.deepcopy(at_first)
-        network = DistributedDataParallel(model, name=name, context=context, gradient_as_bucket_view=as_views)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        network: Any = model
+        handled: Any
+        if is_averaged:
+            network = handled = DistributedDataParallel(
+                model, name=name, context=context, gradient_as_bucket_view=wrapper == "views"
+            )
+        else:
+            optimizer = handled = DistributedOptimizer(model, optimizer, name=name, context=context, overlap=False)
         scaler = GradScaler("cpu", init_scale=2.0**10)
-        train(network, optimizer, scaler, context.rank, unscales=False)
+        train(network, optimizer, scaler, context.rank, wrapper == "unscaled")
+        assert handled.handle.step == STEPS - (not is_averaged)
         return model, scaler.get_scale()
 
     (one, scale), (other, same) = both(worker)
-    assert scale == same == 2.0**9
-    expected = expected_of(copy.deepcopy(at_first))
-    for mine, theirs, parameter in zip(one.parameters(), other.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-        torch.testing.assert_close(mine, parameter, rtol=1e-5, atol=1e-6)
+    assert same == 2.0**9 and (scale == same or not is_averaged), "the worker that had none halved its scale"
+    assert same_bytes(one, other) and distance(one, expected_of(copy.deepcopy(at_first))) < 1e-5
 
 
 def test_a_weight_is_that_of_the_step_that_was_skipped_and_a_scheduler_follows(
@@ -160,23 +132,3 @@ def test_a_scaler_and_an_overlapping_optimizer_do_not_go_together(alone: Context
     scaler.scale(loss_of(model, BATCHES(0))).backward()
     with pytest.raises(InvalidArgumentError, match="use overlap=False, or bfloat16"):
         scaler.step(optimizer)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_learns(alone: Context, name: str, dtype: torch.dtype) -> None:
-    model = mlp()
-    optimizer = DistributedOptimizer(
-        model, psdist.optim.Adam(lr=1e-2), consistency=psdist.ASP(), name=name.replace(".", "-"), context=alone,
-        overlap=dtype == torch.bfloat16,
-    )  # fmt: skip
-    scaler = GradScaler("cpu", enabled=dtype == torch.float16)
-    losses = []
-    for step in range(60):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=dtype):
-            loss = loss_of(model, BATCHES(step))
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        losses.append(loss.item())
-    assert sum(losses[-10:]) < 0.8 * sum(losses[:10])

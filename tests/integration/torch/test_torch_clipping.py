@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import Any
 
@@ -20,84 +19,38 @@ from psdist import BSP, optim
 from psdist.client.context import Context
 from psdist.errors import InvalidArgumentError
 from psdist.torch import DistributedOptimizer
-from tests.support.torch_models import MODELS, loss_of, mlp, part
+from tests.support.torch_models import BATCHES, distance, loss_of, mlp, part, same_bytes
 
-BATCHES = MODELS["mlp"][1]
 STEPS = 5
 NORM = 0.05
+Both = Callable[[Callable[[Context], Any]], list[Any]]
 Loop = Callable[[nn.Module, torch.optim.Optimizer, int, int], list[float]]
 
 
-def on_both(contexts: list[Context], work: Callable[[Context], Any]) -> list[Any]:
-    with ThreadPoolExecutor(2) as threads:
-        return list(threads.map(work, contexts))
+def backward(model: nn.Module, step: int, rank: int, world: int) -> None:
+    loss_of(model, part(BATCHES(step), rank, world)).backward()
 
 
-def backward(model: nn.Module, step: int, rank: int, world: int, factor: float = 1.0) -> None:
-    (loss_of(model, part(BATCHES(step), rank, world)) * factor).backward()
+def clip_by_total_norm(model: nn.Module, limit: float) -> float:
+    norm = nn.utils.get_total_norm([one.grad for one in model.parameters() if one.grad is not None])
+    nn.utils.clip_grads_with_norm_(model.parameters(), limit, norm)
+    return float(norm)
 
 
-def by_norm(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int) -> list[float]:
-    norms = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        backward(model, step, rank, world)
-        norms.append(float(clip_grad_norm_(max_norm=NORM, parameters=model.parameters())))
-        optimizer.step()
-    return norms
+def clipping(clip: Callable[[Any], list[float]], passes: int = 1) -> Loop:
+    """Return a loop that clips after each backward pass of a step."""
 
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int) -> list[float]:
+        norms = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            for number in range(passes):
+                backward(model, passes * step + number, rank, world)
+                norms += clip(model)
+            optimizer.step()
+        return norms
 
-def by_value(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int) -> list[float]:
-    for step in range(STEPS):
-        backward(model, step, rank, world)
-        clip_grad_value_(model.parameters(), 1e-3)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-    return []
-
-
-def by_total_norm(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int) -> list[float]:
-    norms = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        backward(model, step, rank, world)
-        norm = nn.utils.get_total_norm([one.grad for one in model.parameters() if one.grad is not None])
-        nn.utils.clip_grads_with_norm_(model.parameters(), NORM, norm)
-        norms.append(float(norm))
-        optimizer.step()
-    return norms
-
-
-def layer_by_layer(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int) -> list[float]:
-    norms = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        backward(model, step, rank, world)
-        norms += [float(clip_grad_norm_(layer.parameters(), NORM / 4)) for layer in (model[0], model[2])]
-        optimizer.step()
-    return norms
-
-
-def accumulated(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int) -> list[float]:
-    norms = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for micro in range(3):
-            backward(model, 3 * step + micro, rank, world, 1 / 3)
-        norms.append(float(clip_grad_norm_(model.parameters(), NORM)))
-        optimizer.step()
-    return norms
-
-
-def clipped_between_passes(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int) -> list[float]:
-    norms = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for micro in range(2):
-            backward(model, 2 * step + micro, rank, world)
-            norms.append(float(clip_grad_norm_(model.parameters(), NORM)))
-        optimizer.step()
-    return norms
+    return loop
 
 
 def scaled(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int) -> list[float]:
@@ -112,13 +65,20 @@ def scaled(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world:
     return norms
 
 
-LOOPS = [by_norm, by_value, by_total_norm, layer_by_layer, accumulated, clipped_between_passes, scaled]
+LOOPS: dict[str, Loop] = {
+    "norm": clipping(lambda model: [float(clip_grad_norm_(max_norm=NORM, parameters=model.parameters()))]),
+    "value": clipping(lambda model: clip_grad_value_(model.parameters(), 1e-3) or []),
+    "total norm": clipping(lambda model: [clip_by_total_norm(model, NORM)]),
+    "layers": clipping(lambda model: [float(clip_grad_norm_(model[at].parameters(), NORM / 4)) for at in (0, 2)]),
+    "each pass": clipping(lambda model: [float(clip_grad_norm_(model.parameters(), NORM))], passes=2),
+    "scaled": scaled,
+}
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 @pytest.mark.parametrize("overlap", ["auto", False])
 def test_two_workers_clip_as_one_process(
-    contexts: list[Context], name: str, loop: Loop, overlap: Any, caplog: pytest.LogCaptureFixture
+    both: Both, name: str, loop: Loop, overlap: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     start = mlp()
 
@@ -131,17 +91,15 @@ def test_two_workers_clip_as_one_process(
         return model, norms
 
     with caplog.at_level(logging.WARNING, logger="psdist"):
-        (one, norms), (other, same) = on_both(contexts, work)
+        (one, norms), (other, same) = both(work)
     expected = copy.deepcopy(start)
     expected_norms = loop(expected, torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9), 0, 1)
     assert norms == same == pytest.approx(expected_norms, rel=1e-5)
-    for mine, theirs, parameter in zip(one.parameters(), other.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-        torch.testing.assert_close(mine, parameter, rtol=1e-5, atol=1e-7)
+    assert same_bytes(one, other) and distance(one, expected) < 1e-5
     assert not caplog.records
 
 
-def test_one_call_for_two_models(contexts: list[Context], name: str) -> None:
+def test_one_call_for_two_models(both: Both, name: str) -> None:
     starts = mlp(), mlp()
 
     def train(models: list[nn.Module], optimizers: list[Any], rank: int, world: int) -> list[nn.Module]:
@@ -163,17 +121,16 @@ def test_one_call_for_two_models(contexts: list[Context], name: str) -> None:
         # The order of the registry is that of addresses, which differs between workers.
         return train(models, optimizers, context.rank, 2)
 
-    found = on_both(contexts, work)
+    found = both(work)
     expected = [copy.deepcopy(model) for model in starts]
     train(expected, [torch.optim.SGD(model.parameters(), lr=0.1) for model in expected], 0, 1)
     for models in found:
         for model, other in zip(models, expected, strict=True):
-            for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
-                torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+            assert distance(model, other) < 1e-5
 
 
 @pytest.mark.parametrize("total", [False, True])
-def test_a_layer_that_one_worker_does_not_reach_counts(contexts: list[Context], name: str, total: bool) -> None:
+def test_a_layer_that_one_worker_does_not_reach_counts(both: Both, name: str, total: bool) -> None:
     start = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
     inputs = torch.ones(3, 4)
 
@@ -184,9 +141,7 @@ def test_a_layer_that_one_worker_does_not_reach_counts(contexts: list[Context], 
     def clip(model: nn.ModuleList) -> float:
         if not total:
             return float(clip_grad_norm_(model.parameters(), 0.5))
-        norm = nn.utils.get_total_norm([one.grad for one in model.parameters() if one.grad is not None])
-        nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, norm)
-        return float(norm)
+        return clip_by_total_norm(model, 0.5)
 
     def work(context: Context) -> tuple[nn.Module, float]:
         model = copy.deepcopy(start)
@@ -196,15 +151,13 @@ def test_a_layer_that_one_worker_does_not_reach_counts(contexts: list[Context], 
         optimizer.step()
         return model, norm
 
-    (one, norm), (other, same) = on_both(contexts, work)
+    (one, norm), (other, same) = both(work)
     expected = copy.deepcopy(start)
     plain = torch.optim.SGD(expected.parameters(), lr=0.1)
     ((loss(expected, 0) + loss(expected, 1)) / 2).backward()
     assert norm == same == pytest.approx(clip(expected), rel=1e-5)
     plain.step()
-    for mine, theirs, parameter in zip(one.parameters(), other.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-        torch.testing.assert_close(mine, parameter, rtol=1e-5, atol=1e-7)
+    assert same_bytes(one, other) and distance(one, expected) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -212,7 +165,7 @@ def test_a_layer_that_one_worker_does_not_reach_counts(contexts: list[Context], 
     [({"overlap": True}, "use overlap=False"), ({"consistency": BSP(reduction="sum")}, "use max_grad_norm=")],
 )
 def test_a_mean_that_is_impossible_is_refused_and_nothing_is_clipped(
-    contexts: list[Context], name: str, settings: dict[str, Any], remedy: str
+    both: Both, name: str, settings: dict[str, Any], remedy: str
 ) -> None:
     def work(context: Context) -> None:
         model = mlp()
@@ -226,10 +179,10 @@ def test_a_mean_that_is_impossible_is_refused_and_nothing_is_clipped(
         assert optimizer.handle.step == 1
         optimizer.close()
 
-    on_both(contexts, work)
+    both(work)
 
 
-def test_gradients_that_psdist_does_not_push_are_left_alone(contexts: list[Context], name: str) -> None:
+def test_gradients_that_psdist_does_not_push_are_left_alone(both: Both, name: str) -> None:
     """Check models of the script's own, and SSP, where each worker's gradient makes a step by itself."""
 
     def work(context: Context) -> int:
@@ -244,4 +197,4 @@ def test_gradients_that_psdist_does_not_push_are_left_alone(contexts: list[Conte
         optimizer.step()
         return optimizer.handle.step
 
-    assert on_both(contexts, work) == [1, 1]
+    assert both(work) == [1, 1]

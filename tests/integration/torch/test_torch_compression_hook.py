@@ -57,11 +57,7 @@ print("done", rank)
 
 def test_gradients_have_the_bytes_of_compressed_pushes(tmp_path: Path) -> None:
     """Check this while torch forms other buckets, whose residuals continue."""
-    run = Run(tmp_path, SCRIPT)
-    try:
-        status, output = run.end()
-    finally:
-        run.stop()
+    status, output = Run.ended(tmp_path, SCRIPT)
     assert status == 0 and output.count("done") == output.count("refused") == 2, output
 
 

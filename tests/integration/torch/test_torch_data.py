@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import psdist
 from psdist.errors import InvalidArgumentError
-from psdist.launcher.embedded import EmbeddedCluster
 from psdist.torch import LeasedDataLoader
+from tests.support.contexts import workers
 from tests.support.launched import Run
 
 SIZE = 203
@@ -28,7 +26,7 @@ SCRIPT = """
 import json, os, signal, sys
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 import psdist
 from psdist.torch import LeasedDataLoader
 
@@ -42,22 +40,17 @@ class Numbers(Dataset):
         return torch.tensor(index)
 
 def main():
-    kind, start_method, end = sys.argv[1:4]
     with psdist.init() as context:
         weights = context.client.parameters(
             "uses", {"w": np.zeros(SIZE, np.float32)}, psdist.optim.SGD(lr=1.0), psdist.ASP()
         )
-        options = dict(num_workers=2, multiprocessing_context=start_method)
-        if kind == "leased":
-            data_epochs = 10_000 if end == "stopped" else 2
-            leases = context.client.dataset("numbers", size=SIZE, range_size=20, data_epochs=data_epochs)
-            loader = LeasedDataLoader(Numbers(), leases, 7, **options)
-        else:
-            loader = DataLoader(Numbers(), 7, sampler=psdist.data.DistributedSampler(SIZE, drop_last=True), **options)
+        data_epochs = 10_000 if sys.argv[1] == "stopped" else 2
+        leases = context.client.dataset("numbers", size=SIZE, range_size=20, data_epochs=data_epochs)
+        loader = LeasedDataLoader(Numbers(), leases, 7, num_workers=2, multiprocessing_context="fork")
         for number, batch in enumerate(loader):
             gradient = np.zeros(SIZE, np.float32)
             gradient[batch.numpy()] = -1.0
-            if end == "killed" and (context.rank, context.client.incarnation, number) == (1, 1, 4):
+            if sys.argv[1] == "killed" and (context.rank, context.client.incarnation, number) == (1, 1, 4):
                 os.kill(os.getpid(), signal.SIGKILL)
             weights.push({"w": gradient})
             if number == 4:
@@ -70,33 +63,15 @@ if __name__ == "__main__":
 """
 
 
-def uses(tmp_path: Path, kind: str, start_method: str, end: str = "well", *options: str) -> list[float]:
-    """Return how often each sample was trained on by two workers."""
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "-m", "psdist.cli.main", "run", "--nproc-per-node", "2", *options, str(script),
-         kind, start_method, end],
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr + done.stdout
-    assert "[worker" not in done.stderr, "gRPC may complain of being forked"
-    found: list[list[float]] = [json.loads(text) for text in re.findall(r"(\[[\d., ]+\])$", done.stdout, re.M)]
-    assert found, done.stdout
-    # Samples are only added: a worker may have ended before another one was restarted, and used the remaining ones.
-    return max(found, key=sum)
-
-
-@pytest.mark.long  # The next test has more; test_data_service counts the samples of workers that live.
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])
-def test_leased_batches_use_every_sample_once(tmp_path: Path, start_method: str) -> None:
-    assert uses(tmp_path, "leased", start_method) == [2.0] * SIZE
-
-
 def test_no_sample_is_lost_with_a_worker(tmp_path: Path) -> None:
     """Check that samples that it had read ahead are given to others. Samples that it trained on last may be used
     again."""
-    counts = Counter(uses(tmp_path, "leased", "fork", "killed"))
+    status, output = Run.ended(tmp_path, SCRIPT, "killed")
+    assert status == 0, output
+    assert not re.search(r"\[worker \d\] (?!trains|\[)", output), "gRPC may complain of being forked"
+    found: list[list[float]] = [json.loads(text) for text in re.findall(r"(\[[\d., ]+\])$", output, re.M)]
+    # Samples are only added: a worker may have ended before another one was restarted, and used the remaining ones.
+    counts = Counter(max(found, key=sum))
     assert min(counts) >= 2.0 and counts[2.0] > SIZE / 2
 
 
@@ -106,29 +81,18 @@ def test_the_processes_of_a_loader_live_until_a_stopped_script_has_ended(tmp_pat
     torch raises if its loader has lost a process, and a range that is returned then must not raise in the loader's own
     ``finally``.
     """
-    run = Run(tmp_path, SCRIPT, "leased", "fork", "stopped")
-    try:
+    with Run(tmp_path, SCRIPT, "stopped") as run:
         run.until("trains", 2)
         run.process.send_signal(signal.SIGTERM)
         status, text = run.end()
-    finally:
-        run.stop()
     assert status == 128 + signal.SIGTERM, text
     assert "Traceback" not in text, text
 
 
-@pytest.mark.long
-def test_a_sampler_for_a_fixed_world(tmp_path: Path) -> None:
-    counts = Counter(uses(tmp_path, "sampler", "fork"))
-    assert counts == {1.0: SIZE - 1, 0.0: 1}, "202 samples are 101 for each worker"
-
-
 @pytest.fixture(scope="module")
 def client() -> Iterator[psdist.Client]:
-    cluster = EmbeddedCluster(servers=1)
-    with psdist.Client(cluster.address, cluster.token) as client:
-        yield client
-    cluster.close()
+    with workers(1) as (context,):
+        yield context.client
 
 
 def loader(client: psdist.Client, name: str, batch_size: int = 4, **options: Any) -> LeasedDataLoader:

@@ -2,72 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import psdist
 from psdist.client.context import Context
 from psdist.errors import InvalidArgumentError
-from psdist.launcher.embedded import EmbeddedCluster
 from psdist.torch import DistributedDataParallel
-from tests.support.torch_models import MODELS, loss_of, mlp
-
-BATCHES = MODELS["mlp"][1]
-
-
-def micro_steps(model: Any, number: int, rank: int, world: int, *, sets_attribute: bool) -> None:
-    """Run micro-batches as public scripts do: by the attribute, before the forward pass, or by ``no_sync``."""
-    for at in range(3):
-        batch = BATCHES((3 * number + at) * world + rank)
-        if sets_attribute:
-            model.require_backward_grad_sync = at == 2
-            (loss_of(model, batch) / 3).backward()
-        elif at < 2:
-            with model.no_sync():
-                (loss_of(model, batch) / 3).backward()
-        else:
-            (loss_of(model, batch) / 3).backward()
-
-
-@pytest.mark.parametrize("sets_attribute", [True, False])
-def test_micro_batches_are_averaged_once(sets_attribute: bool) -> None:
-    cluster = EmbeddedCluster(servers=1)
-    clients = [psdist.Client(cluster.address, cluster.token, rank=rank) for rank in range(2)]
-    start = mlp()
-
-    def worker(rank: int) -> tuple[nn.Module, int, int]:
-        context = Context(rank, 2, rank, clients[rank])
-        model = DistributedDataParallel(copy.deepcopy(start), context=context)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for number in range(2):
-            optimizer.zero_grad()
-            micro_steps(model, number, rank, 2, sets_attribute=sets_attribute)
-            optimizer.step()
-        return model.module, model.handle.step, model.handle.statistics().push_bytes
-
-    try:
-        with ThreadPoolExecutor(2) as threads:
-            results = list(threads.map(worker, range(2)))
-    finally:
-        for client in clients:
-            client.close()
-        cluster.close()
-    plain = copy.deepcopy(start)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for number in range(2):
-        optimizer.zero_grad()
-        for at in range(6):
-            (loss_of(plain, BATCHES(6 * number + at)) / 6).backward()
-        optimizer.step()
-    for model, steps, _ in results:
-        assert steps == 2
-        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+from tests.support.torch_models import BATCHES, loss_of, mlp
 
 
 def test_the_forward_pass_decides_as_with_torch(alone: Context, name: str) -> None:

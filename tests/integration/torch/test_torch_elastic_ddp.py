@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +12,11 @@ import safetensors.torch
 import torch
 from torch import nn
 
-import psdist
-from psdist.client.context import Context
 from psdist.errors import InvalidArgumentError, ShapeMismatchError
-from psdist.launcher.embedded import EmbeddedCluster
 from psdist.torch import ElasticDDP
 from psdist.torch.elastic import TrainingState, _Vectors
+from tests.support.contexts import workers
+from tests.support.launched import Run
 
 #: The loop ends some steps after the killed worker is back.
 _SCRIPT = """
@@ -57,12 +53,9 @@ context.close()
 
 @pytest.mark.long
 def test_a_killed_worker_comes_back_to_the_same_weights(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(_SCRIPT)
-    command = [sys.executable, "-m", "psdist", "run", "--nproc-per-node", "3", "--max-restarts", "2", str(script)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    output = ended.stdout + ended.stderr
-    assert ended.returncode == 0, output
+    flags = ("--nproc-per-node", "3", "--max-restarts", "2")
+    status, output = Run.ended(tmp_path, _SCRIPT, flags=flags)
+    assert status == 0, output
     weights = re.findall(r"rank (\d) weights (\w+)", output)
     assert sorted(rank for rank, _ in weights) == ["0", "1", "2"], output
     assert len({digest for _, digest in weights}) == 1, output
@@ -79,12 +72,9 @@ def test_a_step_after_a_backward_pass_that_failed() -> None:
         def backward(ctx: Any, *gradients: Any) -> Any:
             raise ArithmeticError("no gradient")
 
-    with (
-        closing(EmbeddedCluster(servers=1)) as cluster,
-        psdist.Client(cluster.address, cluster.token, rank=0) as client,
-    ):
+    with workers(1) as (context,):
         first, last = nn.Linear(2, 2), nn.Linear(2, 1)
-        with ElasticDDP(nn.Sequential(first, last), context=Context(0, 1, 0, client)) as ddp:
+        with ElasticDDP(nn.Sequential(first, last), context=context) as ddp:
             failing = Failing.apply(first(torch.ones(1, 2)))
             with pytest.raises(ArithmeticError):
                 last(failing).sum().backward()

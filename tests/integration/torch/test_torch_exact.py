@@ -19,11 +19,9 @@ MODELS = "mlp,cnn,transformer"
 
 def compare(path: Path, servers: int, *arguments: str, transport: str = "auto") -> dict[str, dict[str, str]]:
     """Return the script's output: values by name, by model."""
-    run = Run(path, SCRIPT.read_text(), str(ROOT), *arguments, transport=transport, flags=("--nservers", str(servers)))
-    try:
-        status, output = run.end()
-    finally:
-        run.stop()
+    status, output = Run.ended(
+        path, SCRIPT.read_text(), str(ROOT), *arguments, transport=transport, flags=("--nservers", str(servers))
+    )
     assert status == 0, output
     lines = re.findall(r"^\[worker 0\] (\w+) (digest .*)$", output, re.M)
     return {model: dict(re.findall(r"(\w+) (\S+)", rest)) for model, rest in lines}
@@ -50,26 +48,9 @@ def on_one_server(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return digests(tmp_path_factory.mktemp("one"), 1)
 
 
-@pytest.mark.long  # Kernels and slices have tests of their own; here it is a step of hooks.
-def test_three_servers_give_the_same_bytes(tmp_path: Path, on_one_server: list[str]) -> None:
-    assert digests(tmp_path, 3) == on_one_server
-
-
-@pytest.mark.long  # Other tests cover servers when one of them dies; here it is a step of hooks.
-def test_a_server_that_is_killed_changes_no_byte(tmp_path: Path, on_one_server: list[str]) -> None:
-    arguments = (str(ROOT), "20", MODELS)
-    run = Run(tmp_path, SCRIPT.read_text(), *arguments, flags=("--nservers", "3", "--replicas", "2"))
-    try:
-        run.until("mlp is under way")
-        run.child("psdist_server").kill()
-        status, output = run.end()
-    finally:
-        run.stop()
-    assert status == 0, output
-    assert re.findall(r" digest (\S+)", "".join(run.seen) + output) == on_one_server
-
-
-@pytest.mark.long  # The same bytes over other transports, and on two servers.
-@pytest.mark.parametrize("transport", ["auto", "tcp", "grpc"])
-def test_two_servers_give_the_same_bytes(tmp_path: Path, on_one_server: list[str], transport: str) -> None:
-    assert digests(tmp_path, 2, transport) == on_one_server
+@pytest.mark.long
+@pytest.mark.parametrize(("servers", "transport"), [(3, "auto"), (2, "tcp"), (2, "grpc")])
+def test_other_numbers_of_servers_and_transports_give_the_same_bytes(
+    tmp_path: Path, on_one_server: list[str], servers: int, transport: str
+) -> None:
+    assert digests(tmp_path, servers, transport) == on_one_server

@@ -42,20 +42,6 @@ def test_digits_are_read() -> None:
     assert accuracies[-1] >= 95.0
 
 
-@pytest.mark.long  # Another script like that for digits: test_torch_strategies trains transformers of examples.
-def test_the_transformer_learns() -> None:
-    losses = numbers(r"loss ([\d.]+)", run("examples/torch_chargpt.py", *SMALL))
-    assert len(losses) == 2
-    assert losses[-1] < losses[0]
-
-
-@pytest.mark.long  # Half of this is the same as above.
-def test_digits_are_read_as_well_as_without_psdist() -> None:
-    pattern = r"test accuracy ([\d.]+)%"
-    through, alone = (numbers(pattern, call("examples/torch_mnist.py"))[-1] for call in (run, plain))
-    assert abs(through - alone) < 1.2, "more than four of the 360 test images"
-
-
 @pytest.mark.long  # Half of this is the same as above.
 def test_the_transformer_learns_as_fast_as_without_psdist() -> None:
     through, alone = (numbers(r"loss ([\d.]+)", call("examples/torch_chargpt.py", *SMALL))[-1] for call in (run, plain))

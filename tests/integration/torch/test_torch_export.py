@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,10 @@ import psdist
 from psdist.cli.snapshot import SNAPSHOT
 from psdist.client.context import Context
 from psdist.errors import DTypeMismatchError
-from psdist.launcher.embedded import EmbeddedCluster
 from psdist.snapshots.model_tensors import DESCRIPTION
 from psdist.torch import DistributedOptimizer, offload
 from psdist.torch.kept_buffers import KeptBuffers
+from tests.support.contexts import everywhere, workers
 
 
 class Model(nn.Module):
@@ -72,15 +71,8 @@ def train(context: Context, wrap: Callable[..., Any], steps: int = 3) -> dict[st
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Any]]:
     """A storage, and the state of rank 0 when its snapshot was taken."""
     storage = tmp_path_factory.mktemp("storage")
-    cluster = EmbeddedCluster(servers=2, storage=storage, run_id="bn")
-    clients = [psdist.Client(cluster.address, cluster.token, rank=rank) for rank in range(2)]
-    contexts = [Context(client.rank, 2, client.rank, client) for client in clients]
-    try:
-        with ThreadPoolExecutor(2) as threads:
-            states = list(threads.map(lambda context: train(context, request.param), contexts))
-            list(threads.map(lambda client: client.close(), clients))
-    finally:
-        cluster.close()
+    with workers(2, servers=2, storage=storage, run_id="bn") as contexts:
+        states = everywhere(contexts, lambda context: train(context, request.param))
     assert not torch.equal(states[0]["norm.running_mean"], states[1]["norm.running_mean"])
     yield str(storage), states[0]
 
@@ -159,25 +151,19 @@ def test_parameter_sets_are_chosen_by_name(trained: tuple[str, dict[str, Tensor]
 
 def test_what_workers_agree_by_is_not_of_the_model(tmp_path: Path) -> None:
     """Check that the parameter sets of join(), of a GradScaler and of mean gradients are left out."""
-    cluster = EmbeddedCluster(servers=1, storage=tmp_path, run_id="uneven")
-    try:
-        with psdist.Client(cluster.address, cluster.token, rank=0) as client:
-            model = nn.Linear(3, 1)
-            optimizer = DistributedOptimizer(
-                model, psdist.optim.SGD(lr=0.1), overlap=False, context=Context(0, 1, 0, client)
-            )
-            scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-            with optimizer.join():
-                scaler.scale(model(torch.ones(2, 3)).sum()).backward()
-                scaler.step(optimizer)
-                scaler.update()
-            model(torch.ones(2, 3)).sum().backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            client.snapshot()
-        snapshot = psdist.load_snapshot(str(tmp_path))
-    finally:
-        cluster.close()
+    with workers(1, storage=tmp_path, run_id="uneven") as (context,):
+        model = nn.Linear(3, 1)
+        optimizer = DistributedOptimizer(model, psdist.optim.SGD(lr=0.1), overlap=False, context=context)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        with optimizer.join():
+            scaler.scale(model(torch.ones(2, 3)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        model(torch.ones(2, 3)).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        context.client.snapshot()
+    snapshot = psdist.load_snapshot(str(tmp_path))
     assert snapshot.keys() == model.state_dict().keys()
     assert set(snapshot.steps) == {"model", "model/join", "model/overflows", "model/means"}
 
@@ -188,12 +174,8 @@ def test_a_snapshot_without_a_description_gives_no_bytes_as_numbers(
     """Check older snapshots, which have no description. Tensors that may be bytes are omitted and named."""
     save = KeptBuffers._save
     monkeypatch.setattr(KeptBuffers, "_save", lambda self: {n: a for n, a in save(self).items() if n != DESCRIPTION})
-    cluster = EmbeddedCluster(servers=1, storage=tmp_path / "storage", run_id="old")
-    try:
-        with psdist.Client(cluster.address, cluster.token, rank=0) as client:
-            state = train(Context(0, 1, 0, client), DistributedOptimizer)
-    finally:
-        cluster.close()
+    with workers(1, storage=tmp_path / "storage", run_id="old") as (context,):
+        state = train(context, DistributedOptimizer)
     with pytest.warns(RuntimeWarning, match=r"narrow, frozen.bias, mask.* left out: .*take another snapshot"):
         snapshot = psdist.load_snapshot(str(tmp_path / "storage"))
     trained = {"e.weight", "norm.weight", "norm.bias", "l.bias"}

@@ -59,11 +59,7 @@ def test_one_worker_trains_as_torch_does(alone: Context, section: str) -> None:
 def on_two_workers(path: Path, names: list[str]) -> list[str]:
     """Run idioms under ``psdist run`` and return the differences from their declared outcomes."""
     flags = ("--nservers", "1", "--max-restarts", "0")
-    run = Run(path, SCRIPT.read_text(), str(ROOT), *names, flags=flags)
-    try:
-        status, output = run.end(timeout=360)
-    finally:
-        run.stop()
+    status, output = Run.ended(path, SCRIPT.read_text(), str(ROOT), *names, flags=flags, timeout=360)
     assert status == 0, output
     results: dict[tuple[str, str], list[Result]] = {}
     for line in re.findall(r"^\[worker \d\] (\{.*\})$", output, re.M):

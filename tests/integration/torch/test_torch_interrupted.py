@@ -25,13 +25,10 @@ while True:
 
 def test_a_script_with_its_own_weights_is_not_told_to_resume_by_the_run(tmp_path: Path) -> None:
     flags = ("--run-id", "own", "--storage-path", str(tmp_path / "runs"), "--nservers", "1", "--nproc-per-node", "1")
-    run = Run(tmp_path, SCRIPT, flags=flags)
-    try:
+    with Run(tmp_path, SCRIPT, flags=flags) as run:
         run.until("at step 5")
         run.process.send_signal(signal.SIGINT)
         status, output = run.end()
-    finally:
-        run.stop()
     assert status == 130, output
     assert f"the snapshots in {tmp_path / 'runs'} have no weights, because this script keeps its own" in output, output
     assert "start it again from its own checkpoint" in output and "to resume: psdist run" not in output, output

@@ -11,9 +11,7 @@ from torch import Tensor
 from psdist import optim
 from psdist.client.context import Context
 from psdist.torch import DistributedDataParallel, DistributedOptimizer
-from tests.support.torch_models import MODELS, loss_of, mlp
-
-BATCHES = MODELS["mlp"][1]
+from tests.support.torch_models import BATCHES, loss_of, mlp
 
 
 @pytest.mark.parametrize("wrapper", ["optimizer", "data parallel", "views"])

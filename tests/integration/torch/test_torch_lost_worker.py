@@ -9,22 +9,20 @@ import pytest
 
 from tests.support.launched import Run
 
-ROOT = Path(__file__).resolve().parents[3]
 #: Rank 1 dies in its first incarnation when the last layers' gradients are pushed, before the first layer's are
 #: computed.
 SCRIPT = """
-import os, signal, sys
-from pathlib import Path
+import os, signal
 import numpy as np
 import torch
 from torch import nn
 import psdist.torch
 
-consistency, steps = {"bsp": psdist.BSP(), "asp": psdist.ASP()}[sys.argv[1]], 40
+steps = 40
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
 optimizer = psdist.torch.DistributedOptimizer(
-    model, psdist.optim.Adam(lr=0.01), consistency=consistency, bucket_cap_mb=0.001
+    model, psdist.optim.Adam(lr=0.01), bucket_cap_mb=0.001
 )
 handle, context = optimizer.handle, optimizer.context
 life = context.client.incarnation
@@ -34,19 +32,12 @@ def die(gradient):
     if handle.version >= 10:
         os.kill(os.getpid(), signal.SIGKILL)
 
-came_back = Path("came-back")
-if context.rank == 1:
-    model[0].weight.register_hook(die) if life == 1 else came_back.touch()
-
-def goes_on():
-    # In ASP a worker alone could make all steps before the other's first.
-    if sys.argv[1] == "asp":
-        return handle.version < 2 * steps or not came_back.exists()
-    return handle.version < steps
+if context.rank == 1 and life == 1:
+    model[0].weight.register_hook(die)
 
 data = torch.Generator().manual_seed(context.rank)
 losses = []
-while goes_on():
+while handle.version < steps:
     x = torch.randn(32, 8, generator=data)
     loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True).tanh())
     optimizer.zero_grad()
@@ -62,13 +53,8 @@ print("rank", context.rank, "life", life, "ends with", final.tobytes().hex()[:64
 
 
 @pytest.mark.long  # Kills within a push, and workers that come back, have tests without torch; hooks push in buckets.
-@pytest.mark.parametrize("consistency", ["bsp", "asp"])
-def test_the_others_go_on_and_it_comes_back(tmp_path: Path, consistency: str) -> None:
-    run = Run(tmp_path, SCRIPT, consistency)
-    try:
-        status, output = run.end()
-    finally:
-        run.stop()
+def test_the_others_go_on_and_it_comes_back(tmp_path: Path) -> None:
+    status, output = Run.ended(tmp_path, SCRIPT)
     assert status == 0, output
     begun = {
         (int(rank), int(life)): int(at) for rank, life, at in re.findall(r"rank (\d) life (\d) begins at (\d+)", output)
@@ -116,11 +102,7 @@ for step in range(8):
 def test_a_restarted_worker_of_data_parallel_training_ends_and_the_others_continue(tmp_path: Path) -> None:
     """Check that the restarted worker ends. Its weights would be the initial ones, and its gradients would count in the
     mean of the others."""
-    run = Run(tmp_path, AVERAGED)
-    try:
-        status, output = run.end()
-    finally:
-        run.stop()
+    status, output = Run.ended(tmp_path, AVERAGED)
     assert status == 0, output
     assert "LateWorkerError" in output and "start it again from a checkpoint" in output
     assert "worker 1 failed: exit code 66" in output and "others continue: worker 0" in output

@@ -15,9 +15,10 @@ import psdist
 from psdist.cli.snapshot import SNAPSHOT
 from psdist.client.context import Context
 from psdist.errors import InvalidNameError, NonFiniteGradientError
-from psdist.launcher.embedded import EmbeddedCluster
 from psdist.torch import DistributedOptimizer
+from tests.support.contexts import workers
 from tests.support.launched import Run
+from tests.support.torch_models import distance
 
 FIRST, SECOND = "a/b é [0]*", "en:de 'x' %41 größe"
 
@@ -42,27 +43,22 @@ def optimizer_of(model: Named) -> torch.optim.Optimizer:
 
 
 def test_models_with_any_names_train_and_are_exported(tmp_path: Path) -> None:
-    cluster = EmbeddedCluster(servers=2, storage=tmp_path / "storage", run_id="named")
-    try:
-        with psdist.Client(cluster.address, cluster.token, rank=0) as client:
-            model = Named()
-            other = copy.deepcopy(model)
-            optimizer = DistributedOptimizer(model, optimizer_of(model), context=Context(0, 1, 0, client))
-            plain = optimizer_of(other)
-            for one, by in ((model, optimizer), (other, plain)):
-                for step in range(4):
-                    by.zero_grad()
-                    (one(torch.ones(2, 6)) - step).square().mean().backward()
-                    by.step()
-            for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
-                torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
-            optimizer.zero_grad()
-            with pytest.raises(NonFiniteGradientError, match=r"a/b é \[0\]\*|größe"):
-                (model(torch.ones(2, 6)) * float("nan")).mean().backward()
-                optimizer.step()
-            client.snapshot()
-    finally:
-        cluster.close()
+    with workers(1, servers=2, storage=tmp_path / "storage", run_id="named") as (context,):
+        model = Named()
+        other = copy.deepcopy(model)
+        optimizer = DistributedOptimizer(model, optimizer_of(model), context=context)
+        plain = optimizer_of(other)
+        for one, by in ((model, optimizer), (other, plain)):
+            for step in range(4):
+                by.zero_grad()
+                (one(torch.ones(2, 6)) - step).square().mean().backward()
+                by.step()
+        assert distance(model, other) < 1e-5
+        optimizer.zero_grad()
+        with pytest.raises(NonFiniteGradientError, match=r"a/b é \[0\]\*|größe"):
+            (model(torch.ones(2, 6)) * float("nan")).mean().backward()
+            optimizer.step()
+        context.client.snapshot()
     for suffix in (".safetensors", ".npz"):
         out = tmp_path / f"model{suffix}"
         assert SNAPSHOT.run(["export", str(tmp_path / "storage"), "--out", str(out)], {}) == 0
@@ -87,11 +83,7 @@ with psdist.init() as context:
     seen = []
     for number in range(2):
         (tmp_path / str(number)).mkdir()
-        run = Run(tmp_path / str(number), script, flags=flags)
-        try:
-            status, output = run.end()
-        finally:
-            run.stop()
+        status, output = Run.ended(tmp_path / str(number), script, flags=flags)
         assert status == 0, output
         seen.append(output)
     assert "starts at 0" in seen[0] and "ends at 2 -1.0" in seen[0]

@@ -162,10 +162,6 @@ print("ends at step", optimizer.handle.step, "by", optimizer.handle.statistics()
 
 
 def test_a_pass_that_failed_keeps_no_other_worker_waiting(tmp_path: Path) -> None:
-    run = Run(tmp_path, FAILS)
-    try:
-        status, output = run.end()
-    finally:
-        run.stop()
+    status, output = Run.ended(tmp_path, FAILS)
     assert status == 0 and output.count("failed: no memory") == 1, output
     assert output.count("ends at step 3 by shm") == 2, output

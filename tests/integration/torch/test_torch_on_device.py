@@ -24,9 +24,8 @@ from psdist.torch import DistributedDataParallel, DistributedOptimizer
 from psdist.torch import gradients as torch_gradients
 from tests.support.host_arrays import HostArray, HostArrays
 from tests.support.host_device import needs_compiler
-from tests.support.torch_models import MODELS, loss_of
+from tests.support.torch_models import BATCHES, loss_of
 
-BATCHES = MODELS["mlp"][1]
 STEPS = 4
 #: Wraps a model for one parameter set. Returns the loop's model and its optimizer.
 Wrap = Callable[[nn.Module, str, Codec, Context], tuple[nn.Module, torch.optim.Optimizer]]

@@ -19,9 +19,8 @@ from psdist.errors import InvalidArgumentError, MissingTensorError, SettingsMism
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.torch import DistributedOptimizer, load_optimizer_state, offload
 from tests.support import torch_models
-from tests.support.torch_models import MODELS, distance, loss_of
+from tests.support.torch_models import BATCHES, distance, loss_of, same_bytes
 
-BATCHES = MODELS["mlp"][1]
 BEFORE, AFTER = 5, 4
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.01),
@@ -125,8 +124,7 @@ def test_before_the_first_update_an_optimizer_is_as_new(tmp_path: Path, name: st
     assert load_optimizer_state(optimizer, model, str(tmp_path)) == 0
     train(model, optimizer, 0, AFTER)
     train(expected, plain, 0, AFTER)
-    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert same_bytes(model, expected)
 
 
 @pytest.mark.parametrize("consistency", [BSP(), pytest.param(ASP(), marks=pytest.mark.long)])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,12 +16,12 @@ import psdist
 from psdist import optim
 from psdist.client.context import Context
 from psdist.errors import InvalidArgumentError
-from psdist.launcher.embedded import EmbeddedCluster
 from psdist.torch import DistributedOptimizer
-from tests.support.torch_models import MODELS, loss_of, mlp, part
+from tests.support.contexts import everywhere, workers
+from tests.support.torch_models import BATCHES, distance, loss_of, mlp, part, same_bytes
 
-BATCHES = MODELS["mlp"][1]
 STEPS = 5
+Two = Callable[[Callable[[Context], Any]], list[Any]]
 
 
 def train(model: nn.Module, optimizer: Any, change: Callable[[nn.Module, int], None] | None = None) -> list[bool]:
@@ -114,8 +114,7 @@ def test_a_script_that_changes_gradients_or_weights_pushes_in_step(
     lines = [record for record in caplog.records if "pushes gradients in step()" in record.getMessage()]
     assert len(lines) == 1 and reason in lines[0].getMessage() and lines[0].levelno == logging.INFO
     train(other, torch.optim.SGD(other.parameters(), lr=0.1), change)
-    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+    assert distance(model, other) < 1e-5
 
 
 def critic_and_generator(name: str) -> list[tuple[nn.Module, DistributedOptimizer]]:
@@ -195,28 +194,14 @@ def test_other_values_are_refused(alone: Context, name: str, value: Any) -> None
         DistributedOptimizer(mlp(), optim.SGD(lr=0.1), name=name, overlap=value)
 
 
-def test_closing_removes_the_hooks(alone: Context, name: str) -> None:
-    model = mlp()
-    DistributedOptimizer(model, optim.SGD(lr=0.1), name=name).close()
-    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+@pytest.fixture
+def two() -> Iterator[Two]:
+    """Do the same in both workers of a run of its own."""
+    with workers(2) as contexts:
+        yield partial(everywhere, contexts)
 
 
-def on_two_workers(work: Callable[[Context], Any]) -> list[Any]:
-    """Run ``work`` on two workers of one cluster, in two threads."""
-    cluster = EmbeddedCluster(servers=1)
-
-    def worker(rank: int) -> Any:
-        with psdist.Client(cluster.address, cluster.token, rank=rank) as client:
-            return work(Context(rank, 2, rank, client))
-
-    try:
-        with ThreadPoolExecutor(2) as threads:
-            return list(threads.map(worker, range(2)))
-    finally:
-        cluster.close()
-
-
-def test_workers_choose_alone_and_the_mean_is_clipped(caplog: pytest.LogCaptureFixture) -> None:
+def test_workers_choose_alone_and_the_mean_is_clipped(two: Two) -> None:
     start = mlp()
 
     def work(context: Context) -> Any:
@@ -233,10 +218,9 @@ def test_workers_choose_alone_and_the_mean_is_clipped(caplog: pytest.LogCaptureF
                 optimizer.step()
         return mixed, plain, means, norms
 
-    one, other = on_two_workers(work)
+    one, other = two(work)
     for model, same in [*zip(one[:3], other[:3], strict=True), (one[0], one[1])]:
-        for mine, theirs in zip(model.parameters(), same.parameters(), strict=True):
-            assert torch.equal(mine, theirs)
+        assert same_bytes(model, same)
     expected, norms = copy.deepcopy(start), []
     plain = torch.optim.SGD(expected.parameters(), lr=0.1)
     for step in range(STEPS):
@@ -245,8 +229,7 @@ def test_workers_choose_alone_and_the_mean_is_clipped(caplog: pytest.LogCaptureF
         norms.append(float(nn.utils.clip_grad_norm_(expected.parameters(), 0.05)))
         plain.step()
     assert one[3] == other[3] == pytest.approx(norms, rel=1e-5)
-    for mine, theirs in zip(one[2].parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+    assert distance(one[2], expected) < 1e-5
 
 
 def halve(model: nn.Module, step: int) -> None:
@@ -288,7 +271,7 @@ def clamp_and_clip(model: nn.Module, step: int) -> None:
     ],
 )
 def test_two_workers_are_warned_of_changes_that_the_mean_does_not_commute_with(
-    caplog: pytest.LogCaptureFixture, change: Callable[[nn.Module, int], None], warns: bool
+    two: Two, caplog: pytest.LogCaptureFixture, change: Callable[[nn.Module, int], None], warns: bool
 ) -> None:
     def work(context: Context) -> None:
         torch.manual_seed(context.rank)
@@ -297,12 +280,12 @@ def test_two_workers_are_warned_of_changes_that_the_mean_does_not_commute_with(
         train(model, DistributedOptimizer(model, inner, context=context, name="own"), change)
 
     with caplog.at_level(logging.WARNING, logger="psdist"):
-        on_two_workers(work)
+        two(work)
     lines = [text for record in caplog.records if "before the mean" in (text := record.getMessage())]
     assert len(lines) == 2 * warns and all("average_gradients()" in line for line in lines)
 
 
-def test_a_scaler_that_unscales_and_skips_is_no_change(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_scaler_that_unscales_and_skips_is_no_change(two: Two, caplog: pytest.LogCaptureFixture) -> None:
     """Check that the first step overflows, so that the scale differs in the second one."""
 
     def work(context: Context) -> float:
@@ -319,7 +302,7 @@ def test_a_scaler_that_unscales_and_skips_is_no_change(caplog: pytest.LogCapture
         return scaler.get_scale()
 
     with caplog.at_level(logging.INFO, logger="psdist"):
-        assert on_two_workers(work) == [2.0**9] * 2
+        assert two(work) == [2.0**9] * 2
     texts = [record.getMessage() for record in caplog.records]
     assert sum("GradScaler may skip" in text for text in texts) == 2
     assert not any("before the mean" in text for text in texts)

@@ -9,8 +9,8 @@ import copy
 import json
 import re
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from psdist.client.context import Context
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.snapshots.policy import SavePolicy
 from psdist.torch import DistributedDataParallel, DistributedOptimizer, offload
+from tests.support.contexts import everywhere, workers
 from tests.support.launched import Run
 
 Work = Callable[[Context], Any]
@@ -32,14 +33,10 @@ Work = Callable[[Context], Any]
 @contextmanager
 def life(storage: Path, first_rank: int = 0) -> Iterator[Callable[[Work], list[Any]]]:
     """One life of the run. Yields a function that runs the same code in both workers and returns their results."""
-    cluster = EmbeddedCluster(servers=1, storage=storage, run_id="resumed")
-    clients = [psdist.Client(cluster.address, cluster.token, rank=first_rank + number) for number in range(2)]
-    contexts = [Context(client.rank, 2, client.rank, client) for client in clients]
-    with ThreadPoolExecutor(2) as threads:
-        yield lambda work: list(threads.map(work, contexts))
-        list(threads.map(lambda context: context.client.snapshot(), contexts))
-        list(threads.map(lambda client: client.close(), clients))
-    cluster.close()
+    with workers(2, first_rank=first_rank, storage=storage, run_id="resumed") as contexts:
+        yield partial(everywhere, contexts)
+        everywhere(contexts, lambda context: context.client.snapshot())
+        everywhere(contexts, lambda context: context.client.close())
 
 
 def statistics_and_weights() -> nn.Sequential:
@@ -85,18 +82,16 @@ def test_data_parallel_training_resumes_from_the_file_of_the_script(
 
 def test_an_interval_of_steps_is_that_of_what_is_trained(tmp_path: Path) -> None:
     """Check a model whose buffers are in a parameter set of their own, which makes no steps."""
-    cluster = EmbeddedCluster(servers=2, storage=tmp_path, policy=SavePolicy(steps=5, keep_last=1000))
     commits = tmp_path / "commits"
-    with psdist.Client(cluster.address, cluster.token) as client:
+    with workers(1, servers=2, storage=tmp_path, policy=SavePolicy(steps=5, keep_last=1000)) as (context,):
         model = statistics_and_weights()
-        optimizer = DistributedOptimizer(model, psdist.optim.SGD(lr=0.01), context=Context(0, 1, 0, client))
+        optimizer = DistributedOptimizer(model, psdist.optim.SGD(lr=0.01), context=context)
         while len(list(commits.glob("*.json"))) < 3:
             assert optimizer.handle.step < 100_000, "no snapshot was taken"
             optimizer.zero_grad()
             model(batch(0, 0)).pow(2).mean().backward()
             optimizer.step()
         steps = [json.loads(path.read_text())["steps"] for path in sorted(commits.glob("*.json"))]
-    cluster.close()
     assert all(one["model"] % 5 == 0 and one["model/fixed"] == 0 for one in steps), steps
     # A later one, cut while the worker left, may lack its state.
     assert "1.running_mean" in psdist.load_snapshot(str(tmp_path), step=steps[2]["model"])
@@ -236,11 +231,7 @@ def test_the_snapshot_at_the_end_of_a_script_has_running_statistics(tmp_path: Pa
     outputs, storage = [], str(tmp_path / "storage")
     for _ in range(2):
         flags = ("--run-id", "resumed", "--nservers", "1", "--nproc-per-node", "1", "--storage-path", storage)
-        run = Run(tmp_path, SCRIPT, wrapper, flags=flags)
-        try:
-            status, output = run.end()
-        finally:
-            run.stop()
+        status, output = Run.ended(tmp_path, SCRIPT, wrapper, flags=flags)
         assert status == 0, output
         outputs.append(output)
     (ended,) = re.findall(r"ends 4 (.*)", outputs[0])

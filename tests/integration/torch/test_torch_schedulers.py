@@ -56,15 +56,6 @@ def test_a_cosine_with_a_least_rate_is_torchs_in_each_group(alone: Context, name
     assert optimizer.handle.settings == {}, "the servers run the schedule"
 
 
-def test_groups_of_a_specification_show_where_their_rate_ends(alone: Context, name: str) -> None:
-    model = mlp()
-    overrides = (optim.override("*.bias", end_factor=0.5),)
-    spec = optim.SGD(lr=0.1, schedule=optim.Linear(STEPS), overrides=overrides)
-    optimizer = DistributedOptimizer(model, spec, name=name)
-    train(model, optimizer)
-    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.0, 0.05])
-
-
 SENT: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: min(1.0, step / 4) * 0.9**step),
     "milestones": lambda o: lr_scheduler.MultiStepLR(o, [3, 7], 0.3),
@@ -78,31 +69,20 @@ def in_groups(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, momentum=0.9)
 
 
-@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.long)])  # long: sent by the same call
 @pytest.mark.parametrize("make", SENT.values(), ids=SENT)
 def test_rates_of_other_schedulers_are_sent(
-    alone: Context, name: str, make: Callable[[torch.optim.Optimizer], Any], overlap: bool
+    alone: Context, name: str, make: Callable[[torch.optim.Optimizer], Any]
 ) -> None:
     model = mlp()
     other, unlike = copy.deepcopy(model), copy.deepcopy(model)
     inner = in_groups(model)
     scheduler = make(inner)
-    train(model, DistributedOptimizer(model, inner, scheduler, name=name, overlap=overlap), scheduler)
+    train(model, DistributedOptimizer(model, inner, scheduler, name=name), scheduler)
     plain = in_groups(other)
     train(other, plain, make(plain))
     assert distance(model, other) < 1e-5
     train(unlike, in_groups(unlike))
     assert distance(unlike, other) > 1e-3
-
-
-def test_a_scheduler_of_the_distributed_optimizer_sets_the_rates(alone: Context, name: str) -> None:
-    model = mlp()
-    other = copy.deepcopy(model)
-    optimizer = DistributedOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), name=name)
-    train(model, optimizer, lr_scheduler.StepLR(optimizer, 2))
-    plain = torch.optim.SGD(other.parameters(), lr=0.1)
-    train(other, plain, lr_scheduler.StepLR(plain, 2))
-    assert distance(model, other) < 1e-5
 
 
 @pytest.mark.parametrize("consistency", [psdist.BSP(), psdist.SSP(1), psdist.ASP()])
@@ -144,13 +124,22 @@ def test_schedulers_are_for_common_steps(alone: Context, consistency: psdist.con
         DistributedOptimizer(model, optimizer, scheduler, consistency=consistency)
 
 
-def test_the_rates_of_a_specification_are_shown(alone: Context, name: str) -> None:
+@pytest.mark.parametrize(
+    ("settings", "override", "first", "last"),
+    [
+        ({"lr": 0.5, "schedule": optim.Step(2, 0.1)}, {"lr": 0.1}, [0.5, 0.1], [0.5e-6, 0.1e-6]),
+        ({"lr": 0.1, "schedule": optim.Linear(STEPS)}, {"end_factor": 0.5}, [0.1, 0.1], [0.0, 0.05]),
+    ],
+)
+def test_the_rates_of_a_specification_are_shown(
+    alone: Context, name: str, settings: Any, override: dict[str, float], first: list[float], last: list[float]
+) -> None:
     model = mlp()
-    spec = optim.SGD(lr=0.5, schedule=optim.Step(2, 0.1), overrides=(optim.override("*.bias", lr=0.1),))
+    spec = optim.SGD(**settings, overrides=(optim.override("*.bias", **override),))
     optimizer = DistributedOptimizer(model, spec, name=name)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1]
+    assert [group["lr"] for group in optimizer.param_groups] == first
     train(model, optimizer)
-    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.5e-6, 0.1e-6])
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx(last)
 
 
 def steps_of(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, change: Any = None) -> nn.Module:

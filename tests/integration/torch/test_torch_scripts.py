@@ -49,11 +49,7 @@ def changed(text: str, lines: Mapping[str, str]) -> str:
 def launched(path: Path, script: str) -> dict[str, Any]:
     """Run a script on two workers and return what rank 0 saved."""
     path.mkdir()
-    run = Run(path, script, str(path / "saved.pt"), flags=("--nservers", "1", "--max-restarts", "0"))
-    try:
-        status, output = run.end()
-    finally:
-        run.stop()
+    status, output = Run.ended(path, script, str(path / "saved.pt"), flags=("--nservers", "1", "--max-restarts", "0"))
     assert status == 0, output
     saved: dict[str, Any] = torch.load(path / "saved.pt", weights_only=True)
     return saved

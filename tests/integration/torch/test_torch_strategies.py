@@ -152,19 +152,3 @@ def test_numbers_of_workers_that_an_example_refuses(
     (module,) = (one for one in examples if one.__name__ == example)
     with pytest.raises(InvalidArgumentError, match=text):
         getattr(module, check)(*arguments)
-
-
-@pytest.mark.long  # One more worker than in the first test.
-def test_the_strategy_of_the_page_trains_the_weights_of_one_process(tmp_path: Path) -> None:
-    output = run(write_exact_page(tmp_path), workers=3, servers=1)
-    check_page(output, 3)
-    found = differences(output)
-    assert len(found) == 3 and max(found) < 1e-5
-
-
-@pytest.mark.long  # The first test has the same program, but for 16 bits.
-def test_the_program_of_the_page_trains(tmp_path: Path) -> None:
-    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/strategies.md").read_text(), re.S)
-    (tmp_path / "page.py").write_text(program)
-    losses = re.findall(r"loss ([\d.]+)", run(str(tmp_path / "page.py"), servers=1))
-    assert len(losses) == 2 and float(losses[0]) < 0.5
