@@ -3,7 +3,6 @@ elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -26,14 +25,6 @@ def device() -> CudaDevice:
         return open_device("cuda")
     except DeviceUnavailableError as error:
         pytest.skip(error.message)
-
-
-@pytest.fixture
-def runs() -> Iterator[list[Run]]:
-    made: list[Run] = []
-    yield made
-    for run in made:
-        run.stop()
 
 
 @every_optimizer

@@ -194,11 +194,7 @@ with psdist.init() as context:
 
 
 def test_a_busy_rank_keeps_its_group(tmp_path: Path) -> None:
-    run = Run(tmp_path, _GROUP_SCRIPT, transport="tcp", flags=("--max-restarts", "0", *_SHORT_LEASE))
-    try:
-        status, text = run.end()
-    finally:
-        run.stop()
+    status, text = Run.ended(tmp_path, _GROUP_SCRIPT, transport="tcp", flags=("--max-restarts", "0", *_SHORT_LEASE))
     assert status == 0 and "rank 0 life 1" in text and "rank 1 life 1" in text, text
     assert re.search(r"worker-1 .*is not expelled yet .*its process answers pings", text), text
 
@@ -219,11 +215,7 @@ with psdist.init() as context:
 
 
 def test_the_launcher_ends_and_restarts_a_stopped_worker(tmp_path: Path) -> None:
-    run = Run(tmp_path, _STOPPED_SCRIPT, flags=("--max-restarts", "1", *_SHORT_LEASE))
-    try:
-        status, text = run.end()
-    finally:
-        run.stop()
+    status, text = Run.ended(tmp_path, _STOPPED_SCRIPT, flags=("--max-restarts", "1", *_SHORT_LEASE))
     assert status == 0, text
     assert "worker 1 has been stopped for 11 s, as by SIGSTOP: its process is killed" in text, text
     assert "worker 1 failed: killed by SIGKILL; restart 1 of 1" in text, text

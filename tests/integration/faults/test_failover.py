@@ -4,7 +4,6 @@ lost, nothing counts twice, and a synchronous run gives the exact bytes of a run
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -61,14 +60,6 @@ print("rank", rank, "counts", np.unique(values), "resent", weights.statistics().
 """
 #: A killed member is missed immediately. On a busy machine no other member may be, since that would change the result.
 _FLAGS = ("--nservers", "3", "--replicas", "2", "--failure-timeout", "15")
-
-
-@pytest.fixture
-def runs() -> Iterator[list[Run]]:
-    made: list[Run] = []
-    yield made
-    for run in made:
-        run.stop()
 
 
 def _digests(text: str) -> set[str]:

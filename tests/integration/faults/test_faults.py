@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -69,14 +68,6 @@ values = weights.pull()["w"]
 assert weights.version - 12 <= values.min() <= values.max() <= weights.version, (weights.version, values)
 print("rank", rank, "attempt", attempt, "ends well")
 """
-
-
-@pytest.fixture
-def runs() -> Iterator[list[Run]]:
-    made: list[Run] = []
-    yield made
-    for run in made:
-        run.stop()
 
 
 #: Which workers die, and in which push; and the transport that ``make test`` uses, "" for none.

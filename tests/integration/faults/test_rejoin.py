@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -74,14 +73,6 @@ print("rank", rank, "ends well after", step, flush=True)
 
 #: Long enough for a worker that a busy machine holds up.
 _LEASE = ("--worker-timeout", "6")
-
-
-@pytest.fixture
-def runs() -> Iterator[list[Run]]:
-    made: list[Run] = []
-    yield made
-    for run in made:
-        run.stop()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ processes, real gRPC."""
 
 from __future__ import annotations
 
-import asyncio
 import re
 import signal
 from collections.abc import AsyncIterator, Iterator
@@ -16,19 +15,14 @@ import numpy as np
 import pytest
 
 from psdist import BSP, AsyncClient, AsyncParameters, optim
-from psdist.errors import PsdistError, ReplicaMismatchError
+from psdist.errors import ReplicaMismatchError
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.types import ClusterMap
-from psdist.v1 import common_pb2 as cpb
-from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc, server_pb2_grpc
-from psdist.v1 import server_pb2 as pb
-from psdist.wire import auth, convert, status
-from tests.support.channels import open_channel
+from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
+from psdist.wire import auth, convert
 
 SLICE, SLICES = 4096, 12
 ONES = np.ones(SLICE * SLICES, np.float32)
-#: The zombie's gradient: it would stay visible forever.
-POISON = np.full(SLICE, 1000.0, np.float32).tobytes()
 
 
 @pytest.fixture
@@ -65,70 +59,6 @@ async def map_of(cluster: EmbeddedCluster) -> ClusterMap:
 
 def process_of(cluster: EmbeddedCluster, server_id: str) -> Popen[bytes]:
     return next(child for child in cluster.processes if server_id in cast(list[str], child.args))
-
-
-class Zombie:
-    """The first server in the old map, and calls that reach it like those of a worker that knows no other map."""
-
-    def __init__(self, cluster: EmbeddedCluster, known: ClusterMap, incarnation: int) -> None:
-        self.server, (entry,) = known.servers[0], known.parameters
-        self.process = process_of(cluster, self.server.server_id)
-        shards = [
-            number for number, shard in enumerate(entry.shards) if shard.primary.server_id == self.server.server_id
-        ]
-        self.slices = [index for index in range(SLICES) if index % len(entry.shards) in shards]
-        self.channel = open_channel(self.server.address)
-        self.stub = server_pb2_grpc.ServerServiceStub(self.channel)
-        self.metadata = auth.metadata(cluster.token)
-        self.identity = pb.Identity(
-            run_id=known.run_id, worker_id="worker-0", incarnation=incarnation, epoch=known.epoch, parameters="p"
-        )
-
-    async def push(self, step: int) -> PsdistError | None:
-        """Push poison. Returns the reason of the refusal."""
-        header = pb.PushHeader(identity=self.identity, step=step, codec=cpb.CODEC_RAW, dtype=cpb.DTYPE_FLOAT32)
-        requests = [pb.PushRequest(slice=index, payload=POISON) for index in self.slices]
-        requests[0].header.CopyFrom(header)
-        try:
-            async for answer in self.stub.Push(iter(requests), metadata=self.metadata):
-                if not answer.waiting_for:
-                    return None
-        except grpc.aio.AioRpcError as error:
-            return status.from_call(error, "server")
-        return None
-
-    async def pull(self) -> PsdistError | None:
-        """Pull. Returns the reason for which it does not report its weights."""
-        request = pb.PullRequest(identity=self.identity, dtype=cpb.DTYPE_FLOAT32)
-        try:
-            async for answer in self.stub.Pull(request, metadata=self.metadata):
-                if answer.payload:
-                    return None
-        except grpc.aio.AioRpcError as error:
-            return status.from_call(error, "server")
-        return None
-
-
-@pytest.mark.long
-async def test_a_server_that_stood_still_takes_no_push_and_serves_no_read(
-    cluster: EmbeddedCluster, client: AsyncClient
-) -> None:
-    handle = await created(client)
-    assert ((await handle.push_pull({"w": ONES}))["w"] == -1).all()
-    zombie = Zombie(cluster, await map_of(cluster), client.incarnation)
-    assert zombie.slices
-    await zombie.channel.channel_ready()
-    zombie.process.send_signal(signal.SIGSTOP)
-    # They wait in its socket while others continue without it, and are the first messages that it reads when it thaws.
-    calls = [asyncio.create_task(call) for call in (zombie.push(1), zombie.pull())]
-    assert ((await handle.push_pull({"w": ONES}))["w"] == -2).all()
-    assert not any(call.done() for call in calls)
-    zombie.process.send_signal(signal.SIGCONT)
-    refusals = await asyncio.gather(*calls)
-    assert all(isinstance(refusal, PsdistError) for refusal in refusals), refusals
-    assert ((await handle.pull())["w"] == -2).all()
-    assert ((await handle.push_pull({"w": ONES}))["w"] == -3).all()
-    await zombie.channel.close()
 
 
 def spoil(process: Popen[bytes]) -> None:

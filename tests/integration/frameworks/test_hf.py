@@ -39,19 +39,6 @@ def check_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
         assert numbers(one["log"], name) == pytest.approx(numbers(other["log"], name), rel=1e-5), name
 
 
-@pytest.mark.long  # The next test compares the same training with a single process, over a killed server.
-@pytest.mark.parametrize("kind", ["gpt2", "bert"])
-def test_training_equals_a_single_process(runs: Runs, tmp_path: Path, kind: str) -> None:
-    """Check accumulation, clipping, decay by groups, the schedule, evaluations and padded sentences."""
-    expected = runs.alone("train", kind=kind, directory=str(tmp_path / "alone"), batch=8, uses=False)
-    for workers in (1, 2):
-        directory = str(tmp_path / f"of-{workers}")
-        found = runs.together("train", workers, kind=kind, directory=directory, batch=8 // workers)
-        for one in found:
-            check_equal(expected, one)
-            assert difference(found[0]["weights"], one["weights"]) == 0
-
-
 @pytest.mark.parametrize("kind", ["gpt2", pytest.param("bert", marks=pytest.mark.long)])
 def test_a_killed_server_and_an_interrupt_change_nothing(runs: Runs, tmp_path: Path, kind: str) -> None:
     """Kill a server of two with copies; then all workers of a run, which resumes from its last checkpoint."""

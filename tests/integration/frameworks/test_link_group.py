@@ -374,33 +374,6 @@ def test_torch_finds_the_backend_of_an_installed_package() -> None:
     assert "PSDIST" in dist.Backend._plugins
 
 
-_KILLED_LATE = """
-import os
-import signal
-import time
-from pathlib import Path
-
-dist.barrier()
-if rank == 1:
-    os.kill(os.getpid(), signal.SIGKILL)
-while not Path("released").exists():
-    time.sleep(0.01)
-"""
-
-
-@pytest.mark.long  # The unit tests of the supervisor have the decision.
-def test_a_restarted_worker_does_not_wait_for_workers_that_have_ended(tmp_path: Path) -> None:
-    run = Run(tmp_path, _HEAD + _KILLED_LATE + _END, flags=("--nservers", "1"))
-    try:
-        run.until("restart 1 of 3")
-        (tmp_path / "released").touch()
-        status, text = run.end()
-    finally:
-        run.stop()
-    why = "its torch.distributed group needs worker 0, which has ended: not restarted"
-    assert status == 1 and f"worker 1 failed before, and cannot continue: {why}" in text, text
-
-
 _ENDLESS = """
 context = psdist.init()
 while True:
@@ -410,12 +383,9 @@ while True:
 
 
 def test_a_script_that_waits_in_a_collective_ends_in_order(tmp_path: Path) -> None:
-    run = Run(tmp_path, _HEAD + _ENDLESS, flags=("--nservers", "1"))
-    try:
+    with Run(tmp_path, _HEAD + _ENDLESS, flags=("--nservers", "1")) as run:
         run.until("reduced", 200)
         run.process.send_signal(signal.SIGTERM)
         status, text = run.end()
-    finally:
-        run.stop()
     assert status == 128 + signal.SIGTERM, text
     assert "Traceback" not in text and "never awaited" not in text, text

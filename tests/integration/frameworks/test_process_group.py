@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -158,13 +159,10 @@ def test_without_a_launcher_nothing_is_started(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_lowest_rank_takes_the_place_of_one_that_left(caplog: pytest.LogCaptureFixture) -> None:
-    world = World()
-    try:
+    with closing(World()) as world:
         world.contexts[2].close()
         found = world.each(lambda rank: world.groups[rank]._gather(torch.tensor([rank + 1.0])), 2)
         assert [[float(one) for one in row] for row in found] == [[1, 2, 1], [1, 2, 1]]
         assert caplog.text.count("rank 2 has left the run") == 2
         world.each(lambda rank: world.groups[rank]._gather(torch.ones(1)), 2)
         assert caplog.text.count("rank 2 has left the run") == 2
-    finally:
-        world.close()

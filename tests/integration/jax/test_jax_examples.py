@@ -42,14 +42,11 @@ def train(path: Path, name: str, *arguments: str, kills: bool = False) -> str:
     """Train an example on two workers and two copies of each shard. Returns the output, from step 20 if a server is
     killed there."""
     flags = ("--replicas", "2", "--run-id", name, "--storage-path", str(path / "runs"))
-    run = Run(path, (ROOT / f"examples/{name}.py").read_text(), *arguments, flags=flags)
-    try:
+    with Run(path, (ROOT / f"examples/{name}.py").read_text(), *arguments, flags=flags) as run:
         if kills:
             run.until(r"\[worker 0\] step 20 ")
             run.child("psdist_server", "server-1").kill()
         status, output = run.end()
-    finally:
-        run.stop()
     assert status == 0, output
     return output
 
@@ -60,27 +57,11 @@ def test_flax_equals_one_process_over_a_killed_server(tmp_path: Path) -> None:
     assert difference(plain(tmp_path, "jax_flax", 40), saved) < 1e-5
 
 
-@pytest.mark.long  # The test above in two runs; the snapshots of one are read by the next in test_snapshot_resume.
-def test_flax_equals_one_process_over_a_killed_server_and_a_resumed_run(tmp_path: Path) -> None:
-    saved = tmp_path / "saved.npz"
-    assert "after 60 steps" in train(tmp_path, "jax_flax", "--steps", "60", kills=True)
-    output = train(tmp_path, "jax_flax", "--steps", "80", "--save", str(saved))
-    assert re.findall(r"\[worker 0\] step (\d+)", output) == ["80"], "it resumed at step 60"
-    assert difference(plain(tmp_path, "jax_flax", 80), saved) < 1e-5
-
-
 @pytest.mark.long  # The same as with Flax, but for the framework.
 def test_equinox_equals_one_process_over_a_killed_server(tmp_path: Path) -> None:
     saved = tmp_path / "saved.npz"
     train(tmp_path, "jax_equinox", "--steps", "200", "--save", str(saved), kills=True)
     assert difference(plain(tmp_path, "jax_equinox", 200), saved) < 1e-5
-
-
-@pytest.mark.long  # test_jax_parameters has the same with other chains.
-def test_an_optax_chain_in_two_workers_equals_one_process(tmp_path: Path) -> None:
-    saved = tmp_path / "saved.npz"
-    train(tmp_path, "jax_equinox", "--average", "--steps", "60", "--save", str(saved))
-    assert difference(plain(tmp_path, "jax_equinox", 60), saved) < 1e-5
 
 
 def test_a_few_lines_differ() -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -144,11 +145,8 @@ def test_a_wrong_token_has_one_status_everywhere(
     (tmp_path / "x.py").write_text("import psdist; psdist.init()")
     program, *rest = arguments
     words = rest[:1] if program == "main" else []
-    cluster = EmbeddedCluster(servers=1)
-    try:
+    with closing(EmbeddedCluster(servers=1)) as cluster:
         status, _, text = call(*words, "--scheduler", cluster.address, *rest[len(words) :], program=program)
-    finally:
-        cluster.close()
     assert status == 78 and "token is missing or wrong" in text, text
 
 

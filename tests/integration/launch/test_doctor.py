@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 from psdist.addresses import free_port
 from psdist.cli.doctor_checks import Finding
 from psdist.cli.doctor_cluster import check_cluster
@@ -18,8 +20,7 @@ async def findings(address: str, token: str) -> dict[str, Finding]:
 
 
 async def test_the_way_to_a_cluster_is_checked() -> None:
-    cluster = EmbeddedCluster(servers=2)
-    try:
+    with closing(EmbeddedCluster(servers=2)) as cluster:
         found = await findings(cluster.address, cluster.token)
         # Servers may still be starting. The test's time limit ends this.
         while not {"ok", "warn"} >= {found[name].level if name in found else "" for name in LINKS}:
@@ -35,8 +36,6 @@ async def test_the_way_to_a_cluster_is_checked() -> None:
         assert found[f"port of scheduler {standby}"].level == "fail" and "token" not in found
         found = await findings(cluster.address, "wrong")
         assert found["token"].level == "fail" and "PSDIST_TOKEN" in found["token"].remedy
-    finally:
-        cluster.close()
 
 
 async def test_a_port_of_another_service_is_found() -> None:

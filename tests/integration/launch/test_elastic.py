@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -227,36 +226,6 @@ def test_servers_come_and_go_while_training_runs(stage: Stage) -> None:
         assert words in text, text
 
 
-@pytest.mark.long  # Tests of the scheduler refuse the same.
-def test_too_few_servers_are_refused(stage: Stage) -> None:
-    run = stage.start("bsp", *_COPIES)
-    run.until("made step 10$")
-    refused = stage.psdist("scale", "servers", "1")
-    assert refused.returncode != 0 and "2 is the least" in refused.stderr, refused
-    unknown = stage.psdist("drain", "server-7")
-    assert unknown.returncode != 0 and "server-0" in unknown.stderr, unknown
-    assert stage.finish()[0] == 0
-
-
-@pytest.mark.long  # make chaos kills both at any moment.
-def test_the_scheduler_and_a_server_die_at_once(stage: Stage) -> None:
-    run = stage.start("bsp", *_COPIES)
-    run.until("made step 10$")
-    epoch = stage.until(lambda status: settled(status, "server-0", "server-1"))["epoch"]
-    for words in (("psdist_scheduler",), ("psdist_server", "server-1")):
-        run.child(*words).kill()
-    second = {"id": "server-1", "incarnation": 2, "state": "live"}
-    status = stage.until(
-        lambda status: (
-            settled(status, "server-0", "server-1") and any(second.items() <= m.items() for m in status["members"])
-        )
-    )
-    assert status["epoch"] > epoch
-    code, text = stage.finish()
-    assert code == 0 and "Traceback" not in text, text
-    assert "scheduler died: killed by SIGKILL" in text and "server 1 died: killed by SIGKILL" in text, text
-
-
 @pytest.mark.long
 def test_when_all_copies_are_lost_the_run_ends_and_says_what_was_lost(stage: Stage) -> None:
     run = stage.start("bsp", *_COPIES)
@@ -269,52 +238,7 @@ def test_when_all_copies_are_lost_the_run_ends_and_says_what_was_lost(stage: Sta
     assert "lost" in text.splitlines()[-1] and "'model'" in text.splitlines()[-1], text
 
 
-@pytest.mark.long  # test_faults has the same from a script's view.
-def test_without_copies_a_killed_server_ends_the_run_and_says_how_to_go_on(stage: Stage) -> None:
-    run = stage.start("bsp", "--nservers", "2")
-    run.until("made step 10$")
-    run.child("psdist_server", "server-1").kill()
-    code, text = run.end()
-    assert code == 70, text
-    last = text.splitlines()[-1]
-    assert "server 1 died: killed by SIGKILL" in last and "start the run again" in last, text
-
-
-@pytest.mark.long
-def test_a_server_that_is_told_to_end_hands_over_what_it_holds(stage: Stage) -> None:
-    run = stage.start("bsp", "--nservers", "2")
-    run.until("made step 10$")
-    run.child("psdist_server", "server-1").terminate()
-    run.until("server 1 holds nothing|server 1 ended: exit code 0")
-    run.until("made step", 4)
-    code, text = stage.finish()
-    assert code == 0 and "Traceback" not in text, text
-
-
 # --- workers ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long  # In the next test the launcher adds and removes workers.
-@pytest.mark.parametrize("mode", ["bsp", "ssp", "asp"])
-def test_workers_join_and_leave_while_training_runs(stage: Stage, mode: str) -> None:
-    run = stage.start(mode, *_COPIES)
-    command = run.until("to add a worker from another terminal: psdist-worker (.*)")[1]
-    run.until("made step 10$")
-    joiner = stage.agent(*shlex.split(command))
-    line(joiner, r"rank 2 made step")
-    joiner.send_signal(signal.SIGTERM)
-    left = int(line(joiner, r"rank 2 pushed (\d+)")[1])
-    assert joiner.wait(240) == 143 and left > 0
-    status = stage.until(lambda status: all(m["state"] != "live" for m in status["members"] if m["rank"] == 2))
-    (gone,) = [member for member in status["members"] if member["rank"] == 2]
-    # On a busy machine its farewell may not arrive within the second that it has.
-    assert (gone["state"], gone["reason"]) == ("left", "stopped") or gone["state"] == "lost"
-    run.until("made step", 4)
-    code, text = stage.finish()
-    assert code == 0 and "Traceback" not in text, text
-    if mode != "bsp":
-        total = left + sum(int(count) for count in re.findall(r"rank \d pushed (\d+)", text))
-        assert re.findall(r"sees \[(\d+)\.\]", text) == [str(total)] * 2, (left, text)
 
 
 def live_ranks(status: dict[str, Any]) -> list[int]:

@@ -29,19 +29,12 @@ _FLAGS = ("--nservers", "2", "--storage-path", "none", "--max-restarts", "0")
 
 @pytest.mark.parametrize("transport", ["shm", "grpc", pytest.param("tcp", marks=pytest.mark.long)])
 def test_workers_with_the_same_batches_are_warned_once(tmp_path: Path, transport: str) -> None:
-    run = Run(tmp_path, _SCRIPT, "equal", flags=_FLAGS, transport=transport)
-    try:
+    with Run(tmp_path, _SCRIPT, "equal", flags=_FLAGS, transport=transport) as run:
         line = run.until("same batches").string
-    finally:
-        run.stop()
     assert "ranks 0 and 1 push the same gradients of 'w'" in line and "[worker 0]" in line, line
     assert "DistributedSampler" in line and "rank::" in line and "LeasedDataLoader" in line
 
 
 def test_workers_with_their_own_batches_are_not_warned(tmp_path: Path) -> None:
-    run = Run(tmp_path, _SCRIPT, "own", flags=_FLAGS)
-    try:
-        code, text = run.end()
-    finally:
-        run.stop()
+    code, text = Run.ended(tmp_path, _SCRIPT, "own", flags=_FLAGS)
     assert code == 0 and "same" not in text, text

@@ -61,15 +61,6 @@ def test_while_it_runs_it_is_noted_and_then_not_any_more(stage: Stage) -> None:
     stage.assert_clean()
 
 
-@pytest.mark.long  # Runs share nothing but the folder of their notes.
-def test_several_runs_at_once_do_not_meet(stage: Stage) -> None:
-    runs = [stage.start("--nproc-per-node", "2", "train.py", "connect", f"run{number}") for number in range(3)]
-    for number, run in enumerate(runs):
-        status, text = run.end()
-        assert status == 0 and text.count(f"run{number} 0") == 2, text
-    stage.assert_clean()
-
-
 def test_log_files_and_filters(stage: Stage) -> None:
     flags = ("--nproc-per-node", "2", "--run-id", "r", "--log-dir", "logs", "--local-ranks-filter", "1")
     status, text = stage.run(*flags, "train.py", "connect", "hello")

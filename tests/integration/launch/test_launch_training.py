@@ -227,38 +227,6 @@ def test_programs_started_by_hand_form_a_world(stage: Stage) -> None:
         assert stage.end(process)[0] == 0
 
 
-@pytest.mark.long  # Programs started by hand, but for the flags.
-def test_static_node_ranks_need_no_rendezvous(stage: Stage) -> None:
-    _, address = stage.scheduler("--min-workers", "2")
-    stage.start("psdist-server", "--scheduler", address, PSDIST_TOKEN="secret")
-    host, port = address.split(":")
-    flags = ("--master_addr", host, "--master_port", port, "--nnodes", "2", "--max-restarts", "0")
-    agents = [
-        stage.start("psdist-worker", *flags, "--node_rank", str(rank), "train.py", PSDIST_TOKEN="secret")
-        for rank in range(2)
-    ]
-    for rank, agent in enumerate(agents):
-        status, text = stage.end(agent)
-        assert status == 0 and f"node {rank} of 2" in text and f"[worker {rank}] rank {rank} of 2" in text, text
-
-
-@pytest.mark.long  # A run, but for the name of its command.
-def test_standalone_is_psdist_run(stage: Stage) -> None:
-    status, text = stage.run("psdist-worker", "--standalone", "--nproc-per-node", "1", "train.py")
-    assert status == 0 and "[worker 0] rank 0 of 1 local 0 weight -4.0" in text, text
-
-
-def test_a_taken_port_is_named(stage: Stage) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        for command in (("psdist-scheduler",), ("psdist-server", "--scheduler", "127.0.0.1:9")):
-            status, text = stage.run(*command, "--port", port)
-            assert status == 69 and port in text and "--port" in text, text
-            assert "Traceback" not in text
-
-
 def test_an_unreachable_scheduler_is_named(stage: Stage) -> None:
     with socket.socket() as closed:
         # Bound but not listening: nobody else gets the port, and connections are refused.

@@ -33,11 +33,7 @@ with psdist.init() as context:
 )
 def test_a_script_is_not_restarted_that_would_be_refused_again(tmp_path: Path, what: str, status: int) -> None:
     flags = ("--nservers", "1", "--storage-path", "none", "--max-restarts", "1")
-    run = Run(tmp_path, _SCRIPT, what, flags=flags)
-    try:
-        code, text = run.end()
-    finally:
-        run.stop()
+    code, text = Run.ended(tmp_path, _SCRIPT, what, flags=flags)
     assert code == status, text
     assert ("restart 1 of 1" in text) == (what == "raises"), text
     assert ("settings differ from" in text and "not restarted" in text) == (what == "differs"), text
@@ -71,11 +67,7 @@ def test_an_error_before_the_first_step_is_not_tried_again_and_again(
     tmp_path: Path, when: str, attempts: int, words: str
 ) -> None:
     flags = ("--nservers", "1", "--storage-path", "none", "--max-restarts", "3", "--nproc-per-node", "1")
-    run = Run(tmp_path, _FAILS, when, flags=flags)
-    try:
-        code, text = run.end()
-    finally:
-        run.stop()
+    code, text = Run.ended(tmp_path, _FAILS, when, flags=flags)
     assert code == 1 and text.count("] attempt") == attempts and words in text, text
 
 
@@ -111,10 +103,6 @@ def test_an_error_after_init_process_group_is_shown_and_keeps_its_status(
     tmp_path: Path, error: str, status: int
 ) -> None:
     flags = ("--nservers", "1", "--storage-path", "none", "--max-restarts", "0", "--nproc-per-node", "1")
-    run = Run(tmp_path, _WITH_TORCH, error, flags=flags)
-    try:
-        code, text = run.end()
-    finally:
-        run.stop()
+    code, text = Run.ended(tmp_path, _WITH_TORCH, error, flags=flags)
     assert code == status, text
     assert f"{error}: the full text of the message" in text and "in <module>" in text, text

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +36,6 @@ with psdist.init() as context:
             values = model.push_pull({"w": values["w"] - 1})
             context.report(loss=0.0, samples=1)
 """
-
-
-@pytest.fixture
-def runs() -> Iterator[list[Run]]:
-    started: list[Run] = []
-    yield started
-    for run in started:
-        run.stop()
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -99,8 +90,7 @@ def test_files_have_everything_that_was_reported(
 
 def test_an_agent_files_the_workers_of_its_node(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    cluster = EmbeddedCluster(servers=1)
-    try:
+    with closing(EmbeddedCluster(servers=1)) as cluster:
         environment = os.environ | {"PSDIST_SCHEDULER": cluster.address, "PSDIST_TOKEN": cluster.token}
         command = [sys.executable, "-c", "from psdist.cli.main import worker; worker()"]
         flags = ["--nproc-per-node", "2", "--node-rank", "0", "--run-id", cluster.run_id]
@@ -109,39 +99,12 @@ def test_an_agent_files_the_workers_of_its_node(tmp_path: Path) -> None:
             [*command, *flags, "train.py", "12"], cwd=tmp_path, env=environment,
             capture_output=True, text=True, check=False, timeout=240,
         )  # fmt: skip
-    finally:
-        cluster.close()
     assert done.returncode == 0, done.stderr
     lines = lines_of(tmp_path / "logs" / cluster.run_id / "metrics-node-0.jsonl")
     assert sum(line["reports"] for line in lines) == 24 and lines[-1]["step"] == 12
     (path,) = (tmp_path / "tb" / cluster.run_id / "node-0").iterdir()
     assert EventFile(path).scalars["lr"][-1] == (12, 0.5)
     assert re.search(r"psdist: step 12  .* 2 workers\n", done.stderr), done.stderr
-
-
-@pytest.mark.long  # Unit tests of the trackers also check that files are continued.
-def test_a_resumed_run_goes_on_in_the_same_files(tmp_path: Path, runs: list[Run]) -> None:
-    flags = ("--log-dir", "logs", "--tensorboard", "tb", "--run-id", "digits", "--storage-path", "kept")
-    flags = (*flags, "--progress", "off", "--metrics-interval", "0")
-    first = Run(tmp_path, SCRIPT, "20", "--wait", flags=flags)
-    runs.append(first)
-    first.until("at 20", 2)
-    first.process.send_signal(signal.SIGTERM)
-    assert first.end()[0] == 128 + signal.SIGTERM
-    before = lines_of(tmp_path / "logs" / "digits" / "metrics.jsonl")
-    last = before[-1]["step"]
-    assert last > 20
-    second = Run(tmp_path, SCRIPT, str(last + 5), flags=flags)
-    runs.append(second)
-    status, text = second.end()
-    assert status == 0 and "samples/s" not in text, text
-    lines = lines_of(tmp_path / "logs" / "digits" / "metrics.jsonl")
-    assert lines[: len(before)] == before
-    resumed = lines[len(before) :]
-    assert resumed[0]["step"] > last - 1 and resumed[-1]["step"] == last + 5
-    assert sum(line["reports"] for line in resumed) == 2 * (last + 5 - resumed[0]["step"] + 1)
-    files = [EventFile(path) for path in sorted((tmp_path / "tb" / "digits").iterdir())]
-    assert sorted(file.restarts[0] for file in files) == [before[0]["step"], resumed[0]["step"]]
 
 
 def test_a_script_that_reports_nothing_prints_and_writes_nothing(tmp_path: Path, runs: list[Run]) -> None:

@@ -46,14 +46,11 @@ def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("PSDIST_TOKEN", TOKEN)
     monkeypatch.chdir(tmp_path)
     flags = ("--nservers", "2", "--replicas", "2", "--run-id", "traced", "--storage-path", "none")
-    run = Run(tmp_path, getattr(request, "param", "") + SCRIPT, flags=flags)
-    try:
+    with Run(tmp_path, getattr(request, "param", "") + SCRIPT, flags=flags) as run:
         run.until("trained", 2)
         yield run
         (tmp_path / "enough").touch()
         assert run.end()[0] == 0
-    finally:
-        run.stop()
 
 
 def trace(*flags: str) -> subprocess.CompletedProcess[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -153,8 +154,7 @@ def test_bench_on_a_cluster_of_its_own() -> None:
 # They differ from the one above only in flags, and in a launcher.
 @pytest.mark.long
 def test_bench_on_a_cluster_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = EmbeddedCluster(servers=1)
-    try:
+    with closing(EmbeddedCluster(servers=1)) as cluster:
         monkeypatch.setenv("PSDIST_TOKEN", cluster.token)
         for arguments in (("--wire-dtype", "bfloat16"), ("--copy", "--consistency", "asp")):
             done = bench("--scheduler", cluster.address, "--transport", "grpc", *arguments)
@@ -162,8 +162,6 @@ def test_bench_on_a_cluster_that_is_there(monkeypatch: pytest.MonkeyPatch) -> No
             assert "20,000 parameters" in done.stdout and "server-0" in done.stdout and "grpc" in done.stdout
         again = bench("--scheduler", cluster.address, "--wire-dtype", "bfloat16")
         assert again.returncode == 0, again.stderr
-    finally:
-        cluster.close()
 
 
 @pytest.mark.long

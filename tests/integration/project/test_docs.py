@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import MISSING, fields
 from pathlib import Path
 from pkgutil import resolve_name
@@ -43,14 +44,11 @@ def test_the_commands_of_the_wire_page_make_stubs(tmp_path: Path) -> None:
 
 def test_the_client_of_the_wire_page_trains(tmp_path: Path) -> None:
     script = _program_of("wire.md", tmp_path)
-    cluster = EmbeddedCluster(servers=2)
-    try:
+    with closing(EmbeddedCluster(servers=2)) as cluster:
         environment = os.environ | {"PSDIST_SCHEDULER": cluster.address, "PSDIST_TOKEN": cluster.token}
         done = subprocess.run(
             [sys.executable, str(script)], capture_output=True, text=True, check=False, env=environment, timeout=240
         )
-    finally:
-        cluster.close()
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"\[(0\.999\d+ ?){4}\]\n", done.stdout), done.stdout
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import re
-import subprocess
 import sys
 
 import pytest
@@ -56,31 +55,8 @@ def test_digits_without_a_barrier_come_within_a_point(synchronous: str, options:
     assert accuracy >= max(97.0, accuracies(synchronous)[0] - 1.0)
 
 
-@pytest.mark.long
-def test_digits_train_with_half_the_bytes() -> None:
-    (accuracy,) = accuracies(run("examples/digits.py", "--compression", "bfloat16"))
-    assert accuracy >= 97.0
-
-
-@pytest.mark.long
-def test_digits_are_the_same_on_any_number_of_servers() -> None:
-    def losses(servers: int) -> list[str]:
-        return re.findall(r"loss +([\d.]+)", run("examples/digits.py", "--epochs", "2", servers=servers))
-
-    assert losses(1) == losses(3) != []
-
-
 def test_quickstart_finds_the_line() -> None:
     assert "y = 3.00 x -1.00 after 200 steps" in run("examples/quickstart.py")
-
-
-@pytest.mark.long  # Scripts of other tests have no launcher either.
-def test_without_a_launcher_it_is_a_world_of_one() -> None:
-    command = [sys.executable, "examples/digits.py", "--epochs", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "a world of one" in done.stderr
-    assert len(accuracies(done.stdout)) == 1
 
 
 def test_quickstart_is_short() -> None:

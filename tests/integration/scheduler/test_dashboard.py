@@ -223,11 +223,8 @@ async def test_a_browser_that_never_reads_is_cut_off_and_holds_up_nobody(monkeyp
                     next(events)
                 next(events)
 
-    server = DashboardServer(DashboardEndpoint("127.0.0.1", 0, TOKEN), KEY, large)
-    try:
+    with closing(DashboardServer(DashboardEndpoint("127.0.0.1", 0, TOKEN), KEY, large)) as server:
         await asyncio.to_thread(check, int(server.address.rpartition(":")[2]))
-    finally:
-        server.close()
 
 
 def has_ended(connection: socket.socket) -> bool:

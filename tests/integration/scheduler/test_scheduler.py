@@ -17,7 +17,6 @@ import grpc
 import grpc.aio
 import pytest
 import pytest_asyncio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from psdist import errors, map_difference
 from psdist.v1 import common_pb2 as common
@@ -457,23 +456,6 @@ async def test_losses_are_news_and_leaving_is_none(start: Start, peer: Any) -> N
     await beating
 
 
-async def test_a_joiner_is_proposed_to_the_servers(start: Start, peer: Any) -> None:
-    process = await start()
-    server, worker, late = (peer(process) for _ in range(3))
-    await server.register(pb.ROLE_SERVER)
-    await worker.register()
-    call = worker.create()
-    await until(call, STATE.STATE_UPLOAD)
-    await commit(worker, [server])
-    await late.register()
-    joining = late.create()
-    proposal = await server.read("join_proposal")
-    assert proposal.member.worker_id == "worker-1" and proposal.member.first_step == 0
-    answer = pb.SessionRequest.JoinAnswer(proposal_id=proposal.proposal_id, accepted=True)
-    await server.session.write(pb.SessionRequest(join_answer=answer))
-    assert (await until(joining, STATE.STATE_READY)).first_step == 0
-
-
 async def test_agents_meet_and_readers_describe(start: Start, peer: Any) -> None:
     process = await start()
     one, two = peer(process), peer(process)
@@ -502,28 +484,6 @@ async def test_agents_meet_and_readers_describe(start: Start, peer: Any) -> None
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-async def test_requests_that_are_refused(start: Start, peer: Any) -> None:
-    process = await start("--run-id", "one")
-    client = peer(process)
-    await client.register()
-    other = pb.RegisterRequest(protocol_version=99, role=pb.ROLE_WORKER)
-    assert "99" in str(await refusal(client.ask("Register", other)))
-    twin = pb.RegisterRequest(protocol_version=limits.PROTOCOL_VERSION, role=pb.ROLE_WORKER, member_id="worker-0")
-    error = await refusal(client.ask("Register", twin))
-    assert isinstance(error, errors.DuplicateMemberError) and "process 7 on box" in str(error)
-    homeless = pb.RegisterRequest(protocol_version=limits.PROTOCOL_VERSION, role=pb.ROLE_SERVER, address="nowhere")
-    assert isinstance(await refusal(client.ask("Register", homeless)), errors.InvalidArgumentError)
-    assert isinstance(await refusal(client.ask("Register", pb.RegisterRequest())), errors.InvalidArgumentError)
-    wrong = pb.GetClusterMapRequest(run_id="two")
-    assert isinstance(await refusal(client.ask("GetClusterMap", wrong)), errors.WrongRunError)
-    bad = common.Layout(tensors=[common.Tensor(name="a\nb", shape=[1], dtype=common.DTYPE_FLOAT32)])
-    assert isinstance(await refusal(first(client.create(bad))), errors.InvalidNameError)
-    silent = client.stub.Session(metadata=client.metadata)
-    await silent.write(pb.SessionRequest(heartbeat=pb.SessionRequest.Heartbeat()))
-    assert "hello" in str(await refusal(silent.read()))
-    assert (await client.ask("GetClusterMap", pb.GetClusterMapRequest())).map.workers[0].worker_id == "worker-0"
-
-
 async def test_a_session_is_refused_while_it_is_written_to(start: Start, peer: Any) -> None:
     """A second hello, while the first map is on its way: gRPC can lose the status of a call that ends in a write."""
     process = await start("--min-workers", "20")
@@ -544,30 +504,6 @@ async def test_a_session_is_refused_while_it_is_written_to(start: Start, peer: A
 async def _read_all(session: Any) -> None:
     async for _ in session:
         pass
-
-
-async def test_a_wrong_token_is_refused_before_the_body_is_read(start: Start, peer: Any) -> None:
-    process = await start()
-    client = peer(process, token="wrong")
-    assert isinstance(await refusal(client.status()), errors.UnauthenticatedError)
-    garbage = client.channel.unary_unary("/psdist.v1.SchedulerService/Register")
-    error = await refusal(garbage(b"\xff" * (1 << 20), metadata=client.metadata))
-    assert isinstance(error, errors.UnauthenticatedError), "the body was parsed before the token was looked at"
-    health = health_pb2_grpc.HealthStub(client.channel)
-    answer = await health.Check(health_pb2.HealthCheckRequest(service="psdist.v1.SchedulerService"))
-    assert answer.status == health_pb2.HealthCheckResponse.SERVING
-
-
-async def test_random_bytes_at_the_port_change_nothing(start: Start, peer: Any) -> None:
-    process = await start()
-    host, port = process.address.split(":")
-    for noise in (b"\x00" * 4096, b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 64):
-        reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(noise)
-        await asyncio.gather(reader.read(), return_exceptions=True)
-        writer.close()
-        await asyncio.gather(writer.wait_closed(), return_exceptions=True)
-    assert (await peer(process).register()).member_id == "worker-0"
 
 
 # --- the process ------------------------------------------------------------------------------------------------------

@@ -68,17 +68,6 @@ def gradient(rng: np.random.Generator) -> np.ndarray:
     return rng.integers(-8, 9, SIZE).astype(np.float32)
 
 
-# For gRPC, test_failover checks the same of psdist run.
-@pytest.mark.parametrize("transport", [*(pytest.param(one, marks=pytest.mark.long) for one in ("grpc", "shm")), "tcp"])
-async def test_bsp_ends_with_the_same_bytes_whether_a_server_was_killed_or_not(
-    cluster: EmbeddedCluster, transport: str
-) -> None:
-    settings = {"optimizer": optim.Adam(lr=0.01, max_grad_norm=5.0), "consistency": BSP()}
-    undisturbed = await train(cluster, settings, transport, kill=False)
-    disturbed = await train(cluster, settings, transport, kill=True)
-    assert np.any(undisturbed) and undisturbed.tobytes() == disturbed.tobytes()
-
-
 async def test_asp_applies_each_push_once_though_a_server_was_killed(cluster: EmbeddedCluster) -> None:
     settings = {"optimizer": optim.SGD(lr=1.0), "consistency": ASP()}
     weights = await train(cluster, settings, "grpc", kill=True)

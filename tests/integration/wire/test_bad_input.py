@@ -10,11 +10,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import random
-import ssl
 import sys
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -29,7 +26,6 @@ from psdist import errors
 from psdist.v1 import common_pb2 as common
 from psdist.v1 import scheduler_pb2, server_pb2
 from psdist.wire import auth, limits, status
-from tests.support.segments import raw
 from tests.support.wire_peer import INIT, SGD, Peer, Training, check, gradient, refusal
 from tests.support.wire_peer import training as training  # the fixture
 
@@ -43,7 +39,6 @@ limits.PROTOCOL_VERSION = limits.OLDEST_PROTOCOL = 99
 runpy.run_module("psdist_server", run_name="__main__", alter_sys=True)
 """
 _numbers = itertools.count()
-SEGMENTS: dict[str, Any] = {"codec": common.CODEC_SEGMENTS}
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -145,7 +140,11 @@ async def test_a_second_client_with_the_same_worker_id(training: Training) -> No
     await training.goes_on()
 
 
-async def test_another_protocol_version(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_does_not_belong(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(errors.UnauthenticatedError, match="token"):
+        await training.join(token="wrong")
+    with pytest.raises(errors.WrongRunError, match="another-run"):
+        await training.join(run_id="another-run")
     for name in ("PROTOCOL_VERSION", "OLDEST_PROTOCOL"):
         monkeypatch.setattr(limits, name, 99)
     with pytest.raises(errors.ProtocolMismatchError, match=r"99.*scheduler speaks 6: upgrade psdist of the scheduler"):
@@ -179,46 +178,6 @@ async def test_a_server_that_does_not_belong(
 
 
 # --- what only another client could send ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("identity", "header", "slice_", "error", "words"),
-    [
-        ({}, {}, {}, errors.FutureStepError, "step 1099511627776 has not begun"),
-        ({}, {"codec": 77}, {}, errors.UnknownCodecError, "codec 77"),
-        ({}, {"dtype": 77}, {}, errors.DTypeMismatchError, "77"),
-        ({}, {"dtype": common.DTYPE_FLOAT64}, {}, errors.InvalidArgumentError, "float64"),
-        ({}, {"pull_dtype": common.DTYPE_FLOAT64}, {}, errors.InvalidArgumentError, "float64"),
-        ({}, {}, {"payload": b"\0" * 7}, errors.InvalidArgumentError, "16384 bytes in float32, not 7"),
-        ({}, {}, {"payload": b"\xff" * 16384}, errors.NonFiniteGradientError, "elements 0 to 4095"),
-        ({}, SEGMENTS, {}, errors.MalformedPayloadError, "slice 0: .* byte 0"),
-        ({}, SEGMENTS, {"payload": raw(np.full(4096, np.nan, np.float32))}, errors.NonFiniteGradientError, "0 to 4095"),
-        ({}, SEGMENTS, {"payload": bytes(1 << 20)}, errors.MalformedPayloadError, "not 1048576"),
-        ({}, SEGMENTS | {"dtype": common.DTYPE_FLOAT16}, {}, errors.InvalidArgumentError, "send DTYPE_FLOAT32"),
-        ({}, {"step": 0, "abstain": True}, {}, errors.InvalidArgumentError, "has 0 bytes"),
-        ({}, {}, {"slice": 99}, errors.InvalidArgumentError, "slice 99"),
-        ({"run_id": "another"}, {}, {}, errors.WrongRunError, "another"),
-        ({"worker_id": "nobody"}, {}, {}, errors.FencedError, "nobody"),
-        ({"incarnation": 7}, {}, {}, errors.FencedError, "incarnation 7"),
-        ({"epoch": 1}, {}, {}, errors.StaleEpochError, "epoch 1"),
-        ({"parameters": "nothing"}, {}, {}, errors.UnknownParametersError, "nothing"),
-    ],
-    ids=lambda value: value.__name__ if isinstance(value, type) else "",
-)
-async def test_a_push_by_hand_that_is_wrong(
-    training: Training,
-    peer: Peer,
-    identity: dict[str, Any],
-    header: dict[str, Any],
-    slice_: dict[str, Any],
-    error: type[errors.PsdistError],
-    words: str,
-) -> None:
-    refused = await refusal(peer.push_pull(identity, header, slice_))
-    assert isinstance(refused, error)
-    with pytest.raises(error, match=words):
-        raise refused
-    await training.goes_on()
 
 
 @pytest.mark.parametrize(
@@ -314,55 +273,6 @@ async def test_metadata_over_the_limit(training: Training, peer: Peer) -> None:
         refused = await refusal(peer.channel(address).unary_unary(path)(b"", metadata=heavy))
         assert isinstance(refused, errors.LimitExceededError)
     await training.goes_on()
-
-
-def _noises() -> list[bytes]:
-    """Return input that open ports receive: noise, other protocols, and HTTP/2 that starts correctly."""
-    rng = random.Random(0)
-    preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-    settings = b"\0\0\0\4\0\0\0\0\0"
-    outgoing = ssl.MemoryBIO()
-    context = ssl.create_default_context()
-    with suppress(ssl.SSLWantReadError):
-        context.wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname="localhost").do_handshake()
-    return [
-        *(rng.randbytes(size) for size in (1, 64, 9, 4096, 1 << 20)),
-        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        outgoing.read(),
-        *(preface + rng.randbytes(size) for size in (9, 100, 65536)),
-        *(preface + settings + rng.randbytes(size) for size in (9, 100, 65536)),
-        preface + settings + b"\0\x40\0\1\4\0\0\0\1" + rng.randbytes(0x4000),
-        preface + settings + b"\xff\xff\xff\0\0\0\0\0\1",
-    ]
-
-
-async def test_random_bytes_at_every_port(training: Training, peer: Peer) -> None:
-    for address in (await peer.addresses()).values():
-        host, port = address.split(":")
-        await asyncio.gather(*(_make_noise(host, int(port), noise) for noise in _noises()))
-        await training.goes_on()
-
-
-async def _make_noise(host: str, port: int, noise: bytes) -> None:
-    """Send the bytes, wait for an answer, and hang up."""
-    reader, writer = await asyncio.open_connection(host, port)
-    with suppress(ConnectionError):
-        writer.write(noise)
-        await writer.drain()
-        await reader.read(1)
-    writer.close()
-    with suppress(ConnectionError):
-        await writer.wait_closed()
-
-
-async def test_connections_that_say_nothing(training: Training, peer: Peer) -> None:
-    for address in (await peer.addresses()).values():
-        host, port = address.split(":")
-        silent = [await asyncio.open_connection(host, int(port)) for _ in range(50)]
-        await training.goes_on()
-        for _, writer in silent:
-            writer.close()
-        await asyncio.gather(*(writer.wait_closed() for _, writer in silent), return_exceptions=True)
 
 
 # --- who has no token -------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import gzip
 import subprocess
 import sys
 import sysconfig
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -45,8 +46,7 @@ def test_a_client_of_generated_stubs_alone_registers_creates_pushes_and_pulls(tm
         f"import psdist; assert psdist.__file__.startswith({str(tmp_path)!r}), psdist.__file__;"
         f"runpy.run_path({str(ROOT / 'tests/support/plain_client.py')!r}, run_name='__main__')"
     )
-    cluster = EmbeddedCluster(servers=2)
-    try:
+    with closing(EmbeddedCluster(servers=2)) as cluster:
         done = subprocess.run(
             [sys.executable, "-S", "-c", start, cluster.address, cluster.token],
             cwd=tmp_path,
@@ -54,8 +54,6 @@ def test_a_client_of_generated_stubs_alone_registers_creates_pushes_and_pulls(tm
             text=True,
             timeout=60,
         )
-    finally:
-        cluster.close()
     assert done.returncode == 0, done.stderr
     expected = [value - 0.5 * (index + 1) - 0.5 for index, value in enumerate([0.5, -1.0, 2.0, 3.5, 4.0])]
     assert done.stdout.strip() == str(expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import grpc
 import pytest
@@ -32,12 +33,8 @@ class Caller:
 
 @pytest.fixture(scope="module")
 def caller() -> Iterator[Caller]:
-    cluster = EmbeddedCluster(servers=1)
-    try:
-        with grpc.insecure_channel(cluster.address) as channel:
-            yield Caller(channel, cluster.token)
-    finally:
-        cluster.close()
+    with closing(EmbeddedCluster(servers=1)) as cluster, grpc.insecure_channel(cluster.address) as channel:
+        yield Caller(channel, cluster.token)
 
 
 @pytest.mark.parametrize(("oldest", "newest"), [(6, 7), (5, 6)])
