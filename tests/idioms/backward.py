@@ -7,23 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.idioms.script import INPUTS, TARGETS, Script, loss_of, net
+from tests.idioms.script import INPUTS, TARGETS, Script, loss_of, net, sgd, train
 from tests.idioms.table import EQUAL, OWN_GRADIENT, idiom, refused
-
-
-def sgd(model: nn.Module, lr: float = 0.1, **settings: Any) -> torch.optim.SGD:
-    """Return an optimizer whose steps show each difference of gradients."""
-    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, **settings)
 
 
 @idiom("the plain loop")
 def plain_loop(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), sgd(model))
-    for batch in script.batches(5):
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
-    return model
+    return train(script, model, optimizer, 5)
 
 
 @idiom("`optimizer.zero_grad(set_to_none=False)`")
@@ -106,11 +97,9 @@ def never_cleared(script: Script) -> Any:
 @idiom("`nn.utils.clip_grad_norm_(model.parameters(), 0.1)`")
 def clipped_norm(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), sgd(model))
-    for batch in script.batches(5):
-        optimizer.zero_grad()
+    for batch in script.steps(optimizer, 5):
         loss_of(model, batch).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
     return model
 
 
@@ -118,14 +107,12 @@ def clipped_norm(script: Script) -> Any:
 def clipped_mean(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), sgd(model))
     norms = []
-    for batch in script.batches(5):
-        optimizer.zero_grad()
+    for batch in script.steps(optimizer, 5):
         loss_of(model, batch).backward()
         if script.face == "optimizer":
             norms.append(optimizer.clip_grad_norm_(0.1))
         else:
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
-        optimizer.step()
     return [model, norms]
 
 
@@ -133,36 +120,30 @@ def clipped_mean(script: Script) -> Any:
 def clipped_on_servers(script: Script) -> Any:
     settings = {"max_grad_norm": 0.1} if script.face == "optimizer" else {}
     model, optimizer = script.wrap(model := net(), sgd(model), **settings)
-    for batch in script.batches(5):
-        optimizer.zero_grad()
+    for batch in script.steps(optimizer, 5):
         loss_of(model, batch).backward()
         if script.face != "optimizer":
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
     return model
 
 
 @idiom("`clip_grad_value_` after `optimizer.average_gradients()`")
 def clipped_mean_values(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), sgd(model))
-    for batch in script.batches(5):
-        optimizer.zero_grad()
+    for batch in script.steps(optimizer, 5):
         loss_of(model, batch).backward()
         if script.face == "optimizer":
             optimizer.average_gradients()
         nn.utils.clip_grad_value_(model.parameters(), 0.02)
-        optimizer.step()
     return model
 
 
 @idiom("`clip_grad_value_`")
 def clipped_values(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), sgd(model))
-    for batch in script.batches(5):
-        optimizer.zero_grad()
+    for batch in script.steps(optimizer, 5):
         loss_of(model, batch).backward()
         nn.utils.clip_grad_value_(model.parameters(), 0.02)
-        optimizer.step()
     return model
 
 
@@ -170,85 +151,71 @@ def clipped_values(script: Script) -> Any:
 def gradient_noise(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), sgd(model))
     random = torch.Generator().manual_seed(1)
-    for batch in script.batches(5):
-        optimizer.zero_grad()
+    for batch in script.steps(optimizer, 5):
         loss_of(model, batch).backward()
         for parameter in model.parameters():
             parameter.grad += 0.01 * torch.randn(parameter.shape, generator=random)
-        optimizer.step()
     return model
 
 
 @idiom("`p.grad.mul_(factor)`, scaling by hand")
 def scaled_gradients(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), sgd(model))
-    for batch in script.batches(5):
-        optimizer.zero_grad()
+    for batch in script.steps(optimizer, 5):
         (loss_of(model, batch) * 8).backward()
         for parameter in model.parameters():
             parameter.grad.mul_(1 / 8)
-        optimizer.step()
     return model
 
 
 @idiom("`p.grad.data.clamp_(-1, 1)`", optimizer=(EQUAL, OWN_GRADIENT))
 def clamped_gradient_data(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), sgd(model))
-    for batch in script.batches(5):
-        optimizer.zero_grad()
+    for batch in script.steps(optimizer, 5):
         loss_of(model, batch).backward()
         for parameter in model.parameters():
             parameter.grad.data.clamp_(-0.02, 0.02)
-        optimizer.step()
     return model
 
 
 @idiom("`backward(retain_graph=True)`, two losses of one forward pass")
 def retained_graph(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), sgd(model))
-    for batch in script.batches(5):
-        optimizer.zero_grad()
+    for batch in script.steps(optimizer, 5):
         result = model(batch[0])
         nn.functional.mse_loss(result, batch[1]).backward(retain_graph=True)
         (0.01 * result.square().mean()).backward()
-        optimizer.step()
     return model
 
 
 @idiom("the sum of several losses")
 def summed_losses(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), sgd(model))
-    for batch in script.batches(5):
-        optimizer.zero_grad()
+    for batch in script.steps(optimizer, 5):
         result = model(batch[0])
         losses = [nn.functional.mse_loss(result, batch[1]), 0.01 * result.abs().mean(), result.square().mean() / 100]
         sum(losses).backward()
-        optimizer.step()
     return model
 
 
 @idiom("`torch.autograd.backward([loss_a, loss_b])`")
 def several_roots(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), sgd(model))
-    for batch in script.batches(5):
-        optimizer.zero_grad()
+    for batch in script.steps(optimizer, 5):
         result = model(batch[0])
         torch.autograd.backward([nn.functional.mse_loss(result, batch[1]), 0.01 * result.square().mean()])
-        optimizer.step()
     return model
 
 
 @idiom("gradient penalty: `autograd.grad(..., create_graph=True)`, then `backward()`")
 def gradient_penalty(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), sgd(model))
-    for inputs, targets in script.batches(5):
-        optimizer.zero_grad()
+    for inputs, targets in script.steps(optimizer, 5):
         inputs.requires_grad_(True)
         result = model(inputs)
         (slope,) = torch.autograd.grad(result.sum(), inputs, create_graph=True)
         penalty = (slope.norm(dim=1) - 1).square().mean()
         (nn.functional.mse_loss(result, targets) + 0.1 * penalty).backward()
-        optimizer.step()
     return model
 
 
@@ -312,11 +279,7 @@ def tensor_hooks(script: Script) -> Any:
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient: gradient * 0.5)
     model, optimizer = script.wrap(model, sgd(model))
-    for batch in script.batches(5):
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
-    return model
+    return train(script, model, optimizer, 5)
 
 
 @idiom("`module.register_full_backward_hook`")
@@ -325,10 +288,7 @@ def module_hooks(script: Script) -> Any:
     model.register_full_backward_hook(lambda module, inputs, outputs: None)
     seen: list[float] = []
     model.register_full_backward_pre_hook(lambda module, outputs: seen.append(float(outputs[0].norm())))
-    for batch in script.batches(5):
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
+    train(script, model, optimizer, 5)
     assert len(seen) == 5
     return model
 
@@ -343,11 +303,7 @@ def post_accumulate_hooks(script: Script) -> Any:
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(halve)
     model, optimizer = script.wrap(model, sgd(model))
-    for batch in script.batches(5):
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
-    return model
+    return train(script, model, optimizer, 5)
 
 
 @idiom("`if loss.isnan(): continue`")
@@ -381,12 +337,10 @@ def skipped_steps(script: Script) -> Any:
 @idiom("the gradient's norm read for a log: `total += p.grad.norm() ** 2`")
 def logged_norms(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), sgd(model))
-    for batch in script.batches(5):
-        optimizer.zero_grad()
+    for batch in script.steps(optimizer, 5):
         loss_of(model, batch).backward()
         total = sum(float(parameter.grad.norm()) ** 2 for parameter in model.parameters())
         assert total > 0
-        optimizer.step()
     return model
 
 
@@ -433,10 +387,8 @@ class Scaled(torch.autograd.Function):
 @idiom("a custom `torch.autograd.Function`")
 def custom_function(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), sgd(model, 0.01))
-    for inputs, targets in script.batches(5):
-        optimizer.zero_grad()
+    for inputs, targets in script.steps(optimizer, 5):
         nn.functional.mse_loss(Scaled.apply(model(inputs)), targets).backward()
-        optimizer.step()
     return model
 
 
@@ -453,8 +405,4 @@ def recomputed_activations(script: Script) -> Any:
             return self.last(checkpoint(self.first, inputs, use_reentrant=False).tanh())
 
     model, optimizer = script.wrap(model := Recomputed(), sgd(model))
-    for batch in script.batches(5):
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
-    return model
+    return train(script, model, optimizer, 5)

@@ -9,15 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.idioms.script import GLOO, INPUTS, SAMPLES, TARGETS, Script, loss_of, net
+from tests.idioms.script import GLOO, INPUTS, SAMPLES, TARGETS, Script, loss_of, net, sgd
 from tests.idioms.table import idiom
 
 STEPS = 4
-
-
-def sgd(model: nn.Module, lr: float = 0.1, **settings: Any) -> torch.optim.SGD:
-    """Return an optimizer whose steps show each difference of gradients."""
-    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, **settings)
 
 
 def gan(script: Script) -> tuple[Any, ...]:
@@ -177,30 +172,24 @@ def module_list(script: Script) -> Any:
         _, optimizer = script.wrap(both, optimizer)
     else:
         encoder, decoder = script.wrap_model(encoder, "encoder"), script.wrap_model(decoder, "decoder")
-    for inputs, targets in script.batches(STEPS):
-        optimizer.zero_grad()
+    for inputs, targets in script.steps(optimizer, STEPS):
         nn.functional.mse_loss(decoder(encoder(inputs).tanh()), targets).backward()
-        optimizer.step()
     return both
 
 
 @idiom("cross entropy with classes")
 def cross_entropy(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), sgd(model))
-    for inputs, targets in script.batches(STEPS):
-        optimizer.zero_grad()
+    for inputs, targets in script.steps(optimizer, STEPS):
         nn.functional.cross_entropy(model(inputs), targets.argmax(1)).backward()
-        optimizer.step()
     return model
 
 
 @idiom("`reduction='sum'` divided by the whole batch's size times the workers' number")
 def summed(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), sgd(model))
-    for inputs, targets in script.batches(STEPS):
-        optimizer.zero_grad()
+    for inputs, targets in script.steps(optimizer, STEPS):
         (nn.functional.mse_loss(model(inputs), targets, reduction="sum") / (SAMPLES / script.world)).backward()
-        optimizer.step()
     return model
 
 
@@ -218,12 +207,10 @@ def variational(script: Script) -> Any:
     model = Variational()
     model, optimizer = script.wrap(model, sgd(model, 0.02))
     random = torch.Generator().manual_seed(4)
-    for inputs, _ in script.batches(STEPS):
-        optimizer.zero_grad()
+    for inputs, _ in script.steps(optimizer, STEPS):
         result, mean, spread = model(inputs, script.part(torch.randn(SAMPLES, 2, generator=random)))
         divergence = -0.5 * (1 + spread - mean.square() - spread.exp()).sum(1).mean()
         (nn.functional.mse_loss(result, inputs) + 0.1 * divergence).backward()
-        optimizer.step()
     return model
 
 
@@ -308,20 +295,16 @@ def running_loss(script: Script) -> Any:
 def anomaly(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), sgd(model))
     with torch.autograd.detect_anomaly(check_nan=True):
-        for batch in script.batches(STEPS):
-            optimizer.zero_grad()
+        for batch in script.steps(optimizer, STEPS):
             loss_of(model, batch).backward()
-            optimizer.step()
     return model
 
 
 @idiom("the same batch twice: contrastive and siamese networks call the model twice in one step")
 def siamese(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), sgd(model))
-    for inputs, targets in script.batches(STEPS):
-        optimizer.zero_grad()
+    for inputs, targets in script.steps(optimizer, STEPS):
         (model(inputs) - model(inputs.flip(1)) - targets).square().mean().backward()
-        optimizer.step()
     return model
 
 
@@ -342,11 +325,9 @@ def distillation(script: Script) -> Any:
 def kept_gradients(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), sgd(model))
     kept = []
-    for batch in script.batches(STEPS):
-        optimizer.zero_grad()
+    for batch in script.steps(optimizer, STEPS):
         loss_of(model, batch).backward()
         kept.append(next(iter(model.parameters())).grad)
-        optimizer.step()
     different = {tuple(gradient.flatten().tolist()) for gradient in kept}
     return [model, torch.tensor([float(len(different))])]
 

@@ -9,27 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from tests.idioms.script import GLOO, INPUTS, TARGETS, Script, loss_of, net
+from tests.idioms.script import GLOO, INPUTS, TARGETS, Script, loss_of, net, sgd, train
 from tests.idioms.table import idiom, refused
 
 STEPS = 5
 CHANGED = refused("change the model first, then wrap it", "freeze and unfreeze layers before wrapping")
 UNREACHED = refused("find_unused_parameters=True", "use `find_unused_parameters=True`, as with torch's DDP")
 LAZY = refused("run one forward pass before wrapping", "run one forward pass before wrapping")
-
-
-def sgd(parameters: Any, lr: float = 0.1, **settings: Any) -> torch.optim.SGD:
-    """Return an optimizer whose steps show each difference of gradients."""
-    return torch.optim.SGD(parameters, lr=lr, momentum=0.9, **settings)
-
-
-def train(script: Script, model: Any, optimizer: Any, steps: int = STEPS) -> Any:
-    """Run the plain loop."""
-    for batch in script.batches(steps):
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
-    return model
 
 
 def trained(script: Script, model: nn.Module, lr: float = 0.1) -> Any:

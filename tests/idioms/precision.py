@@ -7,36 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.idioms.script import GLOO, INPUTS, TARGETS, Script, loss_of, net
+from tests.idioms.script import GLOO, INPUTS, TARGETS, Script, loss_of, net, sgd, train
 from tests.idioms.table import EQUAL, ROUNDED, ROUNDED_MASTERS, idiom
 
 STEPS = 4
 
 
-def sgd(model: nn.Module, lr: float = 0.1, **settings: Any) -> torch.optim.SGD:
-    """Return an optimizer whose steps show each difference of gradients."""
-    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, **settings)
-
-
-def train(script: Script, model: Any, optimizer: Any) -> Any:
-    """Run the plain loop."""
-    for inputs, targets in script.batches(STEPS):
-        dtype = next(iter(model.parameters())).dtype
-        optimizer.zero_grad()
-        loss_of(model, (inputs.to(dtype), targets.to(dtype))).backward()
-        optimizer.step()
-    return model
-
-
 @idiom("`torch.autocast('cpu', torch.bfloat16)`", reference=GLOO)
 def autocast(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), sgd(model))
-    for inputs, targets in script.batches(STEPS):
-        optimizer.zero_grad()
+    for inputs, targets in script.steps(optimizer, STEPS):
         with torch.autocast("cpu", torch.bfloat16):
             result = model(inputs)
         nn.functional.mse_loss(result.float(), targets).backward()
-        optimizer.step()
     return model
 
 
@@ -81,7 +64,7 @@ def disabled_scaler(script: Script) -> Any:
 @idiom("a float64 model: `model.double()`, `torch.set_default_dtype(torch.float64)`")
 def double_model(script: Script) -> Any:
     model, optimizer = script.wrap(model := net().double(), sgd(model))
-    return train(script, model, optimizer)
+    return train(script, model, optimizer, STEPS)
 
 
 class Spectral(nn.Module):
@@ -100,17 +83,15 @@ class Spectral(nn.Module):
 def complex_parameter(script: Script) -> Any:
     model = Spectral()
     model, optimizer = script.wrap(model, sgd(model))
-    for batch in script.batches(STEPS):
-        optimizer.zero_grad()
+    for batch in script.steps(optimizer, STEPS):
         loss_of(model, batch).backward()
-        optimizer.step()
     return model
 
 
 @idiom("a bfloat16 model", note="master weights are float32", optimizer=ROUNDED_MASTERS, ddp=(EQUAL, ROUNDED))
 def bfloat16_model(script: Script) -> Any:
     model, optimizer = script.wrap(model := net().bfloat16(), sgd(model))
-    return train(script, model, optimizer)
+    return train(script, model, optimizer, STEPS)
 
 
 @idiom("`model.to(device)` after the optimizer was made")
@@ -119,27 +100,25 @@ def moved_model(script: Script) -> Any:
     inner = sgd(model)
     model = model.to("cpu")
     model, optimizer = script.wrap(model, inner)
-    return train(script, model, optimizer)
+    return train(script, model, optimizer, STEPS)
 
 
 @idiom("`model.to(device)` after wrapping")
 def moved_last(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), sgd(model))
-    return train(script, model.to("cpu"), optimizer)
+    return train(script, model.to("cpu"), optimizer, STEPS)
 
 
 @idiom("`model.double().float()` before wrapping")
 def cast_twice(script: Script) -> Any:
     model = net().double().float()
     model, optimizer = script.wrap(model, sgd(model))
-    return train(script, model, optimizer)
+    return train(script, model, optimizer, STEPS)
 
 
 @idiom("`.half()` of the inputs alone, `.float()` in the model")
 def half_inputs(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), sgd(model))
-    for inputs, targets in script.batches(STEPS):
-        optimizer.zero_grad()
+    for inputs, targets in script.steps(optimizer, STEPS):
         loss_of(model, (inputs.half().float(), targets)).backward()
-        optimizer.step()
     return model

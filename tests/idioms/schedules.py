@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from tests.idioms.script import Script, loss_of, net
+from tests.idioms.script import Script, loss_of, net, sgd, train
 from tests.idioms.table import idiom, refused
 
 STEPS = 6
@@ -20,26 +20,10 @@ NO_COUNTERPART = refused(
 DENSE = refused("SparseAdam does not support dense gradients", "use `Adam`")
 
 
-def sgd(model: nn.Module, lr: float = 0.1, **settings: Any) -> torch.optim.SGD:
-    """Return an optimizer whose steps show each difference of rates."""
-    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, **settings)
-
-
 def in_groups(model: nn.Module) -> torch.optim.SGD:
     """Return an optimizer with a group for each layer, which begin equal."""
     groups = [{"params": layer.parameters()} for layer in model.children() if list(layer.parameters())]
     return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
-
-
-def train(script: Script, model: Any, optimizer: Any, scheduler: Any = None) -> Any:
-    """Run a loop whose scheduler follows each step."""
-    for batch in script.batches(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
-    return model
 
 
 def scheduled(script: Script, make: Callable[[Any], LRScheduler], **settings: Any) -> Any:
@@ -48,13 +32,13 @@ def scheduled(script: Script, make: Callable[[Any], LRScheduler], **settings: An
     inner = sgd(model, **settings)
     scheduler = make(inner)
     model, optimizer = script.wrap(model, inner)
-    return train(script, model, optimizer, scheduler)
+    return train(script, model, optimizer, STEPS, scheduler)
 
 
 @idiom("`Adam`")
 def adam(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-4))
-    return train(script, model, optimizer)
+    return train(script, model, optimizer, STEPS)
 
 
 @idiom("`AdamW` without weight decay for biases: two parameter groups")
@@ -64,7 +48,7 @@ def weight_decay_filter(script: Script) -> Any:
     others = [parameter for name, parameter in model.named_parameters() if name.endswith("bias")]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     model, optimizer = script.wrap(model, torch.optim.AdamW(groups, lr=1e-2, eps=1e-4))
-    return train(script, model, optimizer)
+    return train(script, model, optimizer, STEPS)
 
 
 @idiom("a smaller rate for the backbone: groups that differ in `lr`")
@@ -72,7 +56,7 @@ def rates_by_group(script: Script) -> Any:
     model = net()
     groups = [{"params": model[0].parameters(), "lr": 0.01}, {"params": model[2].parameters()}]
     model, optimizer = script.wrap(model, torch.optim.SGD(groups, lr=0.1, momentum=0.9))
-    return train(script, model, optimizer)
+    return train(script, model, optimizer, STEPS)
 
 
 @idiom("keys of the script's own in groups: `lr_scale`, by which it sets the rates, and a name")
@@ -114,31 +98,31 @@ def momentum_by_group(script: Script) -> Any:
     model = net()
     groups = [{"params": model[0].parameters(), "momentum": 0.0}, {"params": model[2].parameters()}]
     model, optimizer = script.wrap(model, torch.optim.SGD(groups, lr=0.1, momentum=0.9))
-    return train(script, model, optimizer)
+    return train(script, model, optimizer, STEPS)
 
 
 @idiom("`named_parameters()` given to the optimizer")
 def named_parameters(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), torch.optim.SGD(model.named_parameters(), lr=0.1))
-    return train(script, model, optimizer)
+    return train(script, model, optimizer, STEPS)
 
 
 @idiom("`RMSprop`")
 def rmsprop(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), torch.optim.RMSprop(model.parameters(), lr=1e-3, eps=1e-3))
-    return train(script, model, optimizer)
+    return train(script, model, optimizer, STEPS)
 
 
 @idiom("`Adagrad`")
 def adagrad(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), torch.optim.Adagrad(model.parameters(), lr=1e-2, eps=1e-4))
-    return train(script, model, optimizer)
+    return train(script, model, optimizer, STEPS)
 
 
 @idiom("`Adadelta`, as in PyTorch's MNIST example")
 def adadelta(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), torch.optim.Adadelta(model.parameters(), lr=1.0, eps=1e-3))
-    return train(script, model, optimizer)
+    return train(script, model, optimizer, STEPS)
 
 
 @idiom("`Adamax`, `NAdam`, `RAdam`, `Rprop`, `ASGD`")
@@ -152,7 +136,7 @@ def other_optimizers(script: Script) -> Any:
         lambda p: torch.optim.ASGD(p, lr=1e-2),
     ):
         model, optimizer = script.wrap(model := net(), make(model.parameters()))
-        models.append(train(script, model, optimizer))
+        models.append(train(script, model, optimizer, STEPS))
     return models
 
 
@@ -161,14 +145,14 @@ def amsgrad(script: Script) -> Any:
     model = net()
     inner = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-3, amsgrad=True)
     model, optimizer = script.wrap(model, inner)
-    return train(script, model, optimizer)
+    return train(script, model, optimizer, STEPS)
 
 
 @idiom("`maximize=True`, as in policy gradients")
 def maximized(script: Script) -> Any:
     model = net()
     model, optimizer = script.wrap(model, torch.optim.SGD(model.parameters(), lr=0.01, maximize=True))
-    return train(script, model, optimizer)
+    return train(script, model, optimizer, STEPS)
 
 
 def _search(script: Script, make: Callable[[Any], Any]) -> Any:
@@ -241,7 +225,7 @@ def sparse_adam(script: Script) -> Any:
 @idiom("`foreach=True`, `fused=True`")
 def foreach(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), torch.optim.SGD(model.parameters(), lr=0.1, foreach=True))
-    return train(script, model, optimizer)
+    return train(script, model, optimizer, STEPS)
 
 
 @idiom("`StepLR` per step")
@@ -279,7 +263,7 @@ def lambda_lr_by_group(script: Script) -> Any:
     inner = in_groups(model)
     scheduler = lr_scheduler.LambdaLR(inner, [lambda step: min(1.0, (step + 1) / 4), lambda step: 0.7**step])
     model, optimizer = script.wrap(model, inner)
-    return train(script, model, optimizer, scheduler)
+    return train(script, model, optimizer, STEPS, scheduler)
 
 
 @idiom("`OneCycleLR`, which cycles the momentum, too")
@@ -293,7 +277,7 @@ def one_cycle_of_betas(script: Script) -> Any:
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
     scheduler = lr_scheduler.OneCycleLR(inner, max_lr=0.02, total_steps=STEPS + 1)
     model, optimizer = script.wrap(model, inner)
-    return train(script, model, optimizer, scheduler)
+    return train(script, model, optimizer, STEPS, scheduler)
 
 
 @idiom("`OneCycleLR(cycle_momentum=False)`")
@@ -332,7 +316,7 @@ def chained(script: Script) -> Any:
 @idiom("a scheduler that is made on the wrapped optimizer")
 def scheduler_made_last(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), sgd(model))
-    return train(script, model, optimizer, lr_scheduler.StepLR(optimizer, 2, 0.5))
+    return train(script, model, optimizer, STEPS, lr_scheduler.StepLR(optimizer, 2, 0.5))
 
 
 @idiom("`scheduler=` given to `DistributedOptimizer`")
@@ -340,7 +324,7 @@ def given_scheduler(script: Script) -> Any:
     inner = sgd(model := net())
     scheduler = lr_scheduler.CosineAnnealingLR(inner, T_max=10)
     model, optimizer = script.wrap(model, inner, scheduler)
-    return train(script, model, optimizer, scheduler)
+    return train(script, model, optimizer, STEPS, scheduler)
 
 
 @idiom("`scheduler.step()` once per data epoch")
@@ -349,10 +333,8 @@ def scheduler_per_epoch(script: Script) -> Any:
     scheduler = lr_scheduler.StepLR(inner, step_size=1, gamma=0.7)
     model, optimizer = script.wrap(model, inner)
     for _ in range(3):
-        for batch in script.batches(2):
-            optimizer.zero_grad()
+        for batch in script.steps(optimizer, 2):
             loss_of(model, batch).backward()
-            optimizer.step()
         scheduler.step()
     return model
 
@@ -363,10 +345,8 @@ def plateau(script: Script) -> Any:
     scheduler = lr_scheduler.ReduceLROnPlateau(inner, factor=0.5, patience=0)
     model, optimizer = script.wrap(model, inner)
     for _ in range(3):
-        for batch in script.batches(2):
-            optimizer.zero_grad()
+        for batch in script.steps(optimizer, 2):
             loss_of(model, batch).backward()
-            optimizer.step()
         scheduler.step(1.0)
     return model
 
@@ -386,12 +366,10 @@ def rates_by_hand(script: Script) -> Any:
 @idiom("the rate set between `backward()` and `step()`")
 def rates_set_late(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), sgd(model))
-    for number, batch in enumerate(script.batches(STEPS)):
-        optimizer.zero_grad()
+    for number, batch in enumerate(script.steps(optimizer, STEPS)):
         loss_of(model, batch).backward()
         for group in optimizer.param_groups:
             group["lr"] = 0.1 * 0.9**number
-        optimizer.step()
     return model
 
 
@@ -435,7 +413,7 @@ def asgd_settings(script: Script) -> Any:
 @idiom("`lr=torch.tensor(0.1)`")
 def tensor_rate(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1)))
-    return train(script, model, optimizer)
+    return train(script, model, optimizer, STEPS)
 
 
 @idiom(
@@ -461,7 +439,7 @@ def step_hooks(script: Script) -> Any:
     model, optimizer = script.wrap(model, inner)
     calls: list[int] = []
     inner.register_step_post_hook(lambda *_: calls.append(1))
-    train(script, model, optimizer)
+    train(script, model, optimizer, STEPS)
     return [model, torch.tensor([float(len(calls))])]
 
 
@@ -472,7 +450,7 @@ def step_hooks(script: Script) -> Any:
 def optimizer_state_read(script: Script) -> Any:
     model = net()
     model, optimizer = script.wrap(model, torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-3))
-    train(script, model, optimizer)
+    train(script, model, optimizer, STEPS)
     first = next(iter(model.parameters()))
     return optimizer.state[first]["exp_avg"]
 
@@ -495,9 +473,9 @@ def optimizer_state_dict(script: Script) -> Any:
 def optimizer_state_restored(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), sgd(model))
     saved = optimizer.state_dict()
-    train(script, model, optimizer)
+    train(script, model, optimizer, STEPS)
     optimizer.load_state_dict(saved)
-    return train(script, model, optimizer)
+    return train(script, model, optimizer, STEPS)
 
 
 @idiom(
@@ -506,8 +484,8 @@ def optimizer_state_restored(script: Script) -> Any:
 )
 def resumed_optimizer(script: Script) -> Any:
     model, optimizer = script.wrap(inner := net(), sgd(inner))
-    train(script, model, optimizer)
+    train(script, model, optimizer, STEPS)
     saved = optimizer.state_dict()
     another = sgd(inner)
     another.load_state_dict(saved)
-    return train(script, model, another)
+    return train(script, model, another, STEPS)

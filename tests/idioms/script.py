@@ -80,6 +80,13 @@ class Script:
         """Return this worker's rows."""
         return tensor[self.rank :: self.world]
 
+    def steps(self, optimizer: Any, count: int, samples: int = SAMPLES) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield batches, each between ``zero_grad()`` and ``step()`` of the optimizer."""
+        for batch in self.batches(count, samples):
+            optimizer.zero_grad()
+            yield batch
+            optimizer.step()
+
     @contextmanager
     def running(self) -> Iterator[Script]:
         """Return a context that closes the wrappers, and restores torch's global settings."""
@@ -109,3 +116,21 @@ def net() -> nn.Sequential:
 def loss_of(model: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
     """Return the mean squared error."""
     return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def sgd(trained: Any, lr: float = 0.1, **settings: Any) -> torch.optim.SGD:
+    """Return an optimizer of a model or of parameters whose steps show each difference."""
+    parameters = trained.parameters() if isinstance(trained, nn.Module) else trained
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9, **settings)
+
+
+def train(script: Script, model: Any, optimizer: Any, steps: int = 5, scheduler: Any = None) -> Any:
+    """Run the plain loop, with a scheduler that follows each step."""
+    dtype = next(iter(model.parameters())).dtype
+    for inputs, targets in script.batches(steps):
+        optimizer.zero_grad()
+        loss_of(model, (inputs.to(dtype), targets.to(dtype))).backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    return model

@@ -9,16 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
-from tests.idioms.script import INPUTS, TARGETS, Script, loss_of, net
+from tests.idioms.script import INPUTS, TARGETS, Script, loss_of, net, sgd
 from tests.idioms.table import idiom, refused
 
 STEPS = 4
 REPLACED = refused("change the model first, then wrap it", "replace layers before wrapping")
-
-
-def sgd(model: nn.Module, lr: float = 0.1, **settings: Any) -> torch.optim.SGD:
-    """Return an optimizer whose steps show each difference of weights."""
-    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, **settings)
 
 
 def step(model: Any, optimizer: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -294,8 +289,6 @@ def perturbed_weights(script: Script) -> Any:
 @idiom("L2 penalty in the loss: `sum(p.pow(2).sum() for p in model.parameters())`")
 def penalty_in_loss(script: Script) -> Any:
     model, optimizer, inner = wrapped(script)
-    for batch in script.batches(STEPS):
-        optimizer.zero_grad()
+    for batch in script.steps(optimizer, STEPS):
         (loss_of(model, batch) + 1e-2 * sum(one.pow(2).sum() for one in inner.parameters())).backward()
-        optimizer.step()
     return model
