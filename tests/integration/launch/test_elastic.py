@@ -226,18 +226,6 @@ def test_servers_come_and_go_while_training_runs(stage: Stage) -> None:
         assert words in text, text
 
 
-@pytest.mark.long
-def test_when_all_copies_are_lost_the_run_ends_and_says_what_was_lost(stage: Stage) -> None:
-    run = stage.start("bsp", *_COPIES)
-    run.until("made step 200$")
-    servers = [run.child("psdist_server", f"server-{number}") for number in range(2)]
-    for server in servers:
-        server.kill()
-    code, text = run.end()
-    assert code == 70, text
-    assert "lost" in text.splitlines()[-1] and "'model'" in text.splitlines()[-1], text
-
-
 # --- workers ----------------------------------------------------------------------------------------------------------
 
 
@@ -272,32 +260,6 @@ def test_the_launcher_starts_and_stops_workers(stage: Stage, mode: str) -> None:
         assert re.findall(r"sees \[(\d+)\.\]", text) == [str(total)] * 2, text
 
 
-@pytest.mark.long
-def test_an_elastic_run_waits_below_its_minimum_and_says_so(stage: Stage) -> None:
-    environ = stage.services()
-    first, second = (stage.agent("--nnodes", "2:4", *_FILE, "train.py", "bsp", **environ) for _ in range(2))
-    line(first, "made step 10$")
-    second.kill()
-    paused = stage.until(lambda status: status["phase"].startswith("paused"))
-    assert "1 of 2 nodes" in paused["phase"], paused["phase"]
-    stage.until(lambda status: "1 of 2 nodes to come back" in " ".join(waits(status)))
-    versions = [-1]
-
-    def stands(status: dict[str, Any]) -> bool:
-        """True if training made no step since the previous call. Servers report the last step slightly later."""
-        versions.append(status["parameters"][0]["version_max"])
-        return bool(versions[-1] == versions[-2])
-
-    stage.until(stands)
-    third = stage.agent("--nnodes", "2:4", *_FILE, "train.py", "bsp", **environ)
-    line(third, "made step")
-    (stage.path / "stop").touch()
-    for agent in (first, third):
-        assert agent.stdout is not None
-        text = agent.stdout.read()
-        assert agent.wait(240) == 0, text
-
-
 def test_one_death_does_not_end_the_others_of_an_elastic_agent(stage: Stage) -> None:
     environ = stage.services()
     flags = ("--nnodes", "1:4", "--max-restarts", "0", "--nproc-per-node", "3")
@@ -318,8 +280,3 @@ def test_one_death_does_not_end_the_others_of_an_elastic_agent(stage: Stage) -> 
 
 
 _FILE = ("--scheduler-file", "scheduler")
-
-
-def waits(status: dict[str, Any]) -> list[str]:
-    """Return the reasons that members are waiting for."""
-    return [text for member in status["members"] for text in member["waiting_for"]]

@@ -254,23 +254,6 @@ class Commands:
 
 
 @pytest.mark.long
-def test_what_a_user_of_psdist_run_sees(tmp_path: Path, runs: list[Run]) -> None:
-    """Check that the same command can resume with another rate."""
-    started = Commands(tmp_path, runs)
-    expected = Script(optim.SGD(lr=0.1))
-    status, text = started.start("SGD", {"lr": 0.1}, "", 3).end()
-    assert status == 0 and "resumes from snapshot" not in text, text
-    assert started.result() == expected.train(3)
-
-    status, text = started.start("SGD", {"lr": 0.5, "weight_decay": 0.1}, "", 6).end()
-    assert status == 0, text
-    lines = [line for line in text.splitlines() if "lr 0.1 -> 0.5; weight_decay 0.0 -> 0.1" in line]
-    assert sorted(line.split("]")[0] for line in lines) == ["[worker 0", "[worker 1"], text
-    expected.spec = optim.SGD(lr=0.5, weight_decay=0.1)
-    assert started.result() == expected.train(6)
-
-
-@pytest.mark.long
 def test_what_a_user_of_psdist_run_sees_of_a_reset(tmp_path: Path, runs: list[Run]) -> None:
     """Check that another optimizer is refused and then reset, by the same command. The run then returns to a step
     before the reset, because a server is lost."""

@@ -91,12 +91,6 @@ def test_batches_of_cifar_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         example.cifar(tmp_path / "none")
 
 
-@pytest.mark.long  # Its parts have tests of their own.
-def test_the_transformer_learns_with_mixed_precision_and_activation_checkpointing() -> None:
-    losses = numbers(r"loss ([\d.]+)", run("examples/torch_chargpt.py", *SMALL, "--bfloat16", "--recompute"))
-    assert losses[-1] < losses[0] and losses[-1] < 3.2
-
-
 @pytest.mark.long  # Scripts in test_torch_resume resume, too.
 @pytest.mark.parametrize(
     ("name", "first", "then", "shown"),
