@@ -11,6 +11,7 @@ blocks neither an event loop nor the end of its process.
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import ipaddress
 import socket
@@ -71,6 +72,21 @@ def literal(host: str) -> Address | None:
     with suppress(ValueError):
         return ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
     return None
+
+
+def is_named_by_address(host_header: str) -> bool:
+    """Return True if the header ``Host`` of a request has an address, and no name, which may be one that a page in a
+    browser has chosen for this machine."""
+    name = host_header if host_header.endswith("]") else host_header.rpartition(":")[0] or host_header
+    return literal(name) is not None
+
+
+def unbound(what: str, flags: str, host: str, port: int, error: OSError) -> ConfigurationError:
+    """Return the error of a port that cannot be bound. flags: beginning of the two flags that name it."""
+    is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+    remedy = f"Choose another {flags}-port, or 0 for a free one" if is_port else f"Correct {flags}-host"
+    place = format_address(host, port)
+    return ConfigurationError(f"{what} cannot be served on {place}: {error.strerror or error}. {remedy}")
 
 
 def is_loopback(host: str) -> bool:

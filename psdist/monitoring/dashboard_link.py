@@ -6,7 +6,6 @@ fragment of the link, which a browser sends to nobody.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import hmac
 import socket
@@ -52,10 +51,5 @@ def listen(host: str, port: int) -> socket.socket:
         listening.listen(limits.DASHBOARD_CONNECTIONS_MAX)
     except OSError as error:
         listening.close()
-        is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
-        remedy = "Choose another --dashboard-port, or 0 for a free one" if is_port else "Correct --dashboard-host"
-        place = addresses.format_address(host, port)
-        raise ConfigurationError(
-            f"the dashboard cannot be served on {place}: {error.strerror or error}. {remedy}"
-        ) from None
+        raise addresses.unbound("the dashboard", "--dashboard", host, port, error) from None
     return listening

@@ -10,7 +10,6 @@ it.
 
 from __future__ import annotations
 
-import errno
 import logging
 import socket
 import sys
@@ -24,7 +23,7 @@ from socketserver import ThreadingMixIn
 from typing import Any
 
 from psdist import addresses
-from psdist.errors import ConfigurationError, InsecureBindError, PermissionDeniedError, UnauthenticatedError
+from psdist.errors import InsecureBindError, PermissionDeniedError, UnauthenticatedError
 from psdist.security import roles
 from psdist.security.tokens import Verifier
 from psdist.wire import limits
@@ -66,12 +65,7 @@ class MetricsServer(ThreadingMixIn, HTTPServer):
         try:
             super().__init__((host.strip("[]"), port), _Handler)
         except OSError as error:
-            is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
-            remedy = "Choose another --metrics-port, or 0 for a free one" if is_port else "Correct --metrics-host"
-            place = addresses.format_address(host, port)
-            raise ConfigurationError(
-                f"metrics cannot be served on {place}: {error.strerror or error}. {remedy}"
-            ) from None
+            raise addresses.unbound("metrics", "--metrics", host, port, error) from None
         self._host = host
 
     @property
@@ -171,9 +165,7 @@ class _Handler(BaseHTTPRequestHandler):
         except PermissionDeniedError as error:
             self.send_error(HTTPStatus.FORBIDDEN, error.message)
             return False
-        host = self.headers.get("Host", "")
-        name = host if host.endswith("]") else host.rpartition(":")[0] or host
-        if verifier.is_open and addresses.literal(name) is None:
+        if verifier.is_open and not addresses.is_named_by_address(self.headers.get("Host", "")):
             self.send_error(HTTPStatus.FORBIDDEN, "without a token, name this port by its address")
             return False
         return True

@@ -277,8 +277,7 @@ class Access:
 
     def names_host(self, host: str) -> bool:
         """Return True if the header ``Host`` may be this."""
-        name = host if host.endswith("]") else host.rpartition(":")[0] or host
-        return not self._verifier.is_open or addresses.literal(name) is not None
+        return not self._verifier.is_open or addresses.is_named_by_address(host)
 
     def set_cookie(self, authorization: str) -> str | None:
         """Return the header ``Set-Cookie`` for a header ``Authorization``; None if that is wrong."""
