@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
-from psdist.monitoring.exporter import Exporter
-from psdist.monitoring.readings import Readings
+from psdist.monitoring.exporter import Exporter, Readings
 from psdist.settings.config import MetricsEndpoint
 from psdist.v1 import server_pb2
 from psdist_server.server import ParameterServer

@@ -15,8 +15,7 @@ from psdist.client.reporting.phase_timer import PhaseTimer, Throughput
 from psdist.client.reporting.worker_totals import ReportedNumbers, codecs_of
 from psdist.metrics.interval import Phase
 from psdist.monitoring.catalog import SECONDS_BOUNDS, VERSIONS_BOUNDS
-from psdist.monitoring.exporter import Exporter
-from psdist.monitoring.readings import Histogram, Readings
+from psdist.monitoring.exporter import Exporter, Histogram, Readings
 from psdist.settings.config import MetricsEndpoint
 from psdist.types import ParametersSpec
 

@@ -6,8 +6,7 @@ import time
 from collections import Counter
 from typing import Any, get_args
 
-from psdist.monitoring.exporter import Exporter, target
-from psdist.monitoring.readings import Readings
+from psdist.monitoring.exporter import Exporter, Readings, target
 from psdist.settings.config import MetricsEndpoint
 from psdist_scheduler.decide.cluster import Cluster
 from psdist_scheduler.decide.effects import EventKind

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from psdist.monitoring.exporter import Exporter, target
-from psdist.monitoring.readings import Readings
+from psdist.monitoring.exporter import Exporter, Readings, target
 from psdist.settings.config import MetricsEndpoint
 from psdist.wire import limits
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from psdist.monitoring.catalog import METRICS, SECONDS_BOUNDS
-from psdist.monitoring.readings import Histogram, Readings
+from psdist.monitoring.exporter import Histogram, Readings
 
 
 def test_names_follow_the_conventions() -> None:
