@@ -32,9 +32,16 @@ from psdist.client.context import init, is_open
 from psdist.client.process.other_processes import torch_group_size
 from psdist.compression import Codec
 from psdist.errors import InvalidArgumentError
-from psdist.lightning.environment import PsdistEnvironment
 from psdist.lightning.shares import SharedSampler
-from psdist.process_group import broadcast_value, mark_iteration, open_collectives, refuse, save_run, start
+from psdist.process_group import (
+    broadcast_value,
+    is_launched,
+    mark_iteration,
+    open_collectives,
+    refuse,
+    save_run,
+    start,
+)
 from psdist.settings.other_launchers import check_alone
 from psdist.torch import DistributedOptimizer
 from psdist.torch.leased_loader import follows_generator, is_divided
@@ -340,3 +347,55 @@ def _part_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
             "attributes of the LightningModule"
         )
     return min(parts, key=lambda part: sum(1 for _ in part.parameters()))
+
+
+class PsdistEnvironment(ClusterEnvironment):
+    """Place of a worker that a launcher of psdist, or torchrun, has started; a world of one otherwise."""
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """True: the launcher starts the workers."""
+        return True
+
+    @property
+    def main_address(self) -> str:
+        """Address that nothing uses: workers do not connect to each other."""
+        return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+    @property
+    def main_port(self) -> int:
+        """Port that nothing uses."""
+        return int(os.environ.get("MASTER_PORT", "0"))
+
+    @staticmethod
+    def detect() -> bool:
+        """True if a launcher of psdist, or torchrun, has started this script."""
+        return is_launched()
+
+    def world_size(self) -> int:
+        """Workers of the run."""
+        return self._number("WORLD_SIZE", 1)
+
+    def set_world_size(self, size: int) -> None:
+        """Ignore Lightning's own number."""
+
+    def global_rank(self) -> int:
+        """This worker's number."""
+        return self._number("RANK", 0)
+
+    def set_global_rank(self, rank: int) -> None:
+        """Ignore Lightning's own number."""
+
+    def local_rank(self) -> int:
+        """This worker's number on its machine."""
+        return self._number("LOCAL_RANK", 0)
+
+    def node_rank(self) -> int:
+        """Number of this machine."""
+        return self._number("GROUP_RANK", 0)
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Accept any numbers: the run has its own."""
+
+    def _number(self, name: str, default: int) -> int:
+        return int(os.environ[name]) if is_launched() and name in os.environ else default

@@ -14,18 +14,17 @@ from pathlib import Path
 from typing import Any, Final
 
 from psdist.addresses import free_port
-from psdist.errors import ConfigurationError, LaunchFailedError
+from psdist.errors import ConfigurationError, LaunchFailedError, WaitTimeoutError
 from psdist.ray.settings import RaySettings
 from psdist.security.tokens import require_root
 from psdist.settings.exit_codes import OK
 
 try:
     import ray
-    from ray.exceptions import RayActorError, RayTaskError
-    from ray.util.placement_group import PlacementGroup, remove_placement_group
+    from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+    from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-    from psdist.ray import placement
     from psdist.ray.actors import Ended, Returned, SchedulerActor, ServerActor, WorkerActor, WorkerPlace
 except ImportError as error:
     raise ConfigurationError(f"psdist.ray needs Ray ({error}): pip install 'psdist[ray]'") from None
@@ -175,8 +174,8 @@ class _Run:
             **service, scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False)
         ).remote(settings, self._scheduler, self._directory, self._token)  # fmt: skip
         # Servers on different nodes: psdist keeps the copies of a shard on different hosts.
-        servers = self._reserve("servers", settings.resources_per_server, settings.num_servers, "SPREAD")
-        workers = self._reserve("workers", settings.resources_per_worker, settings.num_workers, "PACK")
+        servers = self.reserve("servers", settings.resources_per_server, settings.num_servers, "SPREAD")
+        workers = self.reserve("workers", settings.resources_per_worker, settings.num_workers, "PACK")
         for number in range(settings.num_servers):
             self._services[f"server-{number}"] = ray.remote(ServerActor).options(
                 **service | _resources(settings.resources_per_server), scheduling_strategy=_bundle(servers, number)
@@ -189,8 +188,8 @@ class _Run:
             for rank in range(settings.num_workers)
         ]  # fmt: skip
 
-    def _reserve(self, name: str, bundle: Mapping[str, float], count: int, strategy: str) -> PlacementGroup:
-        group = placement.reserve(name, bundle, count, strategy, self._settings.placement_timeout)
+    def reserve(self, name: str, bundle: Mapping[str, float], count: int, strategy: str) -> PlacementGroup:
+        group = reserve(name, bundle, count, strategy, self._settings.placement_timeout)
         self._groups.append(group)
         return group
 
@@ -264,3 +263,34 @@ def _check_drained(name: str, outcome: Any) -> None:
         return
     last = "\n".join(ended.lines)
     raise LaunchFailedError(f"the {name} ended with exit status {ended.status}:\n{last}", status=ended.status)
+
+
+def reserve(name: str, bundle: Mapping[str, float], count: int, strategy: str, timeout: float) -> PlacementGroup:
+    """Reserve ``count`` bundles of resources, and wait until the cluster has them.
+
+    name: "servers" or "workers", for the error.
+    timeout: longest wait in seconds; a cluster that grows on demand needs some.
+
+    Raises WaitTimeoutError, which names the free resources.
+    """
+    wanted = {resource: amount for resource, amount in bundle.items() if amount}
+    group = placement_group([wanted] * count, strategy)
+    try:
+        ray.get(group.ready(), timeout=timeout)
+    except BaseException as error:  # Ctrl-C, too: nobody else knows the group yet.
+        remove_placement_group(group)
+        if not isinstance(error, GetTimeoutError):
+            raise
+        free = ray.available_resources()
+        needs = ", ".join(f"{amount * count:g} {resource}" for resource, amount in wanted.items())
+        has = ", ".join(f"{free.get(resource, 0.0):g} {resource}" for resource in wanted)
+        raise WaitTimeoutError(
+            f"the cluster has no room for {count} {name} with {_text(wanted)} each ({needs}) after "
+            f"placement_timeout={timeout:g} s: free now are {has}. Add nodes, pass a smaller num_{name} or "
+            f"resources_per_{name[:-1]}, or wait for other jobs"
+        ) from None
+    return group
+
+
+def _text(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{amount:g} {resource}" for resource, amount in resources.items())

@@ -23,7 +23,7 @@ cluster_utils = pytest.importorskip("ray.cluster_utils")  # A part of Ray.
 from ray.util.placement_group import remove_placement_group  # noqa: E402 - as above
 
 import psdist.ray  # noqa: E402 - after the check that Ray is installed
-from psdist.ray import placement  # noqa: E402 - as above
+from psdist.ray.run import reserve  # noqa: E402 - as above
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
@@ -233,4 +233,4 @@ def test_tells_how_a_run_failed(cluster: Any) -> None:
         psdist.ray.run(fail, num_servers=1, insecure=True, certs=None, storage_path="psdist-ray-none")
     assert not list(Path(tempfile.gettempdir()).glob("psdist-ray-*")), "a store is left behind"
     # Ray frees room some time after an actor's end: this waits until all of it is free.
-    remove_placement_group(placement.reserve("workers", {"CPU": ray.cluster_resources()["CPU"]}, 1, "PACK", 60.0))
+    remove_placement_group(reserve("workers", {"CPU": ray.cluster_resources()["CPU"]}, 1, "PACK", 60.0))
