@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Final
 
 from psdist.cli.commands import show
-from psdist.cli.target import SchedulerChoice, ask, find_target, target_flags, time_limit
+from psdist.cli.target import SchedulerChoice, ask, find_target, status_and_samples, target_flags, time_limit
 from psdist.cli.terminal import printable
 from psdist.errors import WaitTimeoutError
 from psdist.settings.exit_codes import OK
@@ -75,11 +75,6 @@ def _explain(target: SchedulerChoice, timeout_seconds: float, seconds: float) ->
     with time_limit(target, timeout_seconds):
         from psdist.monitoring.explanation import explain
         from psdist.monitoring.run_json import sample_json, status_json
-        from psdist.v1 import scheduler_pb2 as pb
 
-        async def talk(call: Callable[..., Awaitable[Any]]) -> tuple[Any, Any]:
-            status = await call("GetStatus", pb.GetStatusRequest(), timeout_seconds)
-            return status, await call("GetSamples", pb.GetSamplesRequest(), timeout_seconds)
-
-        status, answer = ask(target, timeout_seconds, talk)
-    return explain(status_json(status), [sample_json(one) for one in answer.samples], seconds)
+        status, samples = ask(target, timeout_seconds, status_and_samples(timeout_seconds))
+    return explain(status_json(status), [sample_json(one) for one in samples], seconds)

@@ -117,10 +117,13 @@ def ask(target: SchedulerChoice, timeout_seconds: float, talk: Callable[[Callabl
     SchedulerUnreachableError, which says what was tried."""
     import asyncio
 
-    return asyncio.run(_ask(target, timeout_seconds, talk))
+    return asyncio.run(ask_on_loop(target, timeout_seconds, talk))
 
 
-async def _ask(target: SchedulerChoice, timeout_seconds: float, talk: Callable[..., Awaitable[T]]) -> T:
+async def ask_on_loop(
+    target: SchedulerChoice, timeout_seconds: float, talk: Callable[[Callable[..., Any]], Awaitable[T]]
+) -> T:
+    """Do the same as ``ask`` on a running loop."""
     import grpc
 
     from psdist.security.handshake import raise_cause
@@ -132,10 +135,10 @@ async def _ask(target: SchedulerChoice, timeout_seconds: float, talk: Callable[.
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.UNAVAILABLE:
             await raise_cause(target.address, target.credentials)
-        raise failure(target, timeout_seconds, error) from None
+        raise _failure(target, timeout_seconds, error) from None
 
 
-def failure(target: SchedulerChoice, timeout_seconds: float, error: grpc.aio.AioRpcError) -> PsdistError:
+def _failure(target: SchedulerChoice, timeout_seconds: float, error: grpc.aio.AioRpcError) -> PsdistError:
     """Return the error of a failed call: SchedulerUnreachableError, which says what was tried, or the scheduler's."""
     import grpc
 
@@ -147,3 +150,15 @@ def failure(target: SchedulerChoice, timeout_seconds: float, error: grpc.aio.Aio
             f"{error.details()}"
         )
     return status.from_call(error, f"scheduler {target.address}")
+
+
+def status_and_samples(timeout_seconds: float, after: int = 0) -> Callable[[Callable[..., Any]], Awaitable[Any]]:
+    """Return a talk that has the status of a run, and its samples after a number."""
+
+    async def talk(call: Callable[..., Awaitable[Any]]) -> tuple[Any, Any]:
+        from psdist.v1 import scheduler_pb2 as pb
+
+        status = await call("GetStatus", pb.GetStatusRequest(), timeout_seconds)
+        return status, (await call("GetSamples", pb.GetSamplesRequest(after=after), timeout_seconds)).samples
+
+    return talk

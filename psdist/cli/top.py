@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from psdist.cli.status import fetch
-from psdist.cli.target import SchedulerChoice, failure, find_target, target_flags
+from psdist.cli.target import SchedulerChoice, ask_on_loop, find_target, status_and_samples, target_flags
 from psdist.errors import ConfigurationError
 from psdist.settings.exit_codes import OK
 from psdist.settings.flags import CommandLine
@@ -66,17 +66,8 @@ async def _show(make_app: Callable[..., TopApp], target: SchedulerChoice, timeou
 
 async def _ask(target: SchedulerChoice, timeout_seconds: float, after: int) -> RunAnswer:
     """Ask once, where a scheduler leads now. Raises SchedulerUnreachableError, or the scheduler's error."""
-    import grpc
-
     from psdist.cli.top_app import RunAnswer
     from psdist.monitoring.run_json import sample_json, status_json
-    from psdist.v1 import scheduler_pb2 as pb
-    from psdist.wire.scheduler_connection import scheduler_at
 
-    try:
-        async with scheduler_at(target.address, target.credentials) as call:
-            status = await call("GetStatus", pb.GetStatusRequest(), timeout_seconds)
-            found = await call("GetSamples", pb.GetSamplesRequest(after=after), timeout_seconds)
-    except grpc.aio.AioRpcError as error:
-        raise failure(target, timeout_seconds, error) from None
-    return RunAnswer(status_json(status), [sample_json(each) for each in found.samples], status.time)
+    status, samples = await ask_on_loop(target, timeout_seconds, status_and_samples(timeout_seconds, after))
+    return RunAnswer(status_json(status), [sample_json(each) for each in samples], status.time)
