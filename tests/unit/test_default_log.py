@@ -44,26 +44,23 @@ def test_the_scripts_own_logging_counts_alone(configuration: str, place: str) ->
     assert stderr(**{place: configuration}) == "own step 7 was dropped\n"
 
 
+AFTER = """
+from psdist.client.process import script
+script.identify_log(lambda: {'run': 'r', 'id': 'worker-3', 'incarnation': 2, 'step': 0, 'empty': ''})
+log.warning('server-1 is lost', extra={'peer': 'server-1'})
+try:
+    1 / 0
+except ZeroDivisionError:
+    log.warning('failed', exc_info=True)
+"""
+
+
 def test_json_lines_have_the_fields_of_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PSDIST_LOG_FORMAT", "json")
-    fields = "{'run': 'r', 'id': 'worker-3', 'incarnation': 2, 'step': 0, 'empty': ''}"
-    line = stderr(after=f"from psdist.client.process import script; script.identify_log(lambda: {fields})")
-    found = json.loads(line)
+    of_peer, failed, found = map(json.loads, stderr(after=AFTER).splitlines())
+    assert of_peer["peer"] == "server-1" and "ZeroDivisionError" in failed["exception"]
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT[\d:.]+Z", found.pop("timestamp"))
     assert found == {
         "event": "step 7 was dropped", "level": "warning", "logger": "psdist", "role": "worker", "run": "r",
         "id": "worker-3", "incarnation": 2, "step": 0,
     }  # fmt: skip
-
-
-def test_a_json_line_about_one_peer_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PSDIST_LOG_FORMAT", "json")
-    first, second = stderr(after="log.warning('server-1 is lost', extra={'peer': 'server-1'})").splitlines()
-    assert {json.loads(line).get("peer") for line in (first, second)} == {"server-1", None}
-
-
-def test_json_lines_have_tracebacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PSDIST_LOG_FORMAT", "json")
-    after = "try:\n    1 / 0\nexcept ZeroDivisionError:\n    log.warning('failed', exc_info=True)"
-    first, _ = stderr(after=after).splitlines()
-    assert "ZeroDivisionError" in json.loads(first)["exception"]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -211,17 +208,6 @@ def test_a_batch_norm_that_synchronizes_nothing_is_reported(tmp_path: Path, capl
     finally:
         torch.distributed.destroy_process_group()
     assert not caplog.records
-
-
-def test_psdist_needs_no_torch() -> None:
-    text = "import sys, psdist; psdist.init, psdist.optim.Adam, psdist.Client; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", text], env=os.environ, check=False).returncode == 0
-
-
-def test_without_torch_the_extra_is_named() -> None:
-    text = "import sys; sys.modules['torch'] = None; import psdist.torch"
-    done = subprocess.run([sys.executable, "-c", text], env=os.environ, check=False, capture_output=True, text=True)
-    assert "psdist.torch needs PyTorch: pip install torch" in done.stderr
 
 
 def test_buckets_are_filled_from_the_last_tensor_on() -> None:
