@@ -35,7 +35,7 @@ import psutil
 
 from benchmarks.contenders import ROOT
 from benchmarks.peers.flooder import KINDS
-from psdist.settings.config import parse_address
+from psdist.addresses import parse_address
 from psdist.v1 import scheduler_pb2
 from tests.support.chaos.cluster import ChaosCluster, ChaosClusterSettings
 from tests.support.chaos.workload import EventReader, WorkloadSettings

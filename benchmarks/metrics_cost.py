@@ -32,9 +32,9 @@ import numpy as np
 import psutil
 
 import psdist
+from psdist.addresses import free_port
 from psdist.client.process import loop
 from psdist.launcher.embedded import EmbeddedCluster
-from psdist.launcher.process import free_port
 from psdist.monitoring.dashboard_link import view_key
 from psdist.settings.config import MetricsEndpoint
 

@@ -15,11 +15,12 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
+from psdist.addresses import parse_address
 from psdist.errors import ConfigurationError
 from psdist.security.handshake import explain
 from psdist.security.tls import Credentials, TlsFiles
 from psdist.settings import exit_codes
-from psdist.settings.config import TLS_VARIABLES, make_tls, parse_address
+from psdist.settings.config import TLS_VARIABLES, make_tls
 
 if TYPE_CHECKING:
     import grpc

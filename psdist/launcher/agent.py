@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Final
 
 from psdist import addresses, loop_monitor
+from psdist.addresses import parse_address
 from psdist.errors import BY_CODE, ConfigurationError, InternalError
 from psdist.launcher.events import Finish, plural
 from psdist.launcher.output import stamped
@@ -36,7 +37,7 @@ from psdist.launcher.scheduler_calls import Place, RankRequest
 from psdist.launcher.shutdown import RunPolicy
 from psdist.security.tls import Credentials
 from psdist.settings import exit_codes, preflight, signals
-from psdist.settings.config import await_address, find_token, make_tls, parse_address
+from psdist.settings.config import await_address, find_token, make_tls
 from psdist.settings.flags import integer, text, torchrun_setting
 from psdist.settings.other_launchers import LauncherTask, first_node
 from psdist.settings.programs import (

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from psdist import addresses, loop_monitor
+from psdist.addresses import free_port, parse_address
 from psdist.errors import ConfigurationError
 from psdist.launcher.events import Event, Finish, ProcessKey, RunFailed, ServersWanted, WorkersWanted, plural
 from psdist.launcher.output import STDOUT, Output
@@ -37,7 +38,7 @@ from psdist.launcher.plan import (
     program,
     server_number,
 )
-from psdist.launcher.process import Child, ProcessSpec, free_port
+from psdist.launcher.process import Child, ProcessSpec
 from psdist.launcher.run_metrics import RunMetrics
 from psdist.launcher.run_record import ADDRESS_FILE, DIRECTORY_PREFIX, RunRegistry, records_directory
 from psdist.launcher.runner import ProcessPlan, Runner, open_metrics, open_output
@@ -47,7 +48,7 @@ from psdist.link import fd_passing
 from psdist.monitoring.dashboard_link import dashboard_link, listen, require_dashboard, view_key
 from psdist.security.tokens import require_root
 from psdist.settings import exit_codes, preflight, signals
-from psdist.settings.config import find_token, parse_address, read_address
+from psdist.settings.config import find_token, read_address
 from psdist.settings.flags import integer, setting
 from psdist.settings.launcher_reports import RunReport
 from psdist.settings.other_launchers import check_one_run

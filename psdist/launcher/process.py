@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
-from psdist.addresses import free_port as free_port
 from psdist.interpreter import python
 from psdist.launcher import reaper
 from psdist.launcher.events import ProcessKey

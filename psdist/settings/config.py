@@ -28,9 +28,7 @@ from pathlib import Path
 from typing import Final, Literal, cast, get_args
 from urllib.parse import quote
 
-from psdist.addresses import is_loopback as is_loopback
-from psdist.addresses import literal, loopback, split_addresses
-from psdist.addresses import parse_address as parse_address
+from psdist.addresses import literal, loopback, parse_address, split_addresses
 from psdist.errors import ConfigurationError, InvalidArgumentError, SchedulerUnreachableError
 from psdist.security.tls import Credentials, TlsFiles
 from psdist.settings.flags import is_switched_on

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, get_args
 
-from psdist.addresses import loopback
+from psdist.addresses import is_loopback, loopback, parse_address
 from psdist.errors import ConfigurationError, InsecureBindError, InsecureConnectError, InvalidArgumentError
 from psdist.security.tls import Credentials
 from psdist.security.tokens import require_root
@@ -33,8 +33,6 @@ from psdist.settings.config import (
     device_text,
     find_scheduler,
     given_credentials,
-    is_loopback,
-    parse_address,
     scheduler_text,
     storage_text,
     store_location,

@@ -22,6 +22,7 @@ import uvloop
 from grpc_health.v1.health import aio as health
 
 from psdist import addresses, logs, loop_monitor
+from psdist.addresses import is_loopback
 from psdist.cgroups import usable_cores
 from psdist.compression.kernel_runtime import BackgroundCompiler
 from psdist.device.device import open_device
@@ -37,7 +38,6 @@ from psdist.errors import (
 from psdist.link.listening import TcpListener
 from psdist.security.tokens import Audience, Verifier
 from psdist.settings import exit_codes, signals
-from psdist.settings.config import is_loopback
 from psdist.settings.programs import ServerSettings
 from psdist.types import ClusterMap
 from psdist.wire import channels, limits, malloc_options

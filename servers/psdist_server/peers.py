@@ -11,10 +11,10 @@ from typing import Any, Final
 import grpc.aio
 import structlog
 
+from psdist.addresses import parse_address
 from psdist.errors import PsdistError, ServerUnreachableError
 from psdist.security.tls import Credentials
 from psdist.security.tokens import Audience
-from psdist.settings.config import parse_address
 from psdist.types import ClusterMap, Replica
 from psdist.v1 import server_pb2, server_pb2_grpc
 from psdist.wire import auth, channels

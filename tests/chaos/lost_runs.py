@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Final
 
 import psdist
-from psdist.launcher.process import free_port
+from psdist.addresses import free_port
 
 SCRIPT: Final = """
 import threading

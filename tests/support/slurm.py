@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from psdist.launcher.process import free_port
+from psdist.addresses import free_port
 
 #: Programs that a cluster needs.
 PROGRAMS: Final = ("munged", "slurmctld", "slurmd", "srun", "sbatch")

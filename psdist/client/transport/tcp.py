@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from numpy.typing import NDArray
 
+from psdist.addresses import parse_address
 from psdist.client.core.routing import Route
 from psdist.client.session.waits import Wait
 from psdist.client.transport.negotiation import CallConnection, NegotiatedTransport, PendingCall, ask, encode_pull
@@ -29,7 +30,6 @@ from psdist.client.transport.requests import PullRequest, PushRequest, Request, 
 from psdist.client.transport.transport import ServerLoss, WriteQueue
 from psdist.errors import InternalError, PsdistError, ServerUnreachableError, TcpUnavailableError
 from psdist.link.frame_connection import FrameConnection, unacknowledged_bytes
-from psdist.settings.config import parse_address
 from psdist.types import Slicing
 from psdist.v1 import server_pb2
 from psdist.wire import convert, limits

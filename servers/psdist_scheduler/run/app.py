@@ -25,10 +25,11 @@ import uvloop
 from grpc_health.v1 import health
 
 from psdist import addresses, logs, loop_monitor
+from psdist.addresses import is_loopback
 from psdist.errors import ConfigurationError, LeadershipLostError, PsdistError, StorageError
 from psdist.monitoring.dashboard_link import require_dashboard, view_key
 from psdist.settings import exit_codes, signals
-from psdist.settings.config import DashboardEndpoint, is_loopback
+from psdist.settings.config import DashboardEndpoint
 from psdist.settings.programs import SchedulerSettings
 from psdist.snapshots.claim import DirectoryClaim
 from psdist.snapshots.opening import open_storage

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar, cast
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from psdist.addresses import parse_address
 from psdist.errors import ConfigurationError, InvalidArgumentError, LimitExceededError, StorageError
-from psdist.settings.config import parse_address
 from psdist.snapshots.format import CommitRecord, ShardFile
 from psdist.tracing.member import check_spans
 from psdist.types import check_name

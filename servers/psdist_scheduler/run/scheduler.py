@@ -22,9 +22,9 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, Final
 
 from psdist import __version__
+from psdist.addresses import parse_address
 from psdist.errors import ConfigurationError, NoStorageError
 from psdist.monitoring import run_json
-from psdist.settings.config import parse_address
 from psdist.snapshots.storage import Storage
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire.limits import EVENTS_MAX

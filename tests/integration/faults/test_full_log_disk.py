@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from psdist.launcher.process import free_port
+from psdist.addresses import free_port
 from tests.support.mounted import Mount
 
 #: Trains, reports, and prints the digest of the weights. An argument names a directory whose disk it fills first.

@@ -8,9 +8,9 @@ import json
 
 import pytest
 
+from psdist.addresses import free_port
 from psdist.errors import SchedulerUnreachableError
 from psdist.launcher import scheduler_calls
-from psdist.launcher.process import free_port
 from psdist.security.tls import Credentials
 
 

@@ -21,7 +21,7 @@ from typing import TypeVar
 import psutil
 import pytest
 
-from psdist.launcher.process import free_port
+from psdist.addresses import free_port
 from psdist.settings import exit_codes
 
 _COMMANDS = {

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import pytest
 
+from psdist.addresses import free_port
 from psdist.cli import k8s
 from psdist.cli.health import probe
-from psdist.launcher.process import free_port
 
 pytest.importorskip("yaml", reason="PyYAML reads the generated files")
 from tests.support.kustomize import render

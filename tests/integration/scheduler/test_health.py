@@ -17,7 +17,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from psdist.launcher.process import free_port
+from psdist.addresses import free_port
 from psdist.settings import exit_codes
 from psdist.settings.config import await_address
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from structlog.testing import capture_logs
 
-from psdist.launcher.process import free_port
+from psdist.addresses import free_port
 from psdist.security.tls import Credentials
 from psdist_server.server_session import ServerSession
 

@@ -22,11 +22,12 @@ from typing import Final
 import grpc
 import grpc.aio
 
+from psdist.addresses import free_port, parse_address
 from psdist.errors import InternalError, SchedulerUnreachableError
 from psdist.launcher.plan import SchedulerAddress, ServicesPlan, ServicesSettings
-from psdist.launcher.process import ReaperProcess, free_port
+from psdist.launcher.process import ReaperProcess
 from psdist.security.tls import Credentials, TlsFiles
-from psdist.settings.config import TLS_VARIABLES, TransportName, parse_address, read_address
+from psdist.settings.config import TLS_VARIABLES, TransportName, read_address
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
 from psdist.wire import auth, limits
 from psdist.wire.channels import open_channel

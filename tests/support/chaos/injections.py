@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from psdist.addresses import parse_address
 from psdist.errors import InternalError
-from psdist.settings.config import parse_address
 from psdist.settings.exit_codes import INFRASTRUCTURE
 from psdist.types import Replica
 from tests.support.chaos import faults, fills

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from psdist.launcher.process import free_port
+from psdist.addresses import free_port
 from psdist_scheduler.decide.cluster_events import Event, Probed
 from psdist_scheduler.decide.effects import Probe
 from psdist_scheduler.run.scheduler import Probes, probe
