@@ -57,7 +57,6 @@ def lease(d: SnapshotDriver, worker: Member, now: int, done: dict[int, int] | No
 def position(d: SnapshotDriver) -> DataPosition:
     """Return the position of the data set in the newest snapshot."""
     newest = d.cluster.snapshots.catalog.newest
-    assert newest is not None
     (state,) = newest.manifest.datasets
     return state.position
 

@@ -144,7 +144,6 @@ async def restored(files: Files) -> tuple[str, float]:
     without: set[str] = set()
     while True:
         found = await reader.newest(storage, without)
-        assert found is not None
         [state] = found.manifest.parameters
         slices = SliceReader(storage, found.manifest)
         try:

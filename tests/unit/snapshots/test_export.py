@@ -52,7 +52,6 @@ def run(url: str, out: Path, seen: list[tuple[int, int]] | None = None, **option
     async def work() -> Exported:
         storage = open_storage(url)
         found = await reader.newest(storage)
-        assert found is not None
         heard = seen if seen is not None else []
         return await export(
             storage, found.manifest, out, ExportOptions(**options), lambda *progress: heard.append(progress)

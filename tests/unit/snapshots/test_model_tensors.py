@@ -72,7 +72,6 @@ def found(path: Path, *states: bytes, **options: Any) -> Contents:
     async def read() -> Contents:
         storage = open_storage(str(path))
         newest = await reader.newest(storage)
-        assert newest is not None
         return await contents(storage, newest.manifest, **options)
 
     return asyncio.run(read())
@@ -168,7 +167,6 @@ def test_weights_need_no_state_that_has_no_buffers(tmp_path: Path, monkeypatch: 
     async def read() -> Contents:
         storage = open_storage(str(tmp_path))
         newest = await reader.newest(storage)
-        assert newest is not None
         return await contents(storage, newest.manifest)
 
     assert next(one.name for one in asyncio.run(read()).tensors) == "w"
@@ -209,7 +207,6 @@ def test_a_state_that_was_changed_is_corrupt(tmp_path: Path) -> None:
     async def read() -> None:
         storage = open_storage(str(tmp_path))
         newest = await reader.newest(storage)
-        assert newest is not None
         await contents(storage, newest.manifest)
 
     with pytest.raises(SnapshotCorruptError, match=f"{file.name} is not what was written: its digest"):

@@ -32,7 +32,6 @@ async def two_snapshots() -> tuple[DictStorage, CommitRecord, CommitRecord]:
 async def restored(storage: DictStorage, found: CommittedSnapshot) -> list[bytes]:
     """Return all bytes of the parameters "net", as a server would load them, and of the worker states."""
     state = found.manifest.state("net")
-    assert state is not None
     slices = SliceReader(storage, found.manifest)
     arrays = [array.tobytes() for i in range(state.slicing.count) for array in await slices.slice(state, i)]
     own = [part for mine in found.manifest.states async for part in reader.read_state(storage, found.manifest, mine)]
@@ -44,7 +43,6 @@ async def restored_or_error(storage: DictStorage) -> tuple[str, list[bytes]]:
     without: set[str] = set()
     while True:
         found = await reader.newest(storage, without)
-        assert found is not None
         try:
             return found.manifest.directory, await restored(storage, found)
         except SnapshotCorruptError:

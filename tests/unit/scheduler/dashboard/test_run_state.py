@@ -1,4 +1,4 @@
-"""State of the page: small with many members, complete, and with the problems of the run by name."""
+"""State of the page: small with many members, complete, with bounded curves and the problems of the run by name."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import random
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from psdist.monitoring.run_json import sample_json, status_json
 from psdist.v1 import scheduler_pb2
-from psdist_scheduler.dashboard.run_state import RunState, difference
+from psdist_scheduler.dashboard.run_state import POINTS, Curves, RunState, difference, point, without_nulls
 from tests.support.dashboard_runs import advance, sample, status
 
 WORKER = scheduler_pb2.ROLE_WORKER
@@ -161,3 +163,82 @@ def test_memory_for_members_that_left_is_freed() -> None:
 def test_a_run_that_has_not_begun_has_a_state() -> None:
     state = RunState().state(status_json(scheduler_pb2.GetStatusResponse(run_id="r")), 0.5)
     assert state["workers"] == state["parameters"] == {} and state["problems"] == []
+
+
+# --- curves -----------------------------------------------------------------------------------------------------------
+
+
+def made(time: int, loss: float) -> dict[str, Any]:
+    return {"time": float(time), "step": time, "reported": {"loss": loss}, "steps": {"model": 2.0}, "samples": 1.0}
+
+
+def test_a_point_has_means_of_numbers_and_leaves_out_the_others() -> None:
+    found = sample_json(sample(3, 2, 0, random.Random(1)))
+    first, second = found["workers"].values()
+    first["reported"], second["reported"] = {"loss": 1.0, "bad": "nan"}, {"loss": 2.0}
+    first["steps_per_second"], second["steps_per_second"] = {"model": 2.0}, {"model": 4.0}
+    assert point(found) == {
+        "time": 1003.0, "step": 3, "reported": {"loss": 1.5}, "steps": {"model": 3.0}, "samples": 640.0
+    }  # fmt: skip
+
+
+def test_the_curves_of_a_day_are_short_and_keep_the_mean() -> None:
+    curves, day = Curves(), 86_400
+    for second in range(day):
+        curves.add(made(second, second / day))
+        assert len(curves.whole) <= POINTS and len(curves.recent) <= POINTS
+    assert [one["time"] for one in curves.recent] == [float(second) for second in range(day - POINTS, day)]
+    assert len(curves.whole) > POINTS / 2 - 1
+    times = [one["time"] for one in curves.whole]
+    assert times == sorted(times) and times[-1] > day - 2 * curves.stride
+    assert abs(curves.whole[0]["reported"]["loss"] - (curves.stride - 1) / 2 / day) < 2 * curves.stride / day
+
+
+def test_names_that_come_late_are_kept() -> None:
+    curves = Curves()
+    for second in range(2 * POINTS):
+        one = made(second, 1.0)
+        if second > POINTS:
+            one["reported"] = {"late": 2.0}
+        curves.add(one)
+    assert curves.stride == 2
+    assert curves.whole[0]["reported"] == {"loss": 1.0} and curves.whole[-1]["reported"] == {"late": 2.0}
+
+
+# --- merge patches ----------------------------------------------------------------------------------------------------
+
+
+TREES = st.recursive(
+    st.integers() | st.text(max_size=3) | st.lists(st.integers(), max_size=3),
+    lambda inner: st.dictionaries(st.sampled_from(["a", "b", "c", "__proto__"]), inner, max_size=4),
+).filter(lambda tree: isinstance(tree, dict))
+
+
+def apply(target: Any, patch: dict[str, Any]) -> dict[str, Any]:
+    """Apply a patch as RFC 7396 says."""
+    result = dict(target) if isinstance(target, dict) else {}
+    for name, value in patch.items():
+        if value is None:
+            result.pop(name, None)
+        else:
+            result[name] = apply(result.get(name), value) if isinstance(value, dict) else value
+    return result
+
+
+@given(TREES, TREES)
+def test_a_patch_leads_from_one_tree_to_the_other(before: dict[str, Any], after: dict[str, Any]) -> None:
+    assert apply(before, difference(before, after)) == after
+
+
+@given(TREES)
+def test_nothing_changes_without_a_change(tree: dict[str, Any]) -> None:
+    assert difference(tree, tree) == {}
+
+
+def test_only_what_changed_is_in_a_patch() -> None:
+    before = {"a": {"x": 1, "y": [1, 2]}, "b": 1, "c": {"z": 1}}
+    assert difference(before, {"a": {"x": 2, "y": [1, 2]}, "b": 1}) == {"a": {"x": 2}, "c": None}
+
+
+def test_nulls_are_left_out() -> None:
+    assert without_nulls({"a": None, "b": {"c": None, "d": 0}, "e": [None]}) == {"b": {"d": 0}, "e": [None]}

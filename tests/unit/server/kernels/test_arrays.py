@@ -73,7 +73,6 @@ def test_an_overflow_of_finite_parts_is_not_their_fault_and_changes_nothing(dens
 
 
 def test_the_arena_tells_twice_the_version_of_each_slice(dense: DenseParameters) -> None:
-    assert dense.weights.arena is not None
     assert dense.weights.arena.sequence.tolist() == [0, 0, 0]
     dense.apply([Update(1, 0, [part(1.0)]), Update(2, 0, [part(1.0, ELEMENTS - 2 * 4096)])])
     dense.apply([Update(1, 1, [])])
@@ -122,7 +121,6 @@ def big(count: int = 4) -> DenseParameters:
 
 def resident(dense: DenseParameters) -> tuple[int, int]:
     """KiB of memory that this process's parameters have: the file's, and that of the two states."""
-    assert dense.weights.arena is not None
     file = os.fstat(dense.weights.arena.fd).st_blocks // 2 - dense.weights.arena.offset // 1024
     wanted = {state.ctypes.data for state in dense.states}
     states, inside, size = 0, False, dense.states[0].nbytes
