@@ -35,6 +35,14 @@ def lose(d: SnapshotDriver, member_id: str) -> None:
     d.on(ev.SessionClosed(d.cluster.members.sessions.call_of(member_id), "its session broke"))
 
 
+def pass_time(d: SnapshotDriver, seconds: float) -> None:
+    """Let time pass in which all members with a session are heard, and everybody does its work."""
+    for _ in range(round(seconds / d.settings.tick_seconds)):
+        d.beat(*d.cluster.members.sessions.by_call)
+        d.tick()
+        d.go_on()
+
+
 def rejoin(d: SnapshotDriver, count: int = 1, **settings: Any) -> list[Member]:
     """Workers begin new lives and take part again."""
     workers = [d.join(member_id=f"worker-{rank}")[0] for rank in range(count)]

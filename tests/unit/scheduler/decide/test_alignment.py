@@ -59,10 +59,14 @@ class Run(Driver):
         )
         self.on(report)
 
+    def all_stand(self, at: At) -> None:
+        for worker in self.workers:
+            self.stands(worker, at)
+
     def joins(self) -> Member:
         """A worker registers and creates D."""
         worker, _ = self.join()
-        self.create(worker, name="D")
+        self.asked = self.create(worker, name="D")
         return worker
 
     def expel(self, *workers: Member) -> list[Member]:
@@ -97,11 +101,13 @@ def test_a_joiner_becomes_a_member_of_all_sets_in_one_epoch() -> None:
     run = Run()
     zero, one = run.workers
     joiner = run.joins()
+    assert run.state(run.asked) == ef.Waiting("for the other workers to reach the start of an iteration")
     assert run.commands(zero) == run.commands(one) == [AlignCommand(run.commands(zero)[0].number)]
     run.stands(zero, At(8, 7))
     assert len(run.commands(zero)) == 1, "the other has not said where it is"
     run.stands(one, At(7, 7))  # The pushes of `zero` wait for it: nothing of its iteration is applied.
     assert run.commands(zero)[-1].until == 14
+    assert run.state(run.asked) == ef.Waiting("for server-0, server-1 to agree on step 7 of 'D'")
     session = run.servers[0][1]
     assert {(p.parameters, p.member.first_step) for p in run.proposals(session)} == {("D", 7), ("G", 7)}
     proposal = run.proposals(session)[0]
@@ -117,25 +123,15 @@ def test_a_joiner_becomes_a_member_of_all_sets_in_one_epoch() -> None:
     assert run.state(call).first_step == 7 and run.commands(zero)[-1].release
 
 
-def test_a_joiner_is_told_what_it_waits_for() -> None:
-    run = Run()
-    joiner, _ = run.join()
-    call = run.create(joiner, name="D")
-    assert run.state(call) == ef.Waiting("for the other workers to reach the start of an iteration")
-    for worker in run.workers:
-        run.stands(worker, At(8, 8))
-    assert run.state(call) == ef.Waiting("for server-0, server-1 to agree on step 8 of 'D'")
-
-
 def test_workers_that_are_all_inside_an_iteration_finish_it() -> None:
+    """One worker that knows the order is enough."""
     run = Run()
     joiner = run.joins()
-    for worker in run.workers:
-        run.stands(worker, At(8, 7))
+    for worker, period in zip(run.workers, (0, 2), strict=True):
+        run.stands(worker, At(8, 7, period))
     assert [run.commands(worker)[-1].until for worker in run.workers] == [16, 16]
     assert not run.proposals(run.servers[0][1])
-    for worker in run.workers:
-        run.stands(worker, At(8, 8))
+    run.all_stand(At(8, 8))
     run.answer()
     assert run.first_steps(joiner) == {"D": 8, "G": 8}
 
@@ -143,8 +139,7 @@ def test_workers_that_are_all_inside_an_iteration_finish_it() -> None:
 def test_declared_iterations_are_waited_for() -> None:
     run = Run()
     joiner = run.joins()
-    for worker in run.workers:
-        run.stands(worker, At(8, 7, 0, declared=True))
+    run.all_stand(At(8, 7, 0, declared=True))
     assert run.commands(run.workers[0])[-1].until is None, "nobody knows where the iteration ends"
     run.stands(run.workers[0], At(8, 8, 0, declared=True))
     assert run.commands(run.workers[1])[-1].until == 16
@@ -153,19 +148,10 @@ def test_declared_iterations_are_waited_for() -> None:
     assert run.first_steps(joiner) == {"D": 8, "G": 8}
 
 
-def test_one_worker_that_knows_the_order_is_enough() -> None:
-    run = Run()
-    run.joins()
-    run.stands(run.workers[0], At(8, 7, 0))
-    run.stands(run.workers[1], At(8, 7))
-    assert [run.commands(worker)[-1].until for worker in run.workers] == [16, 16]
-
-
 def test_an_order_without_iterations_is_refused_with_its_remedy() -> None:
     run = Run()
     joiner = run.joins()
-    for worker in run.workers:
-        run.stands(worker, At(8, 7, 0))
+    run.all_stand(At(8, 7, 0))
     assert any("with context.iteration()" in note for note in run.notes)
     assert not run.first_steps(joiner) and not run.proposals(run.servers[0][1])
 
@@ -175,8 +161,7 @@ def test_another_set_that_is_trained_makes_them_choose_again() -> None:
     alignment = run.cluster.alignment
     alignment.want("test")
     run.tick()
-    for worker in run.workers:
-        run.stands(worker, At(4, 4))
+    run.all_stand(At(4, 4))
     assert alignment.vector == {"D": 4, "G": 4} and alignment.is_opened
     for worker in run.workers:
         run.create(worker, name="E")
@@ -187,14 +172,12 @@ def test_another_set_that_is_trained_makes_them_choose_again() -> None:
 def test_a_refusal_withdraws_all_sets_and_looks_for_another_start() -> None:
     run = Run()
     joiner = run.joins()
-    for worker in run.workers:
-        run.stands(worker, At(7, 7))
+    run.all_stand(At(7, 7))
     first = run.proposals(run.servers[0][1])[0]
     run.on(ev.JoinAnswered(run.servers[0][1], first.proposal_id, False, 8))
     withdrawn = [value for value in run.told[run.servers[1][1]] if isinstance(value, ef.WithdrawJoin)]
     assert {news.parameters for news in withdrawn} == {"D", "G"}
-    for worker in run.workers:
-        run.stands(worker, At(8, 8))
+    run.all_stand(At(8, 8))
     run.answer()
     assert run.first_steps(joiner) == {"D": 8, "G": 8}
 

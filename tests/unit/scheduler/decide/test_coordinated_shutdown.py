@@ -49,6 +49,10 @@ class Run(SnapshotDriver):
         numbers = tuple(next_pushes.items())
         self.on(StopReported(self.session(worker), self.last(worker).number, True, numbers))
 
+    def all_hold(self, **next_pushes: int) -> None:
+        for worker in self.workers:
+            self.holds(worker, **next_pushes)
+
     def answers(self, worker: Member, *, stopping: bool) -> None:
         self.on(StopReported(self.session(worker), self.last(worker).number, stopping))
 
@@ -62,6 +66,14 @@ class Run(SnapshotDriver):
         numbers = tuple(next_pushes.items())
         session = self.session(worker)
         self.on(AlignReported(session, self.held(worker).number, position, start, period, next=numbers))
+
+    def all_stand(self, start: int | None, **next_pushes: int) -> None:
+        for worker in self.workers:
+            self.stands(worker, start, **next_pushes)
+
+    def all_leave(self) -> None:
+        for worker in list(self.workers):
+            self.leaves(worker)
 
     def leaves(self, worker: Member) -> None:
         self.on(ev.Leave(self.number(), caller(worker), "stopped"))
@@ -100,21 +112,6 @@ def test_the_cut_is_where_the_least_far_worker_stands() -> None:
     assert any("stopping: 'mlp' at step 7" in note for note in run.notes)
 
 
-def test_all_that_was_begun_by_all_is_in_it() -> None:
-    run = Run()
-    run.train(7)
-    run.asked(*run.workers)
-    for worker in run.workers:
-        run.holds(worker, mlp=8)
-    run.go_on()
-    assert run.last(run.workers[0]).next == (("mlp", 8),), "both finish step 7 before they leave"
-    run.train(8)
-    run.go_on()
-    for worker in run.workers:
-        run.leaves(worker)
-    assert run.steps == [{"mlp": 8}]
-
-
 def test_several_sets_are_cut_where_an_iteration_starts() -> None:
     run = Run()
     for worker in run.workers:
@@ -148,8 +145,7 @@ def asked_with_unknown_iterations() -> Run:
         run.create(worker, name="b")
     run.ask(ev.CommitParameters, run.workers[0], "b")
     run.asked(*run.workers)
-    for worker in run.workers:
-        run.stands(worker, start=None, mlp=6, b=5)
+    run.all_stand(start=None, mlp=6, b=5)
     assert any("with context.iteration()" in note for note in run.notes)
     assert run.told_to(run.workers[0]) == [], "they train on"
     return run
@@ -166,16 +162,14 @@ def pass_unknown_seconds(run: Run) -> None:
 def test_sets_without_iterations_are_saved_with_a_warning() -> None:
     run = asked_with_unknown_iterations()
     pass_unknown_seconds(run)
-    for worker in run.workers:
-        run.stands(worker, start=None, mlp=8, b=6)
+    run.all_stand(start=None, mlp=8, b=6)
     assert run.told_to(run.workers[0]) == ["hold"], "they end as scripts with one set do"
 
 
 def test_workers_that_were_busy_meanwhile_finish_their_iteration() -> None:
     run = asked_with_unknown_iterations()
     pass_unknown_seconds(run)
-    for worker in run.workers:
-        run.stands(worker, start=12, mlp=7, b=6)
+    run.all_stand(start=12, mlp=7, b=6)
     assert [run.held(worker).until for worker in run.workers] == [14, 14]
 
 
@@ -183,11 +177,9 @@ def test_iterations_that_become_known_while_a_run_stops_are_finished() -> None:
     """An interrupt in the first moments of a run must not leave one set a step ahead of another."""
     run = asked_with_unknown_iterations()
     run.tick_and_beat(RETRY_SECONDS + 0.5, *run.cluster.members.sessions.by_call)
-    for worker in run.workers:
-        run.stands(worker, start=12, mlp=7, b=6)
+    run.all_stand(start=12, mlp=7, b=6)
     assert [run.held(worker).until for worker in run.workers] == [14, 14]
-    for worker in run.workers:
-        run.stands(worker, start=14, mlp=7, b=7)
+    run.all_stand(start=14, mlp=7, b=7)
     assert dict(run.cluster.snapshots.attempt.steps) == {"mlp": 7, "b": 7}
 
 
@@ -208,12 +200,10 @@ def test_workers_that_are_held_where_they_are_stay_there() -> None:
     run = asked_with_unknown_iterations()
     zero, one = run.workers
     pass_unknown_seconds(run)
-    for worker in run.workers:
-        run.stands(worker, start=None, mlp=7, b=5)
+    run.all_stand(start=None, mlp=7, b=5)
     assert run.told_to(zero) == run.told_to(one) == ["hold"] and run.held(zero).release
     run.stands(zero, start=12, mlp=7, b=6)
-    for worker in run.workers:
-        run.holds(worker, mlp=7, b=6)
+    run.all_hold(mlp=7, b=6)
     assert dict(run.cluster.snapshots.attempt.steps) == {"mlp": 7, "b": 6}
 
 
@@ -222,8 +212,7 @@ def test_a_restarted_scheduler_leaves_held_workers_where_they_are() -> None:
     zero, one = run.workers
     run.on(StopReported(run.session(zero), 0, True, (("mlp", 7), ("b", 6))))
     assert run.told_to(zero) == run.told_to(one) == ["hold"] and run.held(one).release
-    for worker in run.workers:
-        run.holds(worker, mlp=7, b=6)
+    run.all_hold(mlp=7, b=6)
     assert dict(run.cluster.snapshots.attempt.steps) == {"mlp": 7, "b": 6}
 
 
@@ -256,8 +245,7 @@ def test_nothing_new_is_not_saved_again() -> None:
     run.train(3)
     first = run.saved(run.save())
     run.asked(*run.workers)
-    for worker in run.workers:
-        run.holds(worker, mlp=3)
+    run.all_hold(mlp=3)
     assert run.last(run.workers[0]).kind == "leave" and run.cluster.snapshots.catalog.commits == (first,)
     run.train(4)
     assert run.saved(run.save()) == first, "step 3 was not made by all"
@@ -276,8 +264,7 @@ def test_a_step_of_some_is_not_saved_where_the_last_snapshot_fails(trains: bool)
     server = run.cluster.members.sessions.call_of("server-0")
     run.on(sn.PartFailed(server, attempt.number, "the disk is full"))
     run.writing = True
-    for worker in run.workers:
-        run.leaves(worker)
+    run.all_leave()
     if trains:
         run.train(8)  # Of worker-0 alone.
         error = run.state(run.save())
@@ -291,8 +278,7 @@ def test_asynchronous_workers_leave_after_their_pushes() -> None:
     run = Run(consistency=ASP())
     run.train(9)
     run.asked(*run.workers)
-    for worker in run.workers:
-        run.holds(worker, mlp=5)
+    run.all_hold(mlp=5)
     run.go_on()
     assert run.last(run.workers[0]) == StopCommand(run.last(run.workers[1]).number, "leave")
 
@@ -379,11 +365,9 @@ def test_a_worker_that_comes_later_trains_on_and_is_saved() -> None:
     run = Run()
     run.train(3)
     run.asked(*run.workers)
-    for worker in run.workers:
-        run.holds(worker, mlp=3)
+    run.all_hold(mlp=3)
     run.go_on()
-    for worker in run.workers:
-        run.leaves(worker)
+    run.all_leave()
     assert run.saved(run.save()).steps == {"mlp": 3}
     late, _ = run.join()
     run.create(late)
@@ -397,29 +381,20 @@ def test_a_worker_that_comes_later_trains_on_and_is_saved() -> None:
 # --- what goes wrong --------------------------------------------------------------------------------------------------
 
 
-def test_servers_that_do_not_answer_keep_nobody() -> None:
+@pytest.mark.parametrize("fails", [True, False])
+def test_servers_that_do_not_answer_or_fail_keep_nobody(fails: bool) -> None:
     run = Run()
     run.train(3)
     run.answering = False
     run.asked(*run.workers)
-    for worker in run.workers:
-        run.holds(worker, mlp=3)
+    run.all_hold(mlp=3)
     assert run.last(run.workers[0]).kind == "hold"
-    for _ in range(int(SAVE_SECONDS) + 2):
+    if fails:
+        attempt = run.cluster.snapshots.attempt
+        run.on(sn.PartFailed(run.server_sessions()[0], attempt.number, "the disk is full"))
+    for _ in range(0 if fails else int(SAVE_SECONDS) + 2):
         run.beat(*(run.session(worker) for worker in run.workers), *run.server_sessions())
         run.tick(1.0)
-    assert run.last(run.workers[0]).kind == "leave"
-
-
-def test_a_snapshot_that_fails_keeps_nobody() -> None:
-    run = Run()
-    run.train(3)
-    run.answering = False
-    run.asked(*run.workers)
-    for worker in run.workers:
-        run.holds(worker, mlp=3)
-    attempt = run.cluster.snapshots.attempt
-    run.on(sn.PartFailed(run.server_sessions()[0], attempt.number, "the disk is full"))
     assert run.last(run.workers[0]).kind == "leave"
 
 
@@ -432,8 +407,7 @@ def test_a_snapshot_under_way_gives_way_or_is_finished_first(phase: str) -> None
     assert run.cluster.snapshots.attempt.phase.name == phase.upper()
     run.train(5)
     run.asked(*run.workers)
-    for worker in run.workers:
-        run.holds(worker, mlp=5)
+    run.all_hold(mlp=5)
     run.writing = run.storing = True
     run.go_on()
     assert run.steps[-1] == {"mlp": 5} and len(run.steps) == 1 + (phase == "committing")
@@ -481,8 +455,7 @@ def test_who_leaves_already_does_not_hold_up_the_others() -> None:
     assert run.told_to(zero) == ["leave"]
     run.asked(one, two)  # Worker-0 is still busy with its own end.
     assert run.last(zero).kind == "hold"
-    for worker in run.workers:
-        run.holds(worker, mlp=5)
+    run.all_hold(mlp=5)
     run.go_on()
     assert run.steps == [{"mlp": 5}] and run.told_to(two)[-1] == "leave"
 

@@ -125,10 +125,9 @@ def test_only_those_in_the_circle_are_ended() -> None:
     assert "to create 'new'" in run.errors[call].message
 
 
-@pytest.mark.parametrize("name", ["x", "y"])
-def test_different_barriers_are_a_circle(name: str) -> None:
+def test_different_barriers_are_a_circle() -> None:
     run = Run()
-    calls = [run.barrier(number, run.report("call"), f"{name}{number}") for number in (0, 1)]
+    calls = [run.barrier(number, run.report("call"), f"b{number}") for number in (0, 1)]
     assert run.ended() == {}
     assert all(isinstance(run.errors[call], errors.MutualWaitError) for call in calls)
 
@@ -142,14 +141,6 @@ def test_ssp_waits_by_clocks() -> None:
     run.beat_with(1, run.report("clock", 5, mlp=7))
     run.barrier(0, run.report("call", mlp=4))
     assert list(run.ended()) == [1]
-
-
-NONE_WAITS = {
-    "the other has pushed": (("step", 7, 8), ("call", 8)),
-    "the other computes": (("step", 7, 8), ("", 7)),
-    "the other has a time limit": (("step", 7, 8), ("", 7)),
-    "it waits with a time limit": (("", 7, 8), ("call", 7)),
-}
 
 
 def test_a_step_in_parts_waits_for_who_has_pushed_nothing() -> None:
@@ -186,9 +177,12 @@ def test_of_one_wait_the_newest_word_counts() -> None:
 
 
 def test_what_may_end_is_no_circle() -> None:
-    for case in NONE_WAITS:
+    for (kind, step, pushed), (other_kind, other_pushed) in (
+        (("step", 7, 8), ("call", 8)),  # The other has pushed.
+        (("step", 7, 8), ("", 7)),  # The other computes, or has a time limit.
+        (("", 7, 8), ("call", 7)),  # It waits with a time limit.
+    ):
         run = Run()
-        (kind, step, pushed), (other_kind, other_pushed) = NONE_WAITS[case]
         run.beat_with(1, run.report(kind, step, mlp=pushed))
         call = run.barrier(0, run.report(other_kind, mlp=other_pushed))
         assert run.ended() == {} and call not in run.errors
@@ -301,17 +295,6 @@ def test_a_worker_that_waits_for_the_circle_is_not_in_it() -> None:
         for question in run.asked(number):
             run.confirm(number, question)
     assert {0, 1} <= run.ended().keys()
-
-
-def test_a_circle_of_three_calls_of_groups() -> None:
-    run = Run(workers=3)
-    for number, key in enumerate((b"a", b"b", b"c")):
-        run.group(number, key, (number + 1) % 3)
-    for number in range(3):
-        assert run.ended() == {}
-        for question in run.asked(number):
-            run.confirm(number, question)
-    assert list(run.ended()) == [0, 1, 2]
 
 
 def test_a_confirmation_of_another_wait_means_nothing() -> None:

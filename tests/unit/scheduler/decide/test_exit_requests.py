@@ -9,6 +9,7 @@ from psdist.snapshots.policy import SavePolicy
 from psdist_scheduler.decide import cluster_events as ev
 from psdist_scheduler.decide import effects as ef
 from psdist_scheduler.decide import snapshot_events as sn
+from psdist_scheduler.decide.cluster_state import Member
 from psdist_scheduler.decide.run_end import SERVERS_END_SECONDS
 from tests.support.scheduler_driver import caller
 from tests.support.snapshot_driver import Ready, ready
@@ -20,6 +21,18 @@ def know(d: Ready) -> None:
     d.beat_versions()
     d.tick()
     d.go_on()
+
+
+def drain_all(d: Ready) -> list[int]:
+    """Let both servers ask for their end. Return their calls."""
+    calls = [d.number() for _ in range(2)]
+    for number, call in enumerate(calls):
+        d.on(ev.Drain(call, "", f"server-{number}"))
+    return calls
+
+
+def leave(d: Ready, member: Member) -> None:
+    d.on(ev.Leave(d.number(), caller(member), "done"))
 
 
 def test_the_scheduler_ends_when_all_is_saved() -> None:
@@ -36,14 +49,10 @@ def test_the_scheduler_ends_when_all_is_saved() -> None:
 
 def test_servers_that_end_with_all_values_are_saved_before() -> None:
     d = ready()
-    (worker,) = d.members
     d.train(5)
-    d.on(ev.Leave(d.number(), caller(worker), "done"))
+    leave(d, d.members[0])
     d.writing = False
-    calls = []
-    for server in ("server-0", "server-1"):
-        calls.append(d.number())
-        d.on(ev.Drain(calls[-1], "", server))
+    calls = drain_all(d)
     know(d)
     assert not any(isinstance(d.state(call), ef.Drained) for call in calls)
     d.writing = True
@@ -53,14 +62,10 @@ def test_servers_that_end_with_all_values_are_saved_before() -> None:
 
 def test_servers_that_end_do_not_wait_for_a_snapshot_that_fails() -> None:
     d = ready()
-    (worker,) = d.members
     d.train(5)
-    d.on(ev.Leave(d.number(), caller(worker), "done"))
+    leave(d, d.members[0])
     d.writing = False
-    calls = []
-    for server in ("server-0", "server-1"):
-        calls.append(d.number())
-        d.on(ev.Drain(calls[-1], "", server))
+    calls = drain_all(d)
     know(d)
     d.on(sn.PartFailed(d.cluster.members.sessions.call_of("server-0"), d.attempt.number, "no space"))
     assert all(isinstance(d.state(call), ef.Drained) for call in calls)
@@ -69,24 +74,19 @@ def test_servers_that_end_do_not_wait_for_a_snapshot_that_fails() -> None:
 @pytest.mark.parametrize("policy", [SavePolicy(at_end=False), SavePolicy()])
 def test_servers_end_at_once_where_there_is_nothing_to_save(policy: SavePolicy) -> None:
     d = ready(policy=policy)
-    (worker,) = d.members
     d.train(5)
-    d.on(ev.Leave(d.number(), caller(worker), "done"))
+    leave(d, d.members[0])
     if policy.at_end:
         d.saved(d.save())
-    calls = []
-    for server in ("server-0", "server-1"):
-        calls.append(d.number())
-        d.on(ev.Drain(calls[-1], "", server))
+    calls = drain_all(d)
     assert all(isinstance(d.state(call), ef.Drained) for call in calls)
 
 
 @pytest.mark.parametrize("policy", [SavePolicy(at_end=False), SavePolicy()])
 def test_a_server_that_ends_between_two_workers_hands_its_shards_to_the_others(policy: SavePolicy) -> None:
     d = ready(policy=policy)
-    (worker,) = d.members
     d.train(5)
-    d.on(ev.Leave(d.number(), caller(worker), "done"))
+    leave(d, d.members[0])
     if policy.at_end:
         d.saved(d.save())
     d.on(ev.Drain(call := d.number(), "", "server-0"))
@@ -106,18 +106,18 @@ def test_a_run_is_over_when_no_worker_has_been_there_for_the_idle_timeout() -> N
     d.members = d.begin(servers=2, workers=2)
     for worker in d.members:
         assert not shutdown.is_over(d.now + 60.0)
-        d.on(ev.Leave(d.number(), caller(worker), "done"))
+        leave(d, worker)
     assert not shutdown.is_over(d.now + 4.9) and shutdown.is_over(d.now + 5.0)
     d.now += 4.9
     (late, _) = d.join()
     assert not shutdown.is_over(d.now + 60.0)
-    d.on(ev.Leave(d.number(), caller(late), "done"))
+    leave(d, late)
     assert not shutdown.is_over(d.now + 4.9) and shutdown.is_over(d.now + 5.0)
 
 
 def test_a_run_without_an_idle_timeout_is_never_over() -> None:
     d = ready()
-    d.on(ev.Leave(d.number(), caller(d.members[0]), "done"))
+    leave(d, d.members[0])
     assert not d.cluster.exit_requests.is_over(d.now + 1e6)
 
 
@@ -142,7 +142,7 @@ def test_servers_are_told_that_the_run_is_over_when_it_is_saved_and_waited_for(e
 def begin_the_end(d: Ready) -> int:
     """The last worker leaves, the run is over, and its snapshot is being written. Returns the call of the end."""
     d.train(5)
-    d.on(ev.Leave(d.number(), caller(d.members[0]), "done"))
+    leave(d, d.members[0])
     d.writing = False
     d.on(ev.Stop(call := d.number(), servers=True))
     know(d)
@@ -175,20 +175,14 @@ def test_a_worker_that_registers_during_the_last_snapshot_withdraws_the_end() ->
     assert d.run_ended == 0 and not d.cluster.exit_requests.is_over(d.now + 60.0)
 
 
-def test_a_worker_that_was_lost_has_the_time_of_its_lease_to_come_back() -> None:
-    d = ready(workers=2, idle_timeout_seconds=5.0, worker_lease_seconds=30.0)
+@pytest.mark.parametrize(("idle", "seconds"), [(5.0, 30.0), (60.0, 60.0)])
+def test_a_worker_that_was_lost_has_the_time_of_its_lease_to_come_back(idle: float, seconds: float) -> None:
+    d = ready(workers=2, idle_timeout_seconds=idle, worker_lease_seconds=30.0)
     shutdown = d.cluster.exit_requests
     lost, last = d.members
     d.on(ev.SessionClosed(d.cluster.members.sessions.call_of(lost.member_id), "its process was killed"))
-    d.on(ev.Leave(d.number(), caller(last), "done"))
-    assert not shutdown.is_over(d.now + 29.9) and shutdown.is_over(d.now + 30.0)
-
-
-def test_a_longer_idle_timeout_counts_for_lost_workers_too() -> None:
-    d = ready(idle_timeout_seconds=60.0, worker_lease_seconds=30.0)
-    d.on(ev.SessionClosed(d.cluster.members.sessions.call_of(d.members[0].member_id), "its process was killed"))
-    shutdown = d.cluster.exit_requests
-    assert not shutdown.is_over(d.now + 59.9) and shutdown.is_over(d.now + 60.0)
+    leave(d, last)
+    assert not shutdown.is_over(d.now + seconds - 0.1) and shutdown.is_over(d.now + seconds)
 
 
 def test_a_server_that_comes_back_while_servers_end_is_told_too() -> None:

@@ -15,8 +15,7 @@ from psdist.types import DataPosition, Layout, TensorSpec
 from psdist_scheduler.decide import cluster_events as ev
 from psdist_scheduler.decide import effects as ef
 from psdist_scheduler.decide import snapshot_events as sn
-from psdist_scheduler.decide.cluster_state import RestorePoint
-from tests.support.saved_runs import DATA, lease, lose, position, reading_run, rejoin, resumed, saved_run
+from tests.support.saved_runs import DATA, lease, lose, pass_time, position, reading_run, rejoin, resumed, saved_run
 from tests.support.scheduler_driver import caller
 from tests.support.snapshot_driver import SnapshotDriver, history_of
 
@@ -42,22 +41,6 @@ def test_an_empty_store_goes_on_from_the_newest(servers: int) -> None:
         ef.ParametersReady(7),
     ]
     assert not any(isinstance(told, ef.Upload) for answers in d.told.values() for told in answers)
-
-
-def test_what_was_resumed_is_saved_under_the_next_number() -> None:
-    d = resumed(saved_run(7))
-    d.begin()
-    d.go_on()
-    d.train(9)
-    commit = d.saved(d.save())
-    assert (commit.sequence, commit.steps) == (2, {"mlp": 9})
-
-
-def test_nothing_is_saved_again_that_was_only_resumed() -> None:
-    d = resumed(saved_run(7))
-    d.begin()
-    d.go_on()
-    assert d.state(d.save()) == sn.Saved(d.cluster.snapshots.catalog.commits[0], unchanged=True)
 
 
 @pytest.mark.parametrize("consistency", [SSP(1), ASP()])
@@ -91,16 +74,6 @@ def test_another_configuration_is_refused(
     d.create(worker)
     d.go_on()
     assert d.entry().ready
-
-
-def test_parameters_of_another_name_begin_anew() -> None:
-    d = resumed(saved_run(7))
-    (worker,) = d.begin()
-    d.create(worker, name="new")
-    d.ask(ev.CommitParameters, worker, "new")
-    d.go_on()
-    assert d.entry("new").restore is None and d.entry("new").ready
-    assert d.entry().ready and d.entry().members[0].first_step == 7
 
 
 def test_a_scheduler_without_its_storage_makes_nothing_anew() -> None:
@@ -153,24 +126,8 @@ def test_without_its_servers_a_run_that_went_back_goes_on_after_a_while() -> Non
     lose(d, "server-1")
     rejoin(d)
     assert d.map.parameters == ()
-    for _ in range(45):
-        d.beat(*d.cluster.members.sessions.by_call)
-        d.tick()
-        d.go_on()
+    pass_time(d, 11.25)
     assert d.entry().ready and set(d.entry().primaries) == {"server-0"}
-
-
-def test_the_last_server_is_waited_for() -> None:
-    d = saved_run(7, servers=1)
-    lose(d, "server-0")
-    rejoin(d)
-    for _ in range(60):
-        d.beat(*d.cluster.members.sessions.by_call)
-        d.tick()
-    assert d.map.parameters == ()
-    d.join("server")
-    d.go_on()
-    assert d.entry().ready
 
 
 def test_without_a_snapshot_the_run_ends() -> None:
@@ -200,21 +157,8 @@ def test_nobody_goes_back_where_no_worker_misses_anything() -> None:
     assert len(d.rolled_back) == 1
     d.create(worker)
     d.tick(0.25)
-    for _ in range(45):
-        d.beat(*d.cluster.members.sessions.by_call)
-        d.tick()
-        d.go_on()
+    pass_time(d, 11.25)
     assert d.entry().ready
-
-
-def test_with_replicas_nothing_is_rolled_back() -> None:
-    d = SnapshotDriver(servers_min=2, replicas=2)
-    d.begin()
-    d.fill()
-    d.train(7)
-    d.saved(d.save())
-    lose(d, "server-1")
-    assert not d.rolled_back and d.entry().ready
 
 
 def test_what_servers_say_of_the_life_before_does_not_count() -> None:
@@ -340,19 +284,6 @@ def test_a_storage_that_does_not_answer_a_server_ends_the_run() -> None:
 # --- data sets --------------------------------------------------------------------------------------------------------
 
 
-def test_ranges_done_before_the_cut_are_done_in_the_snapshot() -> None:
-    d, (worker,) = reading_run(policy=SavePolicy(steps=3))
-    held = lease(d, worker, 0)
-    for step in range(1, 8):
-        d.versions["mlp"] = step
-        d.beat_versions()
-        d.writing = step != 3
-        held = lease(d, worker, step, {held.lease.lease_id: step})
-        d.go_on()
-    assert d.steps == [{"mlp": 3}, {"mlp": 6}]
-    assert position(d).done == ((0, 6),)
-
-
 def test_what_was_done_after_the_cut_is_not_in_the_snapshot() -> None:
     """Writing takes a while, and training continues."""
     d, (worker,) = reading_run(policy=SavePolicy(steps=3))
@@ -403,10 +334,7 @@ def test_ranges_of_a_worker_that_left_during_an_attempt_are_in_the_snapshot() ->
     d.on(ev.EndRanges(d.number(), caller(two), "train", (), (second.lease.lease_id,), (), (), (second.lease.lease_id,)))
     d.ask(ev.Leave, two)
     d.answering = True
-    for _ in range(10):
-        d.beat(*d.cluster.members.sessions.by_call)
-        d.tick()
-        d.go_on()
+    pass_time(d, 2.5)
     assert d.saved(call) and position(d) == DataPosition(0, ((0, 1),), repeated_ranges=1)
 
 
@@ -420,17 +348,6 @@ def test_a_worker_that_may_have_used_a_range_is_waited_for() -> None:
     lease(d, worker, 3, {held.lease.lease_id: 3})
     d.go_on()
     assert d.steps == [{"mlp": 3}] and position(d).done == ((0, 1),)
-
-
-def test_it_is_not_waited_for_longer_than_a_lease() -> None:
-    d, (worker,) = reading_run(policy=SavePolicy(steps=3))
-    lease(d, worker, 2)
-    d.train(3)
-    for _ in range(10):
-        d.beat(*d.cluster.members.sessions.by_call)
-        d.tick()
-        d.go_on()
-    assert d.steps == [{"mlp": 3}] and position(d).done == ()
 
 
 def test_a_worker_that_waits_in_its_request_has_told_all() -> None:
@@ -498,12 +415,6 @@ def test_what_is_still_to_be_loaded_is_not_deleted() -> None:
     d.beat_versions()
     d.saved(d.save())
     assert base not in d.cluster.snapshots.catalog.commits
-
-
-def test_the_base_is_kept_by_the_store() -> None:
-    d = resumed(saved_run(7))
-    restore = d.stored.base.restore
-    assert restore is not None and d.stored.base == RestorePoint(restore, 0, 1, 7, 7)
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------

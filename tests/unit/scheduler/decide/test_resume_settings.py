@@ -9,7 +9,7 @@ import pytest
 
 from psdist import optim
 from psdist.consistency import ASP, BSP, SSP
-from psdist.errors import PsdistError, SettingsMismatchError, SnapshotCorruptError
+from psdist.errors import PsdistError, SettingsMismatchError
 from psdist.snapshots.format import Manifest
 from psdist_scheduler.decide import cluster_events as ev
 from psdist_scheduler.decide import effects as ef
@@ -82,13 +82,6 @@ def test_other_settings_hold_from_the_snapshot_on_and_are_announced() -> None:
         assert state.spec == spec
 
 
-def test_with_the_same_settings_nothing_is_announced() -> None:
-    d = resumed(saved_run(7))
-    d.begin()
-    d.go_on()
-    assert noted(d) == [] and told(d) == [""]
-
-
 def test_a_script_that_begins_with_a_name_that_the_snapshot_lacks_is_refused() -> None:
     d = resumed(saved_run(7))
     text = str(refused(d, name="renamed"))
@@ -106,15 +99,6 @@ def test_a_name_that_the_snapshot_lacks_is_announced_where_it_comes_after_one_th
     text = f"'added' is not in snapshot {first_snapshot(d)}, from which the run resumes, and starts"
     notice = d.state(call).notice
     assert notice.startswith(text) and "The snapshot has 'mlp'" in notice and notice in d.notes
-
-
-def test_a_run_that_goes_on_from_no_snapshot_announces_no_name() -> None:
-    d = SnapshotDriver()
-    (worker,) = d.begin()
-    d.create(worker, name="second")
-    d.ask(ev.CommitParameters, worker, "second")
-    d.go_on()
-    assert told(d) == ["", ""]
 
 
 def test_a_worker_that_joins_later_reads_it_too() -> None:
@@ -398,13 +382,6 @@ def test_a_scheduler_that_is_started_again_knows_what_was_reset() -> None:
         assert entry.restore is not None and entry.restore.weights_only == (not saves)
 
 
-def test_a_reset_that_comes_with_other_workers_of_the_same_run_is_made() -> None:
-    """Everything was stopped but the scheduler's store, and the script was edited."""
-    d = saved_run(7, servers_min=2, optimizer=ADAM)
-    go_back(d, optimizer=ADAM, reset_optimizer=True)
-    assert d.entry().state_since == 7 and d.entry().restore.weights_only
-
-
 def test_another_optimizer_still_in_the_same_run_is_reset_too() -> None:
     """The snapshot is from after a reset, but its state is of no use for what comes now."""
     d = reset_run()
@@ -440,15 +417,3 @@ def test_who_asked_before_the_snapshot_was_known_is_refused_when_it_is() -> None
     call = again.create(worker, optimizer=ADAM, reset_optimizer=True)
     again.go_on()
     assert again.state(call).first_step == 7 and "optimizer SGD(lr=0.1) -> Adam()" in again.state(call).notice
-
-
-def test_what_cannot_be_loaded_refuses_whoever_asks() -> None:
-    d = resumed(saved_run(7))
-    d.loading = False
-    d.begin()
-    entry, session = d.entry(), d.cluster.members.sessions.call_of(d.entry().primaries[0])
-    d.history = replace(history_of(d), newest=None)
-    d.on(sn.LoadFailed(session, "mlp", 0, entry.restore, "it is not what was written"))
-    d.go_on()
-    with pytest.raises(SnapshotCorruptError, match="it is not what was written"):
-        d.join()

@@ -1,5 +1,4 @@
-"""The scheduler's machine that goes back to a snapshot while members are not there. ``test_scheduler_resume`` has the
-rest."""
+"""The scheduler's machine that goes back to a snapshot while members are absent; ``test_restore_point`` has the rest."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from psdist_scheduler.decide import cluster_events as ev
 from psdist_scheduler.decide import effects as ef
 from psdist_scheduler.decide.restore_point import WORKERS_GRACE_SECONDS
 from psdist_scheduler.decide.snapshot_events import HistoryRead
-from tests.support.saved_runs import lose, rejoin, saved_run
+from tests.support.saved_runs import lose, pass_time, rejoin, saved_run
 from tests.support.scheduler_driver import caller
 from tests.support.snapshot_driver import SnapshotDriver, history_of
 
@@ -49,10 +48,9 @@ def test_a_worker_that_does_not_come_back_is_not_waited_for_for_ever() -> None:
     lose(d, "server-1")
     d.join("server", member_id="server-1")
     rejoin(d, 1)
-    _wait(d, WORKERS_GRACE_SECONDS - 1)
+    pass_time(d, WORKERS_GRACE_SECONDS - 1)
     assert d.map.parameters == () and any("for 1 of 2 workers to register" in wait for wait in d.cluster.waits)
-    _wait(d, 2.0)
-    d.go_on()
+    pass_time(d, 2.0)
     assert d.entry().ready and [member.worker_id for member in d.entry().members] == ["worker-0"]
 
 
@@ -68,12 +66,6 @@ def test_a_scheduler_that_is_started_again_after_the_run_went_back_does_not_miss
     d.join("server", member_id="server-1")
     rejoin(d, 1)
     assert d.entry().ready
-
-
-def _wait(d: SnapshotDriver, seconds: float) -> None:
-    for _ in range(round(seconds / d.cluster.settings.tick_seconds)):
-        d.beat(*d.cluster.members.sessions.by_call)
-        d.tick()
 
 
 @pytest.mark.parametrize("stored", [True, False])

@@ -39,14 +39,6 @@ def test_many_that_register_at_a_time_have_longer_to_open_their_sessions() -> No
     assert len(expired(made, 102.0 + 500 * SESSION_SECONDS)) == 500 and len(expired(made, 152.1)) == 1001
 
 
-def test_a_session_replaces_the_one_before() -> None:
-    made = sessions(SERVER)
-    assert made.open(7, "server-0", 100.0) == 0 and made.open(8, "server-0", 100.0) == 7
-    assert made.by_call == {8: "server-0"} and made.call_of("server-0") == 8
-    made.validate()
-    assert made.end("server-0") == 8 and not made.by_call and not made.liveness
-
-
 def test_a_member_whose_session_ended_has_a_lease_to_come_back_and_three_after_a_silence() -> None:
     made = sessions(SERVER, WORKER)
     made.open(7, "server-0", 100.0)
@@ -70,18 +62,6 @@ def test_a_session_that_ends_while_messages_come_was_ended_by_its_member() -> No
     assert not made.was_steady("worker-0", 102.3), "what was sent before the connection broke may come late"
 
 
-def test_after_a_time_in_which_nobody_came_all_have_time_to_come_back() -> None:
-    made = sessions(SERVER, WORKER)
-    made.open(7, "server-0", 100.0)
-    made.open(8, "worker-0", 100.0)
-    made.detach(7, 104.0)
-    assert not made.somebody_beside("server-0", 160.0)
-    made.on_heartbeat(Heartbeat(8), "worker-0", 160.0)
-    assert made.somebody_beside("server-0", 160.0)
-    assert not expired(made, 166.0) and expired(made, 166.1) == ["server-0"]
-    assert not made.was_steady("worker-0", 160.5)
-
-
 def test_silence_while_this_process_stood_still_does_not_count() -> None:
     made = sessions(SERVER)
     made.open(7, "server-0", 100.0)
@@ -89,10 +69,3 @@ def test_silence_while_this_process_stood_still_does_not_count() -> None:
     assert not expired(made, 103.0) and expired(made, 103.1)
     made.extend(110.0, 9.0)
     assert not expired(made, 112.0) and expired(made, 112.1)
-
-
-def test_members_of_an_earlier_scheduler_have_longer() -> None:
-    made = Sessions(SETTINGS, (SERVER,), 100.0)
-    assert not expired(made, 100.0 + 2.0 * RETURN_LEASES) and made.liveness["server-0"].restored
-    made.open(7, "server-0", 100.0)
-    assert expired(made, 102.0 + 2.0 * RETURN_LEASES) and not made.liveness["server-0"].restored

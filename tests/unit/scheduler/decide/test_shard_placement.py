@@ -45,6 +45,7 @@ def test_the_run_waits_for_as_many_servers_as_copies() -> None:
 
 
 def test_copies_are_spread_evenly_and_over_hosts() -> None:
+    assert whole(Run(servers=4, replicas=3).shards, 3)
     assert Run(servers=4).load() == dict.fromkeys([f"server-{i}" for i in range(4)], (4, 8))
     d = Driver(replicas=2)
     hosts = {d.join("server", host=host)[0].member_id: host for host in ("a", "a", "a", "b")}
@@ -53,14 +54,6 @@ def test_copies_are_spread_evenly_and_over_hosts() -> None:
     d.ask(ev.CommitParameters, worker)
     (entry,) = d.map.parameters
     assert all(hosts[s.primary.server_id] != hosts[s.filling[0].server_id] for s in entry.shards)
-
-
-def test_three_copies_work_as_well() -> None:
-    run = Run(servers=4, replicas=3)
-    assert whole(run.shards, 3)
-    run.kill("server-0")
-    run.d.fill()
-    assert whole(run.shards, 3)
 
 
 def test_a_commit_outlives_the_scheduler() -> None:
@@ -437,16 +430,6 @@ def test_a_copy_is_not_dropped_for_one_that_did_not_say_that_it_knows() -> None:
     assert run.shards[number] == Shard(old.primary, old.term) and not run.d.shards_lost
 
 
-def test_a_new_server_shares_in_copies_too() -> None:
-    run = Run(servers=2)
-    run.server()
-    steps(run)
-    assert whole(run.shards)
-    primaries, held = zip(*run.load().values(), strict=True)
-    assert max(primaries) - min(primaries) <= 1
-    assert max(held) - min(held) <= 1
-
-
 def test_scaling_down_drains_the_highest_and_tells_launchers() -> None:
     run = Run(servers=4)
     watch = run.d.number()
@@ -469,25 +452,3 @@ def test_scaling_up_says_what_is_missing() -> None:
     error = run.d.errors[run.scale(1)]
     assert isinstance(error, errors.InvalidArgumentError) and "2 is the least" in str(error)
     assert isinstance(run.d.errors[run.scale(10**6)], errors.LimitExceededError)
-
-
-# --- joins ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_join_begins_anew_with_the_promoted_primaries() -> None:
-    run = Run(servers=3)
-    late, _ = run.d.join()
-    call = run.d.create(late, slice_elements=400)
-    first = {s: [v for v in run.d.told[c] if isinstance(v, ef.JoinProposal)][-1] for s, c in run.sessions.items()}
-    for server in ("server-1", "server-2"):
-        run.d.on(ev.JoinAnswered(run.sessions[server], first[server].proposal_id, True, 0))
-    run.kill("server-0")
-    second = {s: [v for v in run.d.told[c] if isinstance(v, ef.JoinProposal)][-1] for s, c in run.sessions.items()}
-    assert second["server-1"].member.first_step >= first["server-1"].member.first_step
-    for server in ("server-1", "server-2"):
-        values = run.d.told[run.sessions[server]]
-        withdrawn = [v for v in values if isinstance(v, ef.WithdrawJoin)]
-        assert [w.proposal_id for w in withdrawn] == [first[server].proposal_id]
-        assert values.index(withdrawn[0]) < values.index(second[server])
-        run.d.on(ev.JoinAnswered(run.sessions[server], second[server].proposal_id, True, 0))
-    assert run.d.state(call) == ef.ParametersReady(second["server-1"].member.first_step)

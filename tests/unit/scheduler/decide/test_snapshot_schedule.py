@@ -14,7 +14,7 @@ from psdist.types import DataPosition, Layout, TensorSpec
 from psdist_scheduler.decide import cluster_events as ev
 from psdist_scheduler.decide import snapshot_events as sn
 from psdist_scheduler.decide.snapshot_schedule import EndSnapshot, EndState
-from tests.support.saved_runs import lease, position, reading_run
+from tests.support.saved_runs import lease, pass_time, position, reading_run
 from tests.support.scheduler_driver import Driver, caller
 from tests.support.snapshot_driver import Ready, SnapshotDriver, ready
 
@@ -58,13 +58,6 @@ def test_what_was_not_trained_since_is_not_saved_again() -> None:
         answer = d.state(call)
         assert answer == sn.Saved(first, unchanged=True)
     assert d.steps == [{"mlp": 7}]
-
-
-def test_a_heartbeat_that_is_old_costs_a_refusal_and_no_more() -> None:
-    d = ready()
-    d.train(7)
-    d.versions["mlp"] = 9
-    assert d.saved(d.save()).steps == {"mlp": 9}
 
 
 def test_servers_that_always_train_on_are_given_room() -> None:
@@ -238,14 +231,6 @@ def test_sets_with_different_numbers_of_steps_are_cut_where_an_iteration_starts(
     assert d.steps == [{"mlp": 10, "other": 2}, {"mlp": 20, "other": 4}]
 
 
-@pytest.mark.parametrize("version", [1, 6])
-def test_what_is_not_trained_is_cut_where_it_stands(version: int) -> None:
-    """Values that workers only share, which nobody pushes."""
-    d = two_parameters(SGD(lr=0.0))
-    d.train(version)
-    assert d.saved(d.save()).steps == {"mlp": version, "other": 0}
-
-
 def test_where_no_worker_is_left_servers_wait_for_no_steps_below_the_highest() -> None:
     for leaves in (False, True):
         d = ready()
@@ -298,14 +283,6 @@ def test_a_worker_that_waits_at_the_very_step_is_served_by_the_interval() -> Non
     call = d.save(worker, mlp=10)
     d.train(10)
     assert d.saved(call).directory == armed
-
-
-def test_parameters_that_come_later_are_in_the_next() -> None:
-    d = two_parameters(policy=SavePolicy(steps=10))
-    d.go_on()
-    d.versions = {"mlp": 10, "other": 10}
-    d.train(10)
-    assert d.steps == [{"mlp": 10, "other": 10}]
 
 
 def test_what_is_not_trained_does_not_hold_an_interval_up() -> None:
@@ -401,17 +378,11 @@ def test_a_range_that_was_reported_too_late_for_a_snapshot_is_in_the_next_at_its
     d, (worker,) = reading_run(policy=SavePolicy(steps=3))
     held = lease(d, worker, 2)
     d.train(3)
-    for _ in range(10):
-        d.beat(*d.cluster.members.sessions.by_call)
-        d.tick()
-        d.go_on()
+    pass_time(d, 2.5)
     assert d.steps == [{"mlp": 3}] and position(d).done == ()
     lease(d, worker, 3, {held.lease.lease_id: 3})
     call = d.save(worker, mlp=3) if waits else d.save()
-    for _ in range(10):
-        d.beat(*d.cluster.members.sessions.by_call)
-        d.tick()
-        d.go_on()
+    pass_time(d, 2.5)
     assert d.saved(call).steps == {"mlp": 3} and position(d).done == ((0, 1),)
     call = d.save(worker, mlp=3) if waits else d.save()
     assert d.state(call) == sn.Saved(d.cluster.snapshots.catalog.commits[0], unchanged=True) and len(d.steps) == 2

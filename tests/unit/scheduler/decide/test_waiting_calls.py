@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
-from psdist.errors import ClosedError, LimitExceededError
+from psdist.errors import ClosedError
 from psdist.wire.limits import REPORT_WAIT_SECONDS
 from psdist_scheduler.decide import effects as ef
-from psdist_scheduler.decide.cluster_state import Member
-from psdist_scheduler.decide.waiting_calls import REPEAT_SECONDS, WAITS_PER_MEMBER_MAX, WaitingCalls
-
-WORKER = Member("worker-0", "worker", 1)
+from psdist_scheduler.decide.waiting_calls import REPEAT_SECONDS, WaitingCalls
 
 
 def test_a_call_is_told_when_the_reason_changes_and_from_time_to_time() -> None:
@@ -46,12 +41,3 @@ def test_an_answer_for_good_ends_the_wait_and_upload_does_not() -> None:
     calls.drop_answered([ef.Answer(1, ef.Upload()), ef.Answer(2, ef.Done()), ef.Refuse(3, ClosedError("over"))])
     assert calls.of_members({"worker-0"}) == [(1, "worker-0")]
     calls.validate()
-
-
-def test_a_member_waits_in_so_many_calls() -> None:
-    calls = WaitingCalls()
-    for call in range(WAITS_PER_MEMBER_MAX):
-        calls.check(WORKER)
-        calls.add(call, "worker-0")
-    with pytest.raises(LimitExceededError, match="worker-0"):
-        calls.check(WORKER)
