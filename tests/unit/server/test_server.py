@@ -145,10 +145,3 @@ def test_the_usable_cores_are_counted_again(monkeypatch: pytest.MonkeyPatch) -> 
     for seconds, counted in ((30.0, 4), (30.0, 2)):
         now[0] += seconds
         assert cores.idle() == cores.usable == counted
-
-
-def test_this_host_has_at_most_its_cores() -> None:
-    cores = Cores()
-    cores._since -= 1.0
-    idle = cores.idle()
-    assert idle is not None and 0 <= idle <= (psutil.cpu_count() or 1)

@@ -50,12 +50,24 @@ async def assert_holds(driver: Driver, manifest: Manifest, wanted: Arrays) -> No
         assert [array.tobytes() for array in read] == arrays
 
 
-async def save(driver: Driver, entry: ParametersEntry, step: int, attempt: int = 1) -> tuple[Manifest, Restore]:
-    """Take a snapshot of the current state."""
-    directory = f"attempt-{attempt}"
+async def begin(driver: Driver, step: int, attempt: int = 1, directory: str = "one") -> None:
+    """Begin an attempt that cuts "p" at ``step``."""
     driver.prepare(attempt, {"p": step}, directory)
     driver.cut(attempt, {} if step else {"p": {}})
     assert (await driver.report()).prepared.accepted
+
+
+def limit_room(driver: Driver, room: int) -> None:
+    """Let copies of slices take this many bytes."""
+    driver.host.snapshot_writer = snapshot_writer.SnapshotWriter(
+        driver.host.stores.get, lambda: driver.storage, driver.reports.put_nowait, room
+    )
+
+
+async def save(driver: Driver, entry: ParametersEntry, step: int, attempt: int = 1) -> tuple[Manifest, Restore]:
+    """Take a snapshot of the current state."""
+    directory = f"attempt-{attempt}"
+    await begin(driver, step, attempt, directory)
     files = await driver.written(len(entry.shards))
     driver.end(attempt)
     return await driver.commit([entry], files, directory)
@@ -102,9 +114,7 @@ async def test_lags_are_those_at_the_cut_and_come_back(
     await driver.train(entry, 0, np.zeros(TOTAL, np.float32), absent)
     wanted, lags = driver.arrays(), dense.lags.rows(dense.indices)
     assert lags[0] == (0, 100, 4096, 1)
-    driver.prepare(1, {"p": 1})
-    assert (await driver.report()).prepared.accepted
-    driver.cut(1)
+    await begin(driver, 1)
     for step in range(1, 4):
         await driver.train(entry, step, np.zeros(TOTAL, np.float32), ((0, TOTAL),))
     files = await driver.written(3)
@@ -272,6 +282,14 @@ class Gated:
             yield _GatedWriter(self, file)
 
 
+@pytest.fixture
+async def gated() -> AsyncIterator[Driver]:
+    """Return a server whose storage is ``Gated``."""
+    made = Driver(Gated(memory()))
+    yield made
+    await made.close()
+
+
 class _GatedWriter:
     def __init__(self, storage: Gated, file: Writer) -> None:
         self._storage, self._file = storage, file
@@ -283,36 +301,27 @@ class _GatedWriter:
         await self._file.write(buffer)
 
 
-async def test_a_storage_that_fails_ends_the_attempt_and_nothing_else() -> None:
-    storage = Gated(memory())
-    driver = Driver(storage)
+async def test_a_storage_that_fails_ends_the_attempt_and_nothing_else(gated: Driver) -> None:
+    driver, storage = gated, gated.storage
     entry = await driver.create(entry_of(), noise())
     storage.error = StorageError("the disk is full")
     storage.gate.release()
-    driver.prepare(1, {"p": 0})
-    driver.cut(1)
-    assert (await driver.report()).prepared.accepted
+    await begin(driver, 0)
     assert (await driver.report()).failed.error.message == "the disk is full"
     await driver.train(entry, 0, noise())
     storage.error, storage.gate = None, asyncio.Semaphore(1000)
     wanted = driver.arrays()
     manifest, _ = await save(driver, entry, 1, attempt=2)
     await assert_holds(driver, manifest, wanted)
-    await driver.close()
 
 
-async def test_updates_wait_where_there_is_no_room_for_copies() -> None:
-    storage = Gated(memory())
-    driver = Driver(storage)
+async def test_updates_wait_where_there_is_no_room_for_copies(gated: Driver) -> None:
+    driver, storage = gated, gated.storage
     room = 4 * 4096 * 3 * 5
-    driver.host.snapshot_writer = snapshot_writer.SnapshotWriter(
-        driver.host.stores.get, lambda: storage, driver.reports.put_nowait, room
-    )
+    limit_room(driver, room)
     entry = await driver.create(entry_of(), noise())
     wanted = driver.arrays()
-    driver.prepare(1, {"p": 0})
-    driver.cut(1)
-    assert (await driver.report()).prepared.accepted
+    await begin(driver, 0)
     call = driver.push(entry, 0, 0, noise())
     progress = driver.host.snapshot_progress()
     assert progress is not None and progress.bytes_aside == room
@@ -322,43 +331,32 @@ async def test_updates_wait_where_there_is_no_room_for_copies() -> None:
     await answered(call)
     manifest, _ = await driver.commit([entry], await driver.written(3))
     await assert_holds(driver, manifest, wanted)
-    await driver.close()
 
 
 @pytest.mark.parametrize("room", [1 << 20, 4 * 100 * 3 * 9], ids=["room", "little room"])
-async def test_many_small_slices(room: int) -> None:
+async def test_many_small_slices(driver: Driver, room: int) -> None:
     """Follow-up effects are not nested calls."""
-    driver = Driver(memory())
-    driver.host.snapshot_writer = snapshot_writer.SnapshotWriter(
-        driver.host.stores.get, lambda: driver.storage, driver.reports.put_nowait, room
-    )
+    limit_room(driver, room)
     entry = await driver.create(entry_of(slice_elements=100), noise())
     await driver.train(entry, 0, noise())
     wanted = driver.arrays()
-    driver.prepare(1, {"p": 1})
-    driver.cut(1)
-    assert (await driver.report()).prepared.accepted
+    await begin(driver, 1)
     await driver.train(entry, 1, noise())
     manifest, _ = await driver.commit([entry], await driver.written(3))
     await assert_holds(driver, manifest, wanted)
-    await driver.close()
 
 
-async def test_a_storage_that_takes_nothing_does_not_stop_training(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_storage_that_takes_nothing_does_not_stop_training(
+    gated: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(snapshot_writer, "STALL_SECONDS", 0.05)
-    storage = Gated(memory())
-    driver = Driver(storage)
+    driver = gated
     room = 4 * 4096 * 3 * 5
-    driver.host.snapshot_writer = snapshot_writer.SnapshotWriter(
-        driver.host.stores.get, lambda: storage, driver.reports.put_nowait, room
-    )
+    limit_room(driver, room)
     entry = await driver.create(entry_of(), noise())
-    driver.prepare(1, {"p": 0})
-    driver.cut(1)
-    assert (await driver.report()).prepared.accepted
+    await begin(driver, 0)
     await driver.train(entry, 0, noise())
     assert (await driver.report()).failed.error.code == "storage"
-    await driver.close()
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
@@ -375,6 +373,16 @@ async def until(driver: Driver, enough: Callable[[], bool]) -> None:
 def loading(restore: Restore, step: int, shards: int = 3, **settings: Any) -> ParametersEntry:
     entry = entry_of(shards=shards, **settings)
     return replace(entry, restore=restore, members=(replace(entry.members[0], first_step=step),))
+
+
+async def load_failure(driver: Driver, entry: ParametersEntry) -> ShardLoadFailed:
+    """Return the first report of another server that cannot load."""
+    other = Driver(driver.storage)
+    await other.follow(entry)
+    await until(other, lambda: any(isinstance(report, ShardLoadFailed) for report in other.host.reports()))
+    (failed,) = other.host.reports()
+    await other.close()
+    return failed
 
 
 async def test_values_come_back_on_another_number_of_shards(driver: Driver) -> None:
@@ -439,15 +447,8 @@ async def test_an_optimizer_begins_anew_at_the_weights_of_a_snapshot(driver: Dri
 async def test_a_state_of_other_arrays_is_not_loaded(driver: Driver) -> None:
     entry = await driver.create(entry_of(), noise())
     _, restore = await save(driver, entry, 0)
-    other = Driver(driver.storage)
-    await other.follow(loading(restore, 0, optimizer=optim.Lion()))
-    await until(other, lambda: any(isinstance(report, ShardLoadFailed) for report in other.host.reports()))
-    (failed,) = other.host.reports()
-    assert (
-        isinstance(failed, ShardLoadFailed)
-        and "has exp_avg state arrays, and exp_avg, exp_avg_sq" in failed.error.message
-    )
-    await other.close()
+    failed = await load_failure(driver, loading(restore, 0, optimizer=optim.Lion()))
+    assert "has exp_avg state arrays, and exp_avg, exp_avg_sq" in failed.error.message
 
 
 async def test_a_higher_generation_begins_anew_from_the_snapshot(driver: Driver) -> None:
@@ -480,25 +481,16 @@ async def test_a_corrupt_file_is_reported_by_its_name(driver: Driver) -> None:
     data[-1] ^= 1
     await driver.storage.delete([path])
     await driver.storage.create(path, bytes(data))
-    other = Driver(driver.storage)
-    await other.follow(loading(restore, 0))
-    await until(other, lambda: any(isinstance(report, ShardLoadFailed) for report in other.host.reports()))
-    (failed,) = other.host.reports()
-    assert isinstance(failed, ShardLoadFailed)
+    failed = await load_failure(driver, loading(restore, 0))
     assert failed.error.code == "snapshot_corrupt" and name in failed.error.message
     assert failed.restore == restore
-    await other.close()
 
 
 async def test_other_parameters_are_not_loaded(driver: Driver) -> None:
     entry = await driver.create(entry_of(), noise())
     _, restore = await save(driver, entry, 0)
-    other = Driver(driver.storage)
-    await other.follow(loading(restore, 0, total=TOTAL + 1))
-    await until(other, lambda: any(isinstance(report, ShardLoadFailed) for report in other.host.reports()))
-    (failed,) = other.host.reports()
-    assert isinstance(failed, ShardLoadFailed) and str(TOTAL + 1) in failed.error.message
-    await other.close()
+    failed = await load_failure(driver, loading(restore, 0, total=TOTAL + 1))
+    assert str(TOTAL + 1) in failed.error.message
 
 
 async def test_a_storage_that_does_not_answer_is_asked_again(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,8 @@ async def test_a_dtype_is_given_to_all(url: str) -> None:
         assert {array.dtype.name for array in psdist.load_snapshot(url, dtype=dtype).values()} == {dtype}
     with pytest.raises(DTypeMismatchError, match="'int8' is not supported: use one of float32"):
         psdist.load_snapshot(url, dtype="int8")
+    with pytest.raises(InvalidArgumentError, match="dtype and into"):
+        psdist.load_snapshot(url, dtype="float32", into={})
 
 
 async def test_tensors_of_one_name_need_a_choice(tmp_path: Path) -> None:
@@ -180,11 +182,6 @@ async def test_arrays_that_cannot_take_it_are_refused_before_any_is_filled(
     with pytest.raises(error, match="into"):
         psdist.load_snapshot(url, parameters="net", into=into, strict=strict)
     assert not into["b"].any()
-
-
-async def test_dtype_and_into_exclude_each_other(url: str) -> None:
-    with pytest.raises(InvalidArgumentError, match="dtype and into"):
-        psdist.load_snapshot(url, dtype="float32", into={})
 
 
 async def test_values_too_large_for_a_dtype_become_infinite_without_a_word(tmp_path: Path) -> None:

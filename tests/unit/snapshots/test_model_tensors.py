@@ -51,6 +51,17 @@ def state(description: object, count: NDArray[Any] = COUNT) -> bytes:
     return safetensors.numpy.save(tensors)
 
 
+def read(path: Path, **options: Any) -> Contents:
+    """Return the tensors of the newest snapshot."""
+
+    async def work() -> Contents:
+        storage = open_storage(str(path))
+        newest = await reader.newest(storage)
+        return await contents(storage, newest.manifest, **options)
+
+    return asyncio.run(work())
+
+
 def found(path: Path, *states: bytes, **options: Any) -> Contents:
     """Return the tensors of a snapshot, with states of rank 3 and above."""
     write(
@@ -68,13 +79,7 @@ def found(path: Path, *states: bytes, **options: Any) -> Contents:
         },
         kept={("model", 3 + number): data for number, data in enumerate(states)},
     )
-
-    async def read() -> Contents:
-        storage = open_storage(str(path))
-        newest = await reader.newest(storage)
-        return await contents(storage, newest.manifest, **options)
-
-    return asyncio.run(read())
+    return read(path, **options)
 
 
 def test_the_lowest_rank_says_what_bytes_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,13 +168,7 @@ def test_weights_need_no_state_that_has_no_buffers(tmp_path: Path, monkeypatch: 
     assert next(one.name for one in found(tmp_path, data).tensors) == "w"
     (file,) = tmp_path.glob("snapshots/*/*worker*")
     file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-
-    async def read() -> Contents:
-        storage = open_storage(str(tmp_path))
-        newest = await reader.newest(storage)
-        return await contents(storage, newest.manifest)
-
-    assert next(one.name for one in asyncio.run(read()).tensors) == "w"
+    assert next(one.name for one in read(tmp_path).tensors) == "w"
 
 
 def test_a_newer_description_is_refused(tmp_path: Path) -> None:
@@ -203,11 +202,5 @@ def test_a_state_that_was_changed_is_corrupt(tmp_path: Path) -> None:
     found(tmp_path, data)
     (file,) = tmp_path.glob("snapshots/*/*worker*")
     file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-
-    async def read() -> None:
-        storage = open_storage(str(tmp_path))
-        newest = await reader.newest(storage)
-        await contents(storage, newest.manifest)
-
     with pytest.raises(SnapshotCorruptError, match=f"{file.name} is not what was written: its digest"):
-        asyncio.run(read())
+        read(tmp_path)

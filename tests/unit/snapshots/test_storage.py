@@ -275,32 +275,6 @@ async def test_a_disk_that_cannot_sync_is_told_before_and_nothing_stays(
     assert os.listdir(tmp_path) == []
 
 
-async def test_what_is_finished_is_synced_and_so_is_its_directory(
-    disk: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced: list[str] = []
-    real, link = os.fsync, os.link
-
-    def fsync(file: int) -> None:
-        synced.append(os.path.relpath(os.readlink(f"/proc/self/fd/{file}"), tmp_path))
-        real(file)
-
-    def linked(*arguments: Any, **places: Any) -> None:
-        synced.append("link")
-        link(*arguments, **places)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(os, "link", linked)
-    await write(disk, FILE, b"1")
-    assert synced == [".", "snapshots", FILE, "snapshots/d"]
-    synced.clear()
-    await disk.create("snapshots/d/manifest.json", b"{}")
-    assert [name.partition(".draft")[0] for name in synced] == ["snapshots/d/manifest.json", "link", "snapshots/d"]
-    synced.clear()
-    await disk.delete([FILE])
-    assert synced == ["snapshots/d"]
-
-
 def failing(real: Callable[..., Any], number: int, where: Callable[..., bool] = lambda *a, **k: True) -> Any:
     """Make a system call fail with this error number."""
 

@@ -51,9 +51,9 @@ class Run(Driver):
         call = GroupCall(b"a", True, 0, awaited, "in recv_any(tag=0) of group a", sources=sources)
         return self.beat_with(number, replace(self.report("group", mlp=7), group_call=call))
 
-    def confirm_all(self) -> None:
-        """Let all workers answer their questions."""
-        for number in range(len(self.workers)):
+    def confirm_all(self, *numbers: int) -> None:
+        """Let these workers (default: all) answer their questions."""
+        for number in numbers or range(len(self.workers)):
             for question in self.asked(number):
                 self.confirm(number, question)
 
@@ -291,9 +291,7 @@ def test_a_worker_that_waits_for_the_circle_is_not_in_it() -> None:
     run.group(2, b"c", 0, 1)
     run.group(0, b"a", 1, 2)
     run.group(1, b"b", 0)
-    for number in (0, 1):
-        for question in run.asked(number):
-            run.confirm(number, question)
+    run.confirm_all(0, 1)
     assert {0, 1} <= run.ended().keys()
 
 
@@ -369,9 +367,7 @@ def test_a_message_of_any_rank_may_come_from_one_that_is_not_held_up(silent: str
         run.group(2, b"b", 0)
     if silent == "is gone":
         run.on(ev.SessionClosed(run.sessions[2], "killed"))
-    for number in (0, 1):
-        for question in run.asked(number):
-            run.confirm(number, question)
+    run.confirm_all(0, 1)
     if silent != "has not confirmed":
         run.confirm_all()
     assert run.ended() == {}

@@ -1,4 +1,4 @@
-"""The scheduler's machine that goes back to a snapshot while members are absent; ``test_restore_point`` has the rest."""
+"""The scheduler's machine that goes back to a snapshot while members are gone; ``test_restore_point`` has the rest."""
 
 from __future__ import annotations
 

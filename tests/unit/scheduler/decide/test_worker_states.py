@@ -53,6 +53,11 @@ class KeeperDriver(SnapshotDriver):
             self.hand_in(worker, command.attempt, before)
         return True
 
+    def turn(self) -> None:
+        """Let a tick pass, and everybody do its work."""
+        self.tick()
+        self.go_on()
+
     def hand_in(self, worker: Member, attempt: int, before: int, name: str = "mlp") -> None:
         """Asks where a file goes, and writes it. Raises how that was refused."""
         call = self.number()
@@ -111,8 +116,7 @@ def test_a_worker_that_leaves_after_its_files_are_written_is_in_the_snapshot() -
     driver.go_on()
     assert driver.cluster.snapshots.attempt is not None and driver.cluster.snapshots.attempt.is_whole
     driver.ask(ev.Leave, driver.workers[1])
-    driver.tick()
-    driver.go_on()
+    driver.turn()
     driver.saved(call)
     assert [(state.rank, state.next) for state in driver.states] == [(0, 5), (1, 5)]
 
@@ -139,8 +143,7 @@ def test_it_is_waited_for() -> None:
     with pytest.raises(FencedError):
         driver.hand_in(replace(worker, incarnation=worker.incarnation - 1), attempt, 5)
     driver.hand_in(worker, attempt, 5)
-    driver.tick()
-    driver.go_on()
+    driver.turn()
     assert driver.saved(call).steps == {"mlp": 5}
     with pytest.raises(SnapshotFailedError, match="no snapshot in progress"):
         driver.hand_in(worker, attempt, 5)
@@ -155,8 +158,7 @@ def test_a_file_that_is_there_is_not_written_again() -> None:
     assert [place.file for place in driver.places] == ["parameters-0000-worker-00000.safetensors", ""]
     driver.writing = True
     driver.go_on()
-    driver.tick()
-    driver.go_on()
+    driver.turn()
     assert [state.file for state in driver.states] == ["parameters-0000-worker-00000.safetensors"]
 
 
@@ -167,8 +169,7 @@ def test_a_worker_that_has_gone_on_gets_a_later_cut() -> None:
     call = driver.save()
     assert not driver.steps
     driver.train(7)
-    driver.tick()
-    driver.go_on()
+    driver.turn()
     assert driver.saved(call).steps == {"mlp": 7} and driver.states[0].next == 7
 
 
@@ -177,8 +178,7 @@ def test_what_is_kept_since_a_cut_was_armed_is_in_it_too() -> None:
     driver = KeeperDriver(2, policy=SavePolicy(steps=10))
     driver.go_on()
     driver.train(10)
-    driver.tick()
-    driver.go_on()
+    driver.turn()
     assert driver.steps == [{"mlp": 10}] and [state.rank for state in driver.states] == [0, 1]
 
 
@@ -193,8 +193,7 @@ def test_a_worker_that_is_lost_is_not_waited_for(answering: bool) -> None:
     driver.on(ev.SessionClosed(driver.cluster.members.sessions.call_of("worker-1"), "its session broke"))
     driver.go_on()
     driver.hand_in(driver.workers[0], driver.attempt, 5)
-    driver.tick()
-    driver.go_on()
+    driver.turn()
     assert driver.saved(call).steps == {"mlp": 5} and [state.rank for state in driver.states] == [0]
 
 
@@ -206,8 +205,7 @@ def test_a_file_that_no_answer_named_is_not_in_the_snapshot_where_its_worker_is_
     assert [place.rank for place in driver.places] == [0, 1] and not driver.steps
     driver.on(ev.SessionClosed(driver.cluster.members.sessions.call_of("worker-1"), "its session broke"))
     driver.go_on()
-    driver.tick()
-    driver.go_on()
+    driver.turn()
     assert driver.saved(call).steps == {"mlp": 5} and [state.rank for state in driver.states] == [0]
 
 

@@ -32,6 +32,13 @@ def server(applied: int, seconds: float) -> pb.SessionRequest.Heartbeat:
     return heartbeat
 
 
+def observe(history: SampleHistory, *heartbeats: pb.SessionRequest.Heartbeat) -> None:
+    """Take a sample after each heartbeat of a worker, one a second."""
+    for time, heartbeat in enumerate(heartbeats):
+        history.on_heartbeat("worker-0", heartbeat, time)
+        history.on_tick(time, time)
+
+
 def test_a_sample_has_the_rates_between_two_heartbeats() -> None:
     history = SampleHistory()
     history.on_heartbeat("worker-0", worker(1.0, 1.0, 10), 0.0)
@@ -70,9 +77,7 @@ def test_a_sample_has_the_rates_between_two_heartbeats() -> None:
 
 def test_a_member_that_starts_again_counts_from_zero() -> None:
     history = SampleHistory()
-    for time, heartbeat in enumerate([worker(50.0, 0.0, 100), worker(2.0, 0.0, 4)]):
-        history.on_heartbeat("worker-0", heartbeat, time)
-        history.on_tick(time, time)
+    observe(history, worker(50.0, 0.0, 100), worker(2.0, 0.0, 4))
     (period,) = history.after(1)[0].workers
     assert (period.seconds, period.pushes["model"]) == (2.0, 4)
     history.forget("worker-0")
@@ -92,10 +97,7 @@ def periods(history: SampleHistory) -> list[dict[str, int]]:
 
 def test_counts_that_a_heartbeat_lacks_have_not_grown() -> None:
     history = SampleHistory()
-    beats = [worker(0.0, 0.0, 5), changes(1.0, model=7, other=1), changes(2.0), changes(3.0, model=8)]
-    for time, heartbeat in enumerate(beats):
-        history.on_heartbeat("worker-0", heartbeat, time)
-        history.on_tick(time, time)
+    observe(history, worker(0.0, 0.0, 5), changes(1.0, model=7, other=1), changes(2.0), changes(3.0, model=8))
     assert periods(history) == [{"model": 2, "other": 1}, {"model": 0, "other": 0}, {"model": 1, "other": 0}]
     history.on_heartbeat("worker-0", worker(4.0, 0.0, 9), 4.0)  # A new stream: its first one has all counts.
     history.on_tick(4.0, 4.0)
@@ -113,10 +115,7 @@ def test_growth_of_several_heartbeats_adds_up() -> None:
 
 def test_changes_without_their_first_counts_are_no_growth() -> None:
     history = SampleHistory()
-    first = worker(math.nan, 0.0, 5)
-    for time, heartbeat in enumerate([first, changes(1.0, model=700), changes(2.0, model=701)]):
-        history.on_heartbeat("worker-0", heartbeat, time)
-        history.on_tick(time, time)
+    observe(history, worker(math.nan, 0.0, 5), changes(1.0, model=700), changes(2.0, model=701))
     assert periods(history) == []
 
 
@@ -164,10 +163,7 @@ def test_implausible_totals_are_not_kept() -> None:
         worker(1e308, 0.0, 1),
     ]:
         history = SampleHistory()
-        history.on_heartbeat("worker-0", worker(0.0, 0.0, 0), 0.0)
-        history.on_tick(0.0, 0.0)
-        history.on_heartbeat("worker-0", heartbeat, 1.0)
-        history.on_tick(1.0, 1.0)
+        observe(history, worker(0.0, 0.0, 0), heartbeat)
         assert not history.after(1)[0].workers
 
 

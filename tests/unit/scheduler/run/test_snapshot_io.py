@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +20,6 @@ from psdist.errors import (
     InvalidArgumentError,
     SnapshotCorruptError,
     StorageError,
-    UnknownSnapshotError,
 )
 from psdist.optim import SGD
 from psdist.snapshots import reader
@@ -45,18 +45,21 @@ from psdist_scheduler.run.open_calls import OpenCalls
 from psdist_scheduler.run.scheduler import Scheduler
 from psdist_scheduler.run.service import Service
 from psdist_scheduler.run.snapshot_io import GARBAGE_SECONDS, SnapshotIo, check_fresh, check_writable, read_history
+from tests.support.dict_storage import DictStorage
 
 FILE = b"shard"
 
 
-class Memory:
+class Memory(DictStorage):
     """A storage whose operations do what ``faults`` has for them: "before" fails, "after" is carried out and fails;
-    "lie" is acknowledged, and tears a file in half or deletes nothing; "defect" raises what no storage should."""
+    "lie" is acknowledged, and tears a file in half or deletes nothing; "defect" raises what no storage should.
 
-    url = "memory://test"
+    old: paths of files that are garbage by their age.
+    log: operations with their paths.
+    """
 
     def __init__(self) -> None:
-        self.files: dict[str, bytes] = {}
+        super().__init__()
         self.old: set[str] = set()
         self.faults: dict[str, str] = {}
         self.log: list[str] = []
@@ -74,35 +77,26 @@ class Memory:
 
     async def read(self, path: str, start: int = 0, length: int | None = None) -> bytes:
         self._fault("read", path, "before")
-        if path not in self.files:
-            raise UnknownSnapshotError(f"there is no {path}")
-        return self.files[path][start : None if length is None else start + length]
+        return await super().read(path, start, length)
 
     async def list(self, prefix: str = "") -> list[StoredFile]:
         self._fault("list", prefix, "before")
+        now = time.time()
         return [
-            StoredFile(path, len(data), time.time() - (2 * GARBAGE_SECONDS if path in self.old else 0))
-            for path, data in sorted(self.files.items())
-            if path.startswith(prefix)
+            replace(one, modified=now - (2 * GARBAGE_SECONDS if one.path in self.old else 0))
+            for one in await super().list(prefix)
         ]
 
     async def create(self, path: str, data: bytes) -> None:
         self._fault("create", path, "before")
-        if path in self.files:
-            raise FileExistsError(path)
-        self.files[path] = data[: len(data) // 2] if self._found("create", path) == "lie" else data
+        await super().create(path, data[: len(data) // 2] if self._found("create", path) == "lie" else data)
         self._fault("create", path, "after")
-
-    @asynccontextmanager
-    async def writer(self, path: str) -> AsyncIterator[Any]:
-        raise NotImplementedError
-        yield
 
     async def delete(self, paths: Iterable[str]) -> None:
         for path in paths:
             self._fault("delete", path, "before")
             if self._found("delete", path) != "lie":
-                self.files.pop(path, None)
+                await super().delete([path])
 
 
 def manifest(directory: str, run_id: str = "run", step: int = 5) -> Manifest:
@@ -119,19 +113,31 @@ def write(number: int, sequence: int = 1) -> sn.WriteCommit:
     return sn.WriteCommit(number, sequence, manifest(f"dir-{number}-salt"), 0.25)
 
 
+@asynccontextmanager
+async def running(storage: Memory, events: list[Any], salt: str = "salt") -> AsyncIterator[SnapshotIo]:
+    """Run a scheduler's hand on the storage. events: receives what it posts."""
+    io = SnapshotIo(storage, "run", salt, events.append)
+    task = asyncio.create_task(io.run())
+    yield io
+    await io.idle()
+    task.cancel()
+
+
+def put(io: SnapshotIo, storage: Memory, effect: sn.StorageEffect) -> None:
+    """Let an effect be carried out. The shard files of every commit exist."""
+    if isinstance(effect, sn.WriteCommit):
+        storage.files[f"snapshots/{effect.manifest.directory}/shard.safetensors"] = FILE
+    io.put(effect)
+
+
 def carry_out(storage: Memory, *effects: sn.StorageEffect) -> list[Any]:
-    """Carry effects out and return the posted events. The shard files of every commit exist."""
+    """Carry effects out and return the posted events."""
     events: list[Any] = []
 
     async def run() -> None:
-        io = SnapshotIo(storage, "run", "salt", events.append)
-        task = asyncio.create_task(io.run())
-        for effect in effects:
-            if isinstance(effect, sn.WriteCommit):
-                storage.files[f"snapshots/{effect.manifest.directory}/shard.safetensors"] = FILE
-            io.put(effect)
-        await io.idle()
-        task.cancel()
+        async with running(storage, events) as io:
+            for effect in effects:
+                put(io, storage, effect)
 
     asyncio.run(run())
     return events
@@ -210,27 +216,19 @@ def test_a_record_of_which_nobody_knows_keeps_its_files() -> None:
     assert f"{manifest_path('dir-1-salt')}" in storage.files
 
 
-def test_a_record_that_appears_later_is_our_own() -> None:
-    storage = Memory()
+async def test_a_record_that_appears_later_is_our_own() -> None:
+    storage, events = Memory(), list[Any]()
     storage.faults = {f"create {commit_path(1)}": "after", f"read {commit_path(1)}": "before"}
-    events: list[Any] = []
-
-    async def run() -> None:
-        io = SnapshotIo(storage, "run", "salt", events.append)
-        task = asyncio.create_task(io.run())
+    async with running(storage, events) as io:
         for number in (1, 2):
-            storage.files[f"snapshots/dir-{number}-salt/shard.safetensors"] = FILE
-            io.put(write(number))
+            put(io, storage, write(number))
             await io.idle()
             storage.faults = {}
-        task.cancel()
-
-    asyncio.run(run())
     first, read, second = events
     assert isinstance(first, sn.CommitFailed) and not first.replaced
     assert isinstance(read, sn.HistoryRead) and read.history is not None and read.history.highest == 1
     assert isinstance(second, sn.Committed) and second.commit.sequence == 2
-    assert [commit.sequence for commit in history(storage).commits] == [2, 1]
+    assert [commit.sequence for commit in (await read_history(storage)).commits] == [2, 1]
 
 
 def test_another_schedulers_record_ends_it() -> None:
@@ -243,24 +241,13 @@ def test_another_schedulers_record_ends_it() -> None:
     assert storage.files == before, "the other one's files are untouched, and this one's are gone"
 
 
-def test_two_schedulers_on_one_storage_commit_one_snapshot_of_a_number() -> None:
-    storage = Memory()
-    events: list[Any] = []
-
-    async def run() -> None:
-        ios = [SnapshotIo(storage, "run", salt, events.append) for salt in ("one", "two")]
-        tasks = [asyncio.create_task(io.run()) for io in ios]
-        for number, io in enumerate(ios):
-            directory = f"dir-{number}-salt"
-            storage.files[f"snapshots/{directory}/shard.safetensors"] = FILE
-            io.put(sn.WriteCommit(number, 1, manifest(directory), 0.1))
-        await asyncio.gather(*(io.idle() for io in ios))
-        for task in tasks:
-            task.cancel()
-
-    asyncio.run(run())
+async def test_two_schedulers_on_one_storage_commit_one_snapshot_of_a_number() -> None:
+    storage, events = Memory(), list[Any]()
+    async with running(storage, events, "one") as one, running(storage, events, "two") as two:
+        for number, io in enumerate((one, two)):
+            put(io, storage, write(number))
     assert sorted(type(event).__name__ for event in events) == ["CommitFailed", "Committed"]
-    assert len(history(storage).commits) == 1
+    assert len((await read_history(storage)).commits) == 1
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -386,23 +373,14 @@ def test_nothing_is_collected_where_a_record_cannot_be_read() -> None:
     assert storage.files == before
 
 
-def test_garbage_of_this_life_is_collected_later() -> None:
+async def test_garbage_of_this_life_is_collected_later() -> None:
     """A server may write on for a moment after its attempt was given up."""
-    storage = three()
-    late = "snapshots/dir-9-salt/shard.safetensors"
-    events: list[Any] = []
-
-    async def run() -> None:
-        io = SnapshotIo(storage, "run", "salt", events.append)
-        task = asyncio.create_task(io.run())
+    storage, late = Memory(), "snapshots/dir-9-salt/shard.safetensors"
+    async with running(storage, []) as io:
         io.put(sn.RemoveDirectory("dir-9-salt"))
         await io.idle()
         storage.files[late] = FILE
         io.put(sn.Prune((), collect=True))
-        await io.idle()
-        task.cancel()
-
-    asyncio.run(run())
     assert late not in storage.files
 
 

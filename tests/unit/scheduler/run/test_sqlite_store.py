@@ -30,6 +30,14 @@ from psdist_scheduler.run.sqlite_store import SqliteStore
 from tests.support.store_records import ENTRY, MEMBER, NODE, RECORD
 
 
+def loaded(folder: Path, run_id: str = "") -> StoredState | None:
+    """Return what another scheduler finds in the store."""
+    store = SqliteStore(folder / "s", run_id)
+    found = store.load()
+    store.close()
+    return found
+
+
 def test_what_was_written_is_loaded(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "s", "run")
     assert store.load() is None
@@ -38,10 +46,9 @@ def test_what_was_written_is_loaded(tmp_path: Path) -> None:
     changed = replace(RECORD, entry=replace(ENTRY, members=()), uploader="")
     store.write(Persist(2, (gone, replace(MEMBER, member_id="w2", rank=1)), (changed,)))
     store.close()
-    store = SqliteStore(tmp_path / "s", "")
-    assert store.run_id == "run"
-    assert store.load() == StoredState("run", 2, (gone, replace(MEMBER, member_id="w2", rank=1)), (changed,), (NODE,))
-    store.close()
+    assert loaded(tmp_path) == StoredState(
+        "run", 2, (gone, replace(MEMBER, member_id="w2", rank=1)), (changed,), (NODE,)
+    )
 
 
 def test_what_is_to_be_loaded_anew_is_forgotten(tmp_path: Path) -> None:
@@ -56,30 +63,22 @@ def test_what_is_to_be_loaded_anew_is_forgotten(tmp_path: Path) -> None:
     store.write(Persist(3, parameters=(restored,)))
     store.write(Persist(4, parameters=(RECORD,), forgotten=("mlp",)))
     store.close()
-    store = SqliteStore(tmp_path / "s", "")
-    assert store.load() == StoredState("run", 4, parameters=(other, RECORD), base=base)
-    store.close()
+    assert loaded(tmp_path) == StoredState("run", 4, parameters=(other, RECORD), base=base)
 
 
-def test_what_was_reset_is_loaded(tmp_path: Path) -> None:
-    base = RestorePoint(Restore("000000000007-3-0-abc", b"\1" * 16), 0, 1, 8, 8)
+def test_what_became_of_the_run_is_loaded(tmp_path: Path) -> None:
+    """Its base, an optimizer that was reset, its schedulers, and the reason why it is lost."""
+    place = Restore("000000000007-3-0-abc", b"\1" * 16)
+    base = RestorePoint(place, 2, 9, 4, began=3)
     spec = replace(ENTRY.spec, reset_optimizer=True)
-    restore = Restore("000000000007-3-0-abc", b"\1" * 16, weights_only=True)
-    record = replace(RECORD, entry=replace(ENTRY, spec=spec, restore=restore, state_since=7))
+    reset = replace(ENTRY, spec=spec, restore=replace(place, weights_only=True), state_since=7)
+    record, processes = replace(RECORD, entry=reset), (SchedulerProcess("a", 5), SchedulerProcess("b"))
     store = SqliteStore(tmp_path / "s", "run")
-    store.write(Persist(8, parameters=(record,), base=base))
-    assert store.load() == StoredState("run", 8, parameters=(record,), base=base)
+    store.write(Persist(6, parameters=(record,), base=base, schedulers=processes))
+    store.write(Persist(7, run_lost="it is gone"))
     store.close()
-
-
-def test_the_base_of_the_run_is_kept(tmp_path: Path) -> None:
-    base = RestorePoint(Restore("000000000007-3-0-abc", b"\1" * 16), 2, 9, 4, began=3)
-    store = SqliteStore(tmp_path / "s", "run")
-    store.write(Persist(2, parameters=(RECORD,), base=base))
-    store.close()
-    store = SqliteStore(tmp_path / "s", "run")
-    assert store.load() == StoredState("run", 2, parameters=(RECORD,), base=base)
-    store.close()
+    wanted = StoredState("run", 7, parameters=(record,), base=base, schedulers=processes, run_lost="it is gone")
+    assert loaded(tmp_path) == wanted
 
 
 def test_what_workers_have_passed_is_loaded(tmp_path: Path) -> None:
@@ -94,11 +93,9 @@ def test_what_workers_have_passed_is_loaded(tmp_path: Path) -> None:
     store.write(Persist(1, barriers=(last, renamed)))
     store.write(Persist(2, forgotten=("mlp",)))
     store.close()
-    store = SqliteStore(tmp_path / "s", "")
-    loaded = store.load()
-    assert loaded is not None and set(loaded.barriers) == {other, last, renamed}
-    assert replace(loaded, barriers=()) == StoredState("run", 2, (MEMBER,))
-    store.close()
+    found = loaded(tmp_path)
+    assert found is not None and set(found.barriers) == {other, last, renamed}
+    assert replace(found, barriers=()) == StoredState("run", 2, (MEMBER,))
 
 
 def test_barriers_that_are_passed_in_one_write(tmp_path: Path) -> None:
@@ -108,9 +105,9 @@ def test_barriers_that_are_passed_in_one_write(tmp_path: Path) -> None:
     for change in changes:
         each.write(change)
     one.write(merge(changes))
-    loaded = one.load()
-    assert loaded is not None and loaded == each.load()
-    assert [record.passed for record in loaded.barriers] == [3, 3]
+    found = one.load()
+    assert found is not None and found == each.load()
+    assert [record.passed for record in found.barriers] == [3, 3]
     one.close()
     each.close()
 
@@ -237,9 +234,7 @@ def test_what_is_discarded_is_gone_with_all_files(tmp_path: Path) -> None:
     store.write(Persist(1, (MEMBER,), (RECORD,), (NODE,)))
     store.discard()
     assert list(tmp_path.iterdir()) == []
-    store = SqliteStore(tmp_path / "s", "another")
-    assert store.load() is None
-    store.close()
+    assert loaded(tmp_path, "another") is None
 
 
 def test_a_store_that_is_discarded_takes_no_other_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,21 +252,7 @@ def test_a_store_that_is_discarded_takes_no_other_with_it(tmp_path: Path, monkey
     (other,) = others
     other.write(Persist(1, (MEMBER,)))
     other.close()
-    again = SqliteStore(tmp_path / "s", "")
-    assert again.load() == StoredState("next", 1, (MEMBER,))
-    again.close()
-
-
-def test_the_record_of_schedulers_and_of_a_lost_run_is_kept(tmp_path: Path) -> None:
-    processes = (SchedulerProcess("a", 5), SchedulerProcess("b"))
-    store = SqliteStore(tmp_path / "s", "run")
-    store.write(Persist(6, schedulers=processes))
-    store.write(Persist(7, run_lost="it is gone"))
-    store.close()
-    again = SqliteStore(tmp_path / "s", "run")
-    stored = again.load()
-    again.close()
-    assert stored.schedulers == processes and stored.run_lost == "it is gone"
+    assert loaded(tmp_path) == StoredState("next", 1, (MEMBER,))
 
 
 @pytest.mark.parametrize("damage", ["truncated", "overwritten"])

@@ -68,18 +68,6 @@ def test_a_replica_that_is_only_being_filled_holds_nobody_up_and_gets_no_gradien
     assert machine.needs_gradient(0) and not machine.needs_gradient(1)
 
 
-def test_what_is_under_way_when_a_replica_is_filled_waits_for_it() -> None:
-    machine = primary(Shard(P, 1, (C,), (B,)))
-    machine.opened(C, ReplicaState(0, 0, True), 0.0)
-    machine.opened(B, None, 0.0)
-    for index in range(2):
-        machine.copied(B, index)
-    machine.update(update(1), 0.0)
-    machine.filled(B, 1, 0.0)
-    assert machine.acknowledged(C, 1, 0.0) == []
-    assert machine.acknowledged(B, 1, 0.0) == [Replicated(0, 1)]
-
-
 def test_a_backup_that_the_map_removes_is_not_waited_for_any_more() -> None:
     machine = filled()
     machine.adopt_map(Shard(P, 1, (B,)), 0.0)
@@ -102,13 +90,6 @@ def test_a_copy_that_broke_off_begins_anew() -> None:
     machine.closed(B, 0.0)
     assert machine.opened(B, ReplicaState(1, 0, True), 0.0) == [SendBegin(B, 0, fill=0, copy=2)]
     assert machine.next_copy(B) == 0
-
-
-@pytest.mark.parametrize(("held", "adopted"), [(ReplicaState(1, 7, True), True), (ReplicaState(1, 8, True), False)])
-def test_a_promoted_primary_goes_on_with_backups_that_hold_the_same(held: ReplicaState, adopted: bool) -> None:
-    machine = primary(Shard(B, 2, (C,)), base=(1, 7))
-    effects = machine.opened(C, held, 0.0)
-    assert effects == ([] if adopted else [SendBegin(C, 7, fill=0, copy=1)])
 
 
 def test_who_owes_an_answer_for_too_long_is_unreachable() -> None:
@@ -233,18 +214,6 @@ def test_updates_sent_behind_the_copy_must_be_acknowledged_before_the_replica_is
     assert machine.acknowledged(NEW, 2, 0.0) == [Replicated(0, 2)]
 
 
-def test_one_that_is_copied_again_is_not_reported() -> None:
-    machine: PrimaryReplication[None] = PrimaryReplication(0, 1, [0])
-    machine.adopt_map(Shard(OLD, filling=(NEW,)), 0.0)
-    machine.opened(NEW, None, 0.0)
-    machine.copied(NEW, 0)
-    machine.filled(NEW, 1, 0.0)
-    assert machine.peers[NEW].complete
-    machine.closed(NEW, 1.0)
-    machine.opened(NEW, ReplicaState(0, 0, False), 1.0)
-    assert not machine.peers[NEW].complete
-
-
 def test_a_backup_that_was_removed_and_is_to_be_filled_by_the_next_map_seen_is_copied() -> None:
     """A map in between may not have been seen here: the scheduler was started again. The replica has seen it, perhaps,
     and has nothing any more; without a copy it would be sent updates without gradients."""
@@ -340,16 +309,11 @@ def test_every_update_has_a_number_also_without_a_replica() -> None:
     assert p.lsn == 247 and not p.log_bytes
 
 
-def test_a_copy_of_an_earlier_filling_is_not_resumed() -> None:
+@pytest.mark.parametrize(("fill", "effects"), [(3, []), (2, [SendBegin(TWO, 5, 3, 1)])])
+def test_only_a_copy_of_the_same_filling_is_resumed_by_the_next_primary(fill: int, effects: list[object]) -> None:
     p: PrimaryReplication[str] = PrimaryReplication(0, 2, [0], base=(1, 5))
     p.adopt_map(backed(3), 0.0)
-    assert p.opened(TWO, ReplicaState(1, 5, True, fill=2), 0.0) == [SendBegin(TWO, 5, 3, 1)]
-
-
-def test_a_copy_of_the_same_filling_is_resumed_by_the_next_primary() -> None:
-    p: PrimaryReplication[str] = PrimaryReplication(0, 2, [0], base=(1, 5))
-    p.adopt_map(backed(3), 0.0)
-    assert p.opened(TWO, ReplicaState(1, 5, True, fill=3), 0.0) == []
+    assert p.opened(TWO, ReplicaState(1, 5, True, fill=fill), 0.0) == effects
 
 
 def test_a_replica_with_another_filling_in_the_map_is_copied_again() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +22,6 @@ Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 
 SIZE, STEPS = 1003, 100
-WHOLE = [(0, SIZE, 0)]
 
 
 def start(seed: int = 0) -> Floats:
@@ -37,14 +34,22 @@ def gradient(step: int) -> Floats:
     return rng.standard_normal(SIZE, dtype=np.float32) * np.logspace(-4, 1, SIZE, dtype=np.float32)
 
 
-def train(spec: optim.Optimizer, steps: int = STEPS, weights: Floats | None = None) -> Floats:
-    rule = Rule(spec)
-    weights = start() if weights is None else weights
-    states = tuple(np.empty(SIZE, np.float32) for _ in rule.state_names)
-    rule.initialize(weights, states, WHOLE)
-    for step in range(steps):
-        update(rule, weights, states, gradient(step), step)
-    return weights
+class Ours:
+    """Weights and state that a rule of ours updates."""
+
+    def __init__(self, spec: optim.Optimizer, weights: Floats | None = None, begins: int = 0, runs: Any = None) -> None:
+        self.rule, self.runs = Rule(spec, begins), runs
+        self.weights = start() if weights is None else weights
+        self.states = tuple(np.empty(self.weights.size, np.float32) for _ in self.rule.state_names)
+        self.rule.initialize(self.weights, self.states, runs or [(0, self.weights.size, 0)])
+
+    def step(self, gradients: Floats, step: int, **settings: Any) -> None:
+        update(self.rule, self.weights, self.states, gradients, step, runs=self.runs, **settings)
+
+    def train(self) -> Floats:
+        for step in range(STEPS):
+            self.step(gradient(step), step)
+        return self.weights
 
 
 def distance(ours: NDArray[Any], theirs: NDArray[Any]) -> float:
@@ -55,8 +60,6 @@ def distance(ours: NDArray[Any], theirs: NDArray[Any]) -> float:
 
 # --- torch ------------------------------------------------------------------------------------------------------------
 
-Torch = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
-T = torch.optim
 #: Settings of optimizers whose names and defaults are torch's.
 AGAINST_TORCH: list[tuple[str, dict[str, Any]]] = [
     ("SGD", {"lr": 0.01}),
@@ -112,17 +115,15 @@ def test_agrees_with_torch(kind: str, given: dict[str, Any]) -> None:
     Each weight is within 1e-6 of the largest.
     """
     spec, parameter, theirs = both(kind, given)
-    rule, weights = Rule(spec), start()
-    states = tuple(np.empty(SIZE, np.float32) for _ in rule.state_names)
-    rule.initialize(weights, states, WHOLE)
+    ours = Ours(spec)
     for step in range(200):
         parameter.grad = torch.from_numpy(gradient(step))
         theirs.step()
-        update(rule, weights, states, gradient(step), step)
+        ours.step(gradient(step), step)
     expected = parameter.detach().numpy()
-    assert distance(weights, expected) < 1e-6
-    assert np.abs(weights - expected).max() < 1e-6 * np.abs(expected).max()
-    for name, state in zip(rule.state_names, states, strict=True):
+    assert distance(ours.weights, expected) < 1e-6
+    assert np.abs(ours.weights - expected).max() < 1e-6 * np.abs(expected).max()
+    for name, state in zip(ours.rule.state_names, ours.states, strict=True):
         assert distance(state, theirs.state[parameter][name].numpy()) < 1e-6, name
 
 
@@ -131,19 +132,17 @@ def test_infinite_weights_and_zeros_are_as_in_torch(kind: str, given: dict[str, 
     """A weight decay of 0 adds nothing: 0 times infinity would be NaN."""
     without = {} if kind == "Rprop" else {"weight_decay": 0.0}
     spec, parameter, theirs = both(kind, given | without)
-    rule = Rule(spec)
     weights, steps = start(), [gradient(0), gradient(1)]
     weights[:4], steps[0][:4], steps[1][2:4] = (np.inf, -np.inf, np.inf, 1.0), (1.0, 1.0, 0.0, -0.0), 0.0
     parameter.data = torch.from_numpy(weights.copy())
-    states = tuple(np.empty(SIZE, np.float32) for _ in rule.state_names)
-    rule.initialize(weights, states, WHOLE)
+    ours = Ours(spec, weights)
     for step, gradients in enumerate(steps):
         parameter.grad = torch.from_numpy(gradients.copy())
         theirs.step()
-        update(rule, weights, states, gradients, step)
-    expected = {"": parameter.detach(), **{name: theirs.state[parameter][name] for name in rule.state_names}}
-    for ours, exact in zip((weights, *states), expected.values(), strict=True):
-        np.testing.assert_allclose(ours[:4], exact.numpy()[:4], rtol=1e-5)
+        ours.step(gradients, step)
+    expected = [parameter.detach(), *(theirs.state[parameter][name] for name in ours.rule.state_names)]
+    for mine, exact in zip((weights, *ours.states), expected, strict=True):
+        np.testing.assert_allclose(mine[:4], exact.numpy()[:4], rtol=1e-5)
 
 
 def changed(spec: optim.Optimizer, step: int) -> dict[str, float]:
@@ -165,9 +164,7 @@ def test_settings_that_change_agree_with_torch(kind: str, given: dict[str, Any])
     variance is a difference.
     """
     spec, parameter, theirs = both(kind, given)
-    rule, weights = Rule(spec), start()
-    states = tuple(np.empty(SIZE, np.float32) for _ in rule.state_names)
-    rule.initialize(weights, states, WHOLE)
+    ours = Ours(spec)
     before: dict[str, float] = spec.values()
     for step in range(200):
         now = spec.values() | changed(spec, step)
@@ -181,13 +178,18 @@ def test_settings_that_change_agree_with_torch(kind: str, given: dict[str, Any])
         sent = dict(now)
         if kind == "ASGD":
             sent |= {name: before[name] for name in ("lr", "alpha", "t0")} | {"lambd_before": before["lambd"]}
-        update(rule, weights, states, gradient(step), step, settings=spec.check_settings({0: sent}))
+        ours.step(gradient(step), step, settings=spec.check_settings({0: sent}))
         before = now
     expected = parameter.detach().numpy()
     assert {"lr", "weight_decay"} - changed(spec, 5).keys() <= ({"weight_decay"} if kind == "Rprop" else set())
-    assert distance(weights, expected) < 1e-6
-    for name, state in zip(rule.state_names, states, strict=True):
+    assert distance(ours.weights, expected) < 1e-6
+    for name, state in zip(ours.rule.state_names, ours.states, strict=True):
         assert distance(state, theirs.state[parameter][name].numpy()) < 2e-6, name
+
+
+def in_groups(spec: optim.Optimizer) -> Ours:
+    """Return weights of two groups, one after the other."""
+    return Ours(spec, np.concatenate([start(), start()]), runs=[(0, SIZE, 0), (SIZE, 2 * SIZE, 1)])
 
 
 @against_torch
@@ -199,18 +201,14 @@ def test_schedules_and_groups_agree_with_torch(kind: str, given: dict[str, Any])
     theirs = getattr(torch.optim, kind)(groups, foreach=False, **given)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(theirs, 180, eta_min=0.1 * lr)
     overrides = (optim.override("b", lr=0.5 * lr, end_factor=0.2),)
-    rule = Rule(getattr(optim, kind)(**given, schedule=optim.Cosine(180, 0.1), overrides=overrides))
-    weights = np.concatenate([start(), start()])
-    states = tuple(np.empty(2 * SIZE, np.float32) for _ in rule.state_names)
-    runs = [(0, SIZE, 0), (SIZE, 2 * SIZE, 1)]
-    rule.initialize(weights, states, runs)
+    ours = in_groups(getattr(optim, kind)(**given, schedule=optim.Cosine(180, 0.1), overrides=overrides))
     for step in range(180):
         first.grad, second.grad = torch.from_numpy(gradient(step)), torch.from_numpy(gradient(step))
         theirs.step()
         scheduler.step()
-        update(rule, weights, states, np.tile(gradient(step), 2), step, runs=runs)
-    assert distance(weights[:SIZE], first.detach().numpy()) < 1e-6
-    assert distance(weights[SIZE:], second.detach().numpy()) < 1e-6
+        ours.step(np.tile(gradient(step), 2), step)
+    assert distance(ours.weights[:SIZE], first.detach().numpy()) < 1e-6
+    assert distance(ours.weights[SIZE:], second.detach().numpy()) < 1e-6
 
 
 #: Groups with different state arrays.
@@ -233,68 +231,27 @@ def test_groups_may_differ_in_every_setting() -> None:
             theirs = [getattr(torch.optim, kind)([one], **given | own) for one, own in ((first, {}), (second, other))]
         else:
             theirs = [getattr(torch.optim, kind)([{"params": [first]}, {"params": [second], **other}], **given)]
-        rule = Rule(getattr(optim, kind)(**given, overrides=(optim.override("b", **other),)))
-        weights = np.concatenate([start(), start()])
-        states = tuple(np.empty(2 * SIZE, np.float32) for _ in rule.state_names)
-        runs = [(0, SIZE, 0), (SIZE, 2 * SIZE, 1)]
-        rule.initialize(weights, states, runs)
+        ours = in_groups(getattr(optim, kind)(**given, overrides=(optim.override("b", **other),)))
         for step in range(STEPS):
             first.grad, second.grad = torch.from_numpy(gradient(step)), torch.from_numpy(gradient(step))
             for one in theirs:
                 one.step()
-            update(rule, weights, states, np.tile(gradient(step), 2), step, runs=runs)
-        assert distance(weights[:SIZE], first.detach().numpy()) < 1e-6
-        assert distance(weights[SIZE:], second.detach().numpy()) < 1e-6
+            ours.step(np.tile(gradient(step), 2), step)
+        assert distance(ours.weights[:SIZE], first.detach().numpy()) < 1e-6
+        assert distance(ours.weights[SIZE:], second.detach().numpy()) < 1e-6
 
 
 @against_torch
 def test_a_state_that_begins_anew_is_that_of_a_new_optimizer_of_torch(kind: str, given: dict[str, Any]) -> None:
     """At step 100 the schedule continues. torch's optimizer starts at its first step, with the rate of step 100."""
     spec, parameter, theirs = both(kind, given, schedule=optim.Cosine(150, warmup_steps=20))
-    rule, weights = Rule(spec, STEPS), start()
-    states = tuple(np.empty(SIZE, np.float32) for _ in rule.state_names)
-    rule.initialize(weights, states, WHOLE)
+    ours = Ours(spec, begins=STEPS)
     for step in range(STEPS, STEPS + 30):
         theirs.param_groups[0]["lr"] = spec.values()["lr"] * spec.schedule.factor(step)
         parameter.grad = torch.from_numpy(gradient(step))
         theirs.step()
-        update(rule, weights, states, gradient(step), step)
-    assert distance(weights, parameter.detach().numpy()) < 1e-6
-
-
-#: Settings that change in the middle of a run, as torch's groups of parameters have them.
-CHANGES: list[tuple[optim.Optimizer, Torch, dict[str, Any]]] = [
-    (
-        optim.SGD(lr=0.01, momentum=0.9),
-        lambda p: T.SGD(p, lr=0.01, momentum=0.9),
-        {"lr": 0.02, "momentum": 0.5, "dampening": 0.5, "weight_decay": 0.1},
-    ),
-    (optim.SGD(lr=0.01, momentum=0.9), lambda p: T.SGD(p, lr=0.01, momentum=0.9), {"nesterov": True}),
-    (optim.Adam(), lambda p: T.Adam(p), {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-4, "weight_decay": 0.1}),
-    (optim.AdamW(), lambda p: T.AdamW(p), {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-4, "weight_decay": 0.2}),
-    (optim.Adagrad(), lambda p: T.Adagrad(p), {"lr": 0.1, "lr_decay": 0.05, "eps": 1e-6, "weight_decay": 0.1}),
-    (
-        optim.RMSprop(lr=1e-3, momentum=0.9, centered=True),
-        lambda p: T.RMSprop(p, lr=1e-3, momentum=0.9, centered=True),
-        {"lr": 2e-3, "alpha": 0.9, "eps": 1e-4, "momentum": 0.5, "weight_decay": 0.1},
-    ),
-]
-
-
-def test_settings_that_change_hold_from_the_next_step_on() -> None:
-    """As in torch where a state is loaded, and the groups' settings are others then."""
-    for spec, make, changed in CHANGES:
-        parameter = torch.nn.Parameter(torch.from_numpy(start()))
-        theirs, weights = make([parameter]), start()
-        states = tuple(np.zeros(SIZE, np.float32) for _ in spec.state_names)
-        for step in range(STEPS):
-            rule = Rule(spec if step < STEPS // 2 else replace(spec, **changed))
-            if step == STEPS // 2:
-                theirs.param_groups[0].update(changed)
-            parameter.grad = torch.from_numpy(gradient(step))
-            theirs.step()
-            update(rule, weights, states, gradient(step), step)
-        assert distance(weights, parameter.detach().numpy()) < 1e-6
+        ours.step(gradient(step), step)
+    assert distance(ours.weights, parameter.detach().numpy()) < 1e-6
 
 
 def test_clip_factor_is_torchs() -> None:
@@ -325,7 +282,7 @@ def lion_paper(w: Doubles, lr: float, beta1: float, beta2: float, decay: float) 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_lion_is_the_papers(decay: float) -> None:
     expected = lion_paper(start().astype(np.float64), 1e-3, 0.9, 0.99, decay)
-    assert distance(train(optim.Lion(lr=1e-3, weight_decay=decay)), expected) < 1e-6
+    assert distance(Ours(optim.Lion(lr=1e-3, weight_decay=decay)).train(), expected) < 1e-6
 
 
 def ftrl_paper(w: Doubles, spec: optim.FTRL) -> Doubles:
@@ -357,7 +314,7 @@ def test_ftrl_is_the_papers() -> None:
         ]:
             weights = np.zeros(SIZE, np.float32) if zero else start()
             expected = ftrl_paper(weights.astype(np.float64), spec)
-            ours = train(spec, weights=weights)
+            ours = Ours(spec, weights).train()
             assert distance(ours, expected) < 1e-6
             assert ((ours == 0) == (expected == 0)).mean() > 0.995
             if zero and spec.l1:
@@ -367,31 +324,27 @@ def test_ftrl_is_the_papers() -> None:
 def test_settings_of_ftrl_that_change_are_the_papers() -> None:
     """Its z stays: weights follow another l1 from the next update on, and do not move by themselves for the others."""
     specs = [optim.FTRL(lr=0.2, l1=0.5, l2=0.1), optim.FTRL(lr=0.1, beta=0.5, l1=0.1, l2=0.3)]
-    weights, w = start(), start().astype(np.float64)
-    states = (np.empty(SIZE, np.float32), np.empty(SIZE, np.float32))
-    Rule(specs[0]).initialize(weights, states, WHOLE)
+    ours, w = Ours(specs[0]), start().astype(np.float64)
     n, curvature = np.zeros(SIZE), specs[0].beta / specs[0].lr + specs[0].l2
     z = -w * curvature - np.sign(w) * specs[0].l1
     for step in range(STEPS):
         spec, g = specs[step >= STEPS // 2], gradient(step).astype(np.float64)
-        update(Rule(spec), weights, states, gradient(step), step)
+        ours.rule = Rule(spec)
+        ours.step(gradient(step), step)
         n = n + g * g
         after = (spec.beta + np.sqrt(n)) / spec.lr + spec.l2
         z, curvature = z + g - (after - curvature) * w, after
         w = np.where(np.abs(z) <= spec.l1, 0.0, -(z - np.sign(z) * spec.l1) / curvature)
-    assert distance(weights, w) < 1e-6
+    assert distance(ours.weights, w) < 1e-6
 
 
 @pytest.mark.parametrize("beta", [0.0, 1.0])
 def test_ftrl_leaves_weights_that_no_gradient_reaches(beta: float) -> None:
     """For any schedule, including one that starts at a rate of zero."""
-    rule = Rule(optim.FTRL(beta=beta, l1=0.5, schedule=optim.Linear(5, warmup_steps=3, warmup_start=0.0)))
-    weights = start()
-    states = (np.empty(SIZE, np.float32), np.empty(SIZE, np.float32))
-    rule.initialize(weights, states, WHOLE)
+    ours = Ours(optim.FTRL(beta=beta, l1=0.5, schedule=optim.Linear(5, warmup_steps=3, warmup_start=0.0)))
     for step in range(12):
-        update(rule, weights, states, np.zeros(SIZE, np.float32), step)
-    assert weights.tobytes() == start().tobytes()
+        ours.step(np.zeros(SIZE, np.float32), step)
+    assert ours.weights.tobytes() == start().tobytes()
 
 
 # --- state and scalars ------------------------------------------------------------------------------------------------
@@ -438,8 +391,7 @@ def test_lr_scale_scales_the_learning_rate() -> None:
     for slow, fast in ((optim.SGD(lr=0.25), optim.SGD(lr=0.5)), (optim.AdamW(lr=0.25), optim.AdamW(lr=0.5))):
         results = []
         for spec, scale in ((slow, 1.0), (fast, 0.5)):
-            rule, weights = Rule(spec), start()
-            states = tuple(np.zeros(SIZE, np.float32) for _ in rule.state_names)
-            update(rule, weights, states, gradient(0), 0, scale)
-            results.append(weights.tobytes())
+            ours = Ours(spec)
+            ours.step(gradient(0), 0, lr_scale=scale)
+            results.append(ours.weights.tobytes())
         assert results[0] == results[1]

@@ -72,10 +72,11 @@ async def test_the_end_of_a_large_push_is_reported_to_a_worker_that_asked(
     assert held.seen.qsize() == reports
 
 
-async def test_a_worker_that_did_not_ask_gets_no_report(held: HeldSlots) -> None:
+async def test_a_worker_that_did_not_ask_gets_no_report(held: HeldSlots, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "HELD_REPORT_SECONDS", 0.0)
     held.slots.is_reported = False
     acquiring = asyncio.create_task(held.slots.acquire())
-    await asyncio.sleep(0)
+    await asyncio.wait({acquiring}, timeout=0.01)
     held.slots.release()
     await acquiring
     assert held.seen.empty()
