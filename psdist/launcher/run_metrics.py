@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol, get_args
+from typing import Final, get_args
 
 from psdist.errors import MalformedPayloadError
+from psdist.launcher.output import Output
 from psdist.metrics.interval import WorkerInterval, from_line, last_step, summarize
 from psdist.metrics.trackers import (
     PLAIN_SECONDS,
@@ -56,20 +57,6 @@ class MetricsOptions:
     )
 
 
-class Console(Protocol):
-    """The launcher's console."""
-
-    @property
-    def is_terminal(self) -> bool:
-        """True if ``show_progress`` can replace the previous line."""
-
-    def say(self, message: str) -> None:
-        """Print a message."""
-
-    def show_progress(self, message: str) -> None:
-        """Show a message below all others, replacing the previous one. An empty message removes it."""
-
-
 class RunMetrics:
     """The metrics of one launcher's workers. Raises ConfigurationError if a file cannot be written.
 
@@ -88,7 +75,7 @@ class RunMetrics:
         self._expected = set(ranks)
         self._intervals: dict[int, WorkerInterval] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._console: Console | None = None
+        self._console: Output | None = None
         self._warned = False
         self._closed = False
         self._trackers = Trackers(self._on_error)
@@ -105,7 +92,7 @@ class RunMetrics:
         """Variables that workers need to report."""
         return self._receiver.environment | {"PSDIST_METRICS_INTERVAL": f"{self._options.metrics_interval_seconds:g}"}
 
-    def start(self, console: Console) -> None:
+    def start(self, console: Output) -> None:
         """Start receiving on the running loop, and showing the reports."""
         self._console = console
         if self._options.progress != "off":
@@ -158,7 +145,7 @@ class RunMetrics:
             self._console.say(f"{type(tracker).__name__} no longer receives metrics: {reason}")
 
 
-def _show(console: Console, in_place: bool, line: str, is_last: bool) -> None:
+def _show(console: Output, in_place: bool, line: str, is_last: bool) -> None:
     """Show a progress line. The last one stays on the screen."""
     if in_place:
         console.show_progress("" if is_last else line)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import msgspec
 import xxhash
@@ -235,9 +235,3 @@ async def read(storage: Storage, path: str) -> Summary:
     if match is None or xxhash.xxh3_128_hexdigest(data) != match[2]:
         raise _corrupt(path, "its digest is not the one in its name")
     return parse(data, path)
-
-
-def plain(summary: Summary) -> dict[str, Any]:
-    """Return the summary as plain values."""
-    values: dict[str, Any] = msgspec.to_builtins(summary)
-    return values

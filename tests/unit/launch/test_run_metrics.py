@@ -12,7 +12,7 @@ import sys
 import termios
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -52,7 +52,7 @@ def interval(rank: int, step: int, samples: float = 10, loss: float = 1.0) -> Wo
 
 def started(console: FakeConsole, directory: Path | None, workers: int = 1, **options: Any) -> RunMetrics:
     metrics = RunMetrics(MetricsOptions(**options), "run", directory, range(workers))
-    metrics.start(console)
+    metrics.start(cast(Output, console))
     return metrics
 
 
