@@ -6,7 +6,7 @@ server's port for TCP connections). In a control turn the same stranger attacks 
 machine. The difference between quiet and control is therefore the load of the stranger's process and its victim on the
 shared cores. The difference between control and flood is the damage to the run itself.
 
-With ``--tls`` the runs use mutual TLS. The stranger has no certificate, so none of its bytes reach HTTP/2: floods of
+With ``--tls`` the runs use mutual TLS. The stranger has no certificate, and its bytes never reach HTTP/2: floods of
 plaintext cost a failed handshake for each connection. "handshakes" and "half-open" are the floods of such a port.
 
 Reported are the acknowledged pushes per second of each kind of turn, their ratio to the quiet turns of the same rounds

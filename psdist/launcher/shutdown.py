@@ -9,7 +9,7 @@ After a worker failed, the others have ``FAILURE_STOP_SECONDS``: the error is kn
 not hold its machine. Half of that time is for the coordinated shutdown, then a second SIGTERM interrupts scripts that
 make no call of psdist.
 
-Invariants: a stage ends when none of its processes is left. The exit status is decided when the shutdown starts, except
+Invariants: a stage ends with the last of its processes. The exit status is decided when the shutdown starts, except
 that a run that succeeded ends with ``UNSAVED`` if its snapshot fails.
 """
 

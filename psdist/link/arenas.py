@@ -15,8 +15,8 @@ Numbers are in the host's byte order; the content never leaves the host.
 servers and to each other, and primaries to replicas.
 
 Invariants: Memory is allocated before it is written (in a gradient arena, at creation), so writing cannot fail. Seals
-keep a file from shrinking, so a mapping stays readable whatever the other process does. A mapping lasts as long as any
-array that refers to it. Files have no names and disappear with the last process that holds them.
+keep a file from shrinking, so a mapping stays readable even if the other process fails. A mapping lasts as long as
+any array that refers to it. Files have no names and disappear with the last process that holds them.
 
 ``fd_passing`` transfers files between processes; launchers import it, so it stays light. The users of an arena decide
 who may read or write when.

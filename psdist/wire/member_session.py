@@ -2,7 +2,7 @@
 
 A member sends heartbeats, and reports in between. The scheduler sends maps, news and commands. A stream that breaks is
 opened again, forever, with the same incarnation; the data path continues meanwhile. ``worker_session`` and
-``server_session`` of the two programs say what a stream begins with, make the heartbeats, and carry out commands.
+``server_session`` of the two programs say how a stream begins, make the heartbeats, and carry out commands.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ class NormGatherer:
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
 
     def find(self, store: ParameterStore, step: int) -> None:
-        """Compute the norm of ``step``, all slices of which ``store`` has aggregated. The store receives it once all
+        """Compute the norm of ``step``, whose slices ``store`` has all aggregated. The store receives it once all
         servers have answered."""
         key = (store.entry.spec.name, step)
 

@@ -451,7 +451,7 @@ class Nemesis:
             self._world.counts["trained on beside a cut"] += life.number in before
             if sum(push.acked for push in life.pushes) == before.get(life.number, -1):
                 self._world.oracle.violation(
-                    f"{life.worker_id} stands still while worker-{cut_off} is cut off a server"
+                    f"{life.worker_id} makes no step while worker-{cut_off} is cut off a server"
                 )
 
     def _others(self, worker: int) -> list[Life]:

@@ -55,7 +55,7 @@ class FrameSocket:
         return await self.receive(sizes[0]), await self.receive(sum(sizes[1:]))
 
     async def receive(self, size: int, most: int = 0) -> bytes:
-        """Return ``size`` bytes; up to ``most`` if they are there. Raises ConnectionError at the end."""
+        """Return ``size`` bytes; up to ``most`` if they have arrived. Raises ConnectionError at the end."""
         data = bytearray()
         async with asyncio.timeout(PATIENCE_SECONDS):
             while len(data) < size:

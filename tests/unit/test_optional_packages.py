@@ -1,4 +1,4 @@
-"""psdist works without torch and JAX, and its parts for them say what they need."""
+"""psdist works without torch and JAX, and its parts for them name the missing package."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class CutSearch:
     exact: set[str] = field(default_factory=set)
     #: Step that a server reported as not passed, by parameter set.
     known: dict[str, int] = field(default_factory=dict)
-    #: Earliest step for which a worker still has its state, by parameter set. No slice need be there.
+    #: Earliest step for which a worker still has its state, by parameter set. Slices may be at other steps.
     kept: dict[str, int] = field(default_factory=dict)
 
     def version(self, p: ParameterSet) -> int:

@@ -61,7 +61,7 @@ class Store:
 
 # --- changes ----------------------------------------------------------------------------------------------------------
 #
-# MessagePack with a fixed form: the fields of ``Persist``, all of which are required. Optimizers, layouts and settings
+# MessagePack with a fixed form: the fields of ``Persist``, all required. Optimizers, layouts and settings
 # are protobuf messages in it, as in the SQLite file. Content that does not parse is refused.
 
 

@@ -192,8 +192,8 @@ def test_a_reset_may_be_all_that_is_wanted() -> None:
     d = resumed(saved_run(7, optimizer=ADAM))
     d.begin(optimizer=ADAM, reset_optimizer=True)
     assert d.entry().state_since == 7 and d.entry().restore.weights_only
-    anew = "and the optimizer's state is reset (reset_optimizer=True)"
-    assert noted(d) == [f"'mlp' resumes from snapshot {first_snapshot(d)}, {anew}"]
+    reset = "and the optimizer's state is reset (reset_optimizer=True)"
+    assert noted(d) == [f"'mlp' resumes from snapshot {first_snapshot(d)}, {reset}"]
 
 
 def test_without_a_snapshot_a_reset_does_nothing() -> None:
