@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from psdist.client.core import flat_vector
@@ -28,6 +28,7 @@ SIZES = st.lists(st.integers(0, 12), min_size=1, max_size=12)
 
 
 @given(SIZES, st.integers(1, 8))
+@example([0, 3], 2)
 def test_a_cut_agrees_with_the_elements(sizes: list[int], slice_elements: int) -> None:
     cut = make_cut(sizes, slice_elements)
     owners = [number for number, size in enumerate(sizes) for _ in range(size)]
