@@ -285,6 +285,14 @@ def test_a_worker_that_waits_at_the_very_step_is_served_by_the_interval() -> Non
     assert d.saved(call).directory == armed
 
 
+def test_parameters_that_come_later_are_in_the_next() -> None:
+    d = two_parameters(policy=SavePolicy(steps=10))
+    d.go_on()
+    d.versions = {"mlp": 10, "other": 10}
+    d.train(10)
+    assert d.steps == [{"mlp": 10, "other": 10}]
+
+
 def test_what_is_not_trained_does_not_hold_an_interval_up() -> None:
     """Nor is an interval's attempt that has written it nearer for that."""
     d = two_parameters(SGD(lr=0.0), policy=SavePolicy(steps=10, keep_last=10))
