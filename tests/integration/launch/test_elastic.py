@@ -15,17 +15,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import grpc
-import psutil
 import pytest
 
 from psdist.monitoring.run_json import status_json
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
 from psdist.wire import auth
 from tests.support.launched import Run
+from tests.support.programs import Programs, until
 
 #: Script that trains until the file "stop" exists. All workers learn of it by the weights, so that in BSP all stop at
 #: the same step. A step takes a while, as with a model: the other processes need the processors, too.
@@ -58,19 +59,17 @@ print("rank", rank, "sees", np.unique(weights.pull()["w"]), flush=True)
 _COPIES = ("--nservers", "2", "--replicas", "2")
 
 
-class Stage:
+class Stage(Programs):
     """A run in a directory, and the commands that are run there."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.run: Run | None = None
-        self.agents: list[subprocess.Popen[str]] = []
-        self.environ = {**os.environ, "XDG_RUNTIME_DIR": str(path), "TMPDIR": str(path)}
+    def __init__(self, path: Path, script: str) -> None:
+        super().__init__(path, script)
+        self.launcher: Run | None = None
 
-    def start(self, mode: str, *flags: str) -> Run:
+    def launch(self, mode: str, *flags: str) -> Run:
         """Start ``psdist run`` with two workers."""
-        self.run = Run(self.path, _TRAIN, mode, flags=flags)
-        return self.run
+        self.launcher = Run(self.path, _TRAIN, mode, flags=flags)
+        return self.launcher
 
     def psdist(self, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
         """Run a command to its end."""
@@ -85,7 +84,7 @@ class Stage:
         The status is read here ten times a second, not by commands: those would take processor time from the run.
         """
         deadline = time.monotonic() + 200
-        process = self.agents[0] if self.run is None else self.run.process
+        process = self.started[0] if self.launcher is None else self.launcher.process
         while True:
             shown = self._status()
             if shown and holds(shown):
@@ -96,7 +95,7 @@ class Stage:
 
     def _status(self) -> dict[str, Any]:
         """Return the status as ``psdist status`` shows it, or an empty dict if the scheduler does not answer."""
-        if self.run is None:
+        if self.launcher is None:
             address, token = (self.path / "scheduler").read_text().strip(), "secret"
         else:
             note = json.loads(next(self.path.glob("psdist/runs/*.json")).read_text())
@@ -109,78 +108,27 @@ class Stage:
                 return {}
         return status_json(answer)
 
-    def agent(self, *arguments: str, **environ: str) -> subprocess.Popen[str]:
-        """Start ``psdist-worker``, which joins the run."""
-        program = "from psdist.cli import main; main.worker()"
-        agent = subprocess.Popen(
-            [sys.executable, "-c", program, *arguments],
-            env=self.environ | environ,
-            cwd=self.path,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        self.agents.append(agent)
-        return agent
-
     def services(self) -> dict[str, str]:
         """Start a scheduler and a server. Returns the environment of agents."""
-        (self.path / "train.py").write_text(_TRAIN)
         here = ("--run-id", "elastic", "--log-level", "warning")
-        for module, flag in (("psdist_scheduler", "--address-file"), ("psdist_server", "--scheduler-file")):
-            self.agents.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", module, flag, "scheduler", *here],
-                    env=self.environ | {"PSDIST_TOKEN": "secret"},
-                    cwd=self.path,
-                    text=True,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                )
-            )
+        self.start("psdist-scheduler", "--address-file", "scheduler", *here, PSDIST_TOKEN="secret")
+        self.start("psdist-server", "--scheduler-file", "scheduler", *here, PSDIST_TOKEN="secret")
         return {"PSDIST_TOKEN": "secret", "PSDIST_SCHEDULER_FILE": str(self.path / "scheduler")}
 
     def finish(self) -> tuple[int, str]:
         """Let the training end. Returns the run's exit status and everything that it printed."""
         (self.path / "stop").touch()
-        assert self.run is not None
-        status, text = self.run.end()
-        return status, "".join(self.run.seen) + text
-
-
-def line(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
-    """Read a process's lines up to one that matches ``pattern``."""
-    assert process.stdout is not None
-    seen = []
-    for text in process.stdout:
-        seen.append(text)
-        if match := re.search(pattern, text):
-            return match
-    raise AssertionError(f"no {pattern!r} in:\n{''.join(seen)}")
-
-
-def close(process: subprocess.Popen[str]) -> None:
-    """End a test's process and the processes that it started."""
-    if process.poll() is None:
-        family = psutil.Process(process.pid).children(recursive=True)
-        process.kill()
-        psutil.wait_procs(family, timeout=240)
-    process.wait()
-    assert process.stdout is not None
-    process.stdout.close()
+        assert self.launcher is not None
+        status, text = self.launcher.end()
+        return status, "".join(self.launcher.seen) + text
 
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Stage]:
-    built = Stage(tmp_path)
-    yield built
-    if built.run is not None:
-        built.run.stop()
-        assert built.run.process.stdout is not None
-        built.run.process.stdout.close()
-    for agent in built.agents:
-        close(agent)
+    with closing(Stage(tmp_path, _TRAIN)) as built:
+        yield built
+        if built.launcher is not None:
+            built.launcher.stop()
 
 
 def copies(status: dict[str, Any]) -> dict[str, int]:
@@ -205,7 +153,7 @@ def settled(status: dict[str, Any], *servers: str) -> bool:
 
 @pytest.mark.long
 def test_servers_come_and_go_while_training_runs(stage: Stage) -> None:
-    run = stage.start("bsp", *_COPIES)
+    run = stage.launch("bsp", *_COPIES)
     run.until("made step 10$")
     scaled = stage.psdist("scale", "servers", "3")
     # Its output depends on whether the launcher listens yet, which it does from its third second on.
@@ -235,7 +183,7 @@ def live_ranks(status: dict[str, Any]) -> list[int]:
 
 @pytest.mark.parametrize("mode", ["bsp", pytest.param("asp", marks=pytest.mark.long)])
 def test_the_launcher_starts_and_stops_workers(stage: Stage, mode: str) -> None:
-    run = stage.start(mode, *_COPIES)
+    run = stage.launch(mode, *_COPIES)
     run.until("made step 10$")
     scaled = stage.psdist("scale", "workers", "4")
     assert scaled.returncode == 0 and "workers: 2 in the run, 4 wanted of its launcher" in scaled.stdout, scaled
@@ -263,12 +211,12 @@ def test_the_launcher_starts_and_stops_workers(stage: Stage, mode: str) -> None:
 def test_one_death_does_not_end_the_others_of_an_elastic_agent(stage: Stage) -> None:
     environ = stage.services()
     flags = ("--nnodes", "1:4", "--max-restarts", "0", "--nproc-per-node", "3")
-    agent = stage.agent(*flags, *_FILE, "train.py", "bsp", **environ)
-    line(agent, "made step 10$")
+    agent = stage.start("psdist-worker", *flags, *_FILE, "train.py", "bsp", **environ)
+    until(agent, "made step 10$")
     status = stage.until(lambda status: sum(member["role"] == "worker" for member in status["members"]) == 3)
     (victim,) = [member["pid"] for member in status["members"] if member["rank"] == 1]
     os.kill(victim, signal.SIGKILL)
-    failed = line(agent, "psdist: worker 1 failed: (.*)")[1]
+    failed = until(agent, "psdist: worker 1 failed: (.*)")[1]
     assert failed == "killed by SIGKILL; the run is elastic, so others continue: worker 0, worker 2"
     version = status["parameters"][0]["version_max"] or 0  # None until a server has reported one.
     stage.until(lambda status: (status["parameters"][0]["version_max"] or 0) > version + 20)

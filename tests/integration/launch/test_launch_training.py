@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
-import psutil
 import pytest
+
+from tests.support.programs import Programs, end, until
 
 #: Trains some steps; ``die`` kills worker 1 once, in the middle; ``hold`` stays connected afterwards.
 _SCRIPT = """
@@ -52,39 +52,8 @@ print("rank", context.rank, "is done")
 """
 
 
-class Stage:
-    """A directory with the script, and the commands started in it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.started: list[subprocess.Popen[str]] = []
-        (path / "train.py").write_text(_SCRIPT)
-        self.environ = {**os.environ, "XDG_RUNTIME_DIR": str(path), "TMPDIR": str(path)}
-
-    def start(self, command: str, *arguments: str, **environ: str) -> subprocess.Popen[str]:
-        """Start ``psdist``, ``psdist-scheduler``, ``psdist-server`` or ``psdist-worker``."""
-        call = {"psdist": "main", "psdist-worker": "worker", "psdist-server": "server"}.get(command, "scheduler")
-        program = f"from psdist.cli import main; main.{call}()"
-        process = subprocess.Popen(
-            [sys.executable, "-c", program, *arguments],
-            env={**self.environ, **environ},
-            cwd=self.path,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        self.started.append(process)
-        return process
-
-    def run(self, command: str, *arguments: str, **environ: str) -> tuple[int, str]:
-        """Runs a command to its end."""
-        return self.end(self.start(command, *arguments, **environ))
-
-    def end(self, process: subprocess.Popen[str]) -> tuple[int, str]:
-        """Return the status and the rest of the output."""
-        text, _ = process.communicate()
-        return process.returncode, text
+class Stage(Programs):
+    """A directory with the script, and the programs started in it."""
 
     def scheduler(self, *arguments: str) -> tuple[subprocess.Popen[str], str]:
         """Start a scheduler that listens. Returns it and its address."""
@@ -93,29 +62,10 @@ class Stage:
         return scheduler, line[1]
 
 
-def until(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
-    """Read a process's lines up to one with ``pattern``."""
-    assert process.stdout is not None
-    seen = []
-    for line in process.stdout:
-        seen.append(line)
-        if match := re.search(pattern, line):
-            return match
-    raise AssertionError(f"no {pattern!r} in:\n{''.join(seen)}")
-
-
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Stage]:
-    built = Stage(tmp_path)
-    yield built
-    for process in built.started:
-        if process.poll() is None:
-            descendants = psutil.Process(process.pid).children(recursive=True)
-            process.kill()
-            psutil.wait_procs(descendants, timeout=60)
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
+    with closing(Stage(tmp_path, _SCRIPT)) as made:
+        yield made
 
 
 def test_a_run_trains_and_ends_quietly(stage: Stage) -> None:
@@ -173,7 +123,7 @@ def test_status_of_the_run_on_this_machine_is_shown_and_watched(stage: Stage) ->
     status, text = stage.run("psdist", "status", "--run-id", "other")
     assert status == 69 and "other" in text and "shown" in text
     run.send_signal(signal.SIGINT)
-    assert stage.end(run)[0] == 130
+    assert end(run)[0] == 130
     status, text = stage.run("psdist", "status")
     assert status == 69 and "no run is running on this machine" in text
 
@@ -184,7 +134,7 @@ def _watch_until_ctrl_c(stage: Stage) -> None:
     for _ in range(2):
         until(watch, "^shown: ")
     watch.send_signal(signal.SIGINT)
-    status, rest = stage.end(watch)
+    status, rest = end(watch)
     assert status == 0 and "Traceback" not in rest and "Interrupt" not in rest, rest
 
 
@@ -217,14 +167,14 @@ def test_programs_started_by_hand_form_a_world(stage: Stage) -> None:
     (stage.path / "meet.py").write_text(MEET + (stage.path / "train.py").read_text())
     flags = ("--rdzv-endpoint", address, "--nnodes", "2", "--rdzv-id", "by-hand")
     agents = [stage.start("psdist-worker", *flags, "meet.py", PSDIST_TOKEN="secret") for _ in range(2)]
-    ends = [stage.end(agent) for agent in agents]
+    ends = [end(agent) for agent in agents]
     assert [status for status, _ in ends] == [0, 0], ends
     texts = sorted(re.search(r"\[worker \d\] (rank .*)", text)[1] for _, text in ends)
     assert texts == ["rank 0 of 2 local 0 weight -4.0", "rank 1 of 2 local 0 weight -4.0"]
     assert any("waiting for 1 of 2 nodes" in text for _, text in ends)
     for process in (server, scheduler):
         process.terminate()
-        assert stage.end(process)[0] == 0
+        assert end(process)[0] == 0
 
 
 def test_an_unreachable_scheduler_is_named(stage: Stage) -> None:

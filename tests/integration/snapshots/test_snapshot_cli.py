@@ -7,18 +7,17 @@ Each run is a process tree of its own. Scripts communicate by lines, and tests w
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.mounted import Mount
+from tests.support.programs import Programs, until
 
 _SCRIPT = """
 import sys
@@ -42,43 +41,20 @@ with psdist.init() as context:
 """
 
 
-class Stage:
+class Stage(Programs):
     """A directory with the script, and the ``psdist`` commands started in it, as by a user who knows no flags."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.started: list[subprocess.Popen[str]] = []
-        (path / "train.py").write_text(_SCRIPT)
-        self.environ = {**os.environ, "XDG_RUNTIME_DIR": str(path), "TMPDIR": str(path)}
+    def __init__(self, path: Path, script: str) -> None:
+        super().__init__(path, script)
         del self.environ["PSDIST_STORAGE_PATH"]
-
-    def start(self, *arguments: str, cwd: Path | None = None) -> subprocess.Popen[str]:
-        """Start ``psdist``."""
-        process = subprocess.Popen(
-            [sys.executable, "-m", "psdist.cli.main", *arguments],
-            env=self.environ,
-            cwd=cwd or self.path,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        self.started.append(process)
-        return process
-
-    def run(self, *arguments: str, cwd: Path | None = None) -> tuple[int, str]:
-        """Run ``psdist`` to its end. Returns status and output."""
-        process = self.start(*arguments, cwd=cwd)
-        text, _ = process.communicate()
-        return process.returncode, text
 
     def train(self, *arguments: str) -> tuple[int, str]:
         """Start ``psdist run`` of run ``digits``, with one server."""
-        return self.run("run", "--run-id", "digits", "--nservers", "1", *arguments)
+        return self.run("psdist", "run", "--run-id", "digits", "--nservers", "1", *arguments)
 
     def snapshots(self, storage: str = "psdist-runs/digits") -> list[dict[str, Any]]:
         """Return the rows of ``psdist snapshot list``, newest first."""
-        status, text = self.run("snapshot", "list", storage, "--format", "json")
+        status, text = self.run("psdist", "snapshot", "list", storage, "--format", "json")
         assert status == 0, text
         found: list[dict[str, Any]] = json.loads(text)
         return found
@@ -86,14 +62,8 @@ class Stage:
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Stage]:
-    stage = Stage(tmp_path)
-    yield stage
-    for process in stage.started:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
+    with closing(Stage(tmp_path, _SCRIPT)) as made:
+        yield made
 
 
 @pytest.fixture
@@ -103,30 +73,19 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
     mounted.close()
 
 
-def until(process: subprocess.Popen[str], word: str) -> str:
-    """Return the first line with ``word``."""
-    assert process.stdout is not None
-    seen = []
-    for line in process.stdout:
-        seen.append(line)
-        if word in line:
-            return line
-    raise AssertionError(f"no {word!r} in {''.join(seen)}")
-
-
 def test_a_run_saves_on_demand_and_at_its_end_and_the_same_command_goes_on(stage: Stage) -> None:
-    run = stage.start("run", "--run-id", "digits", "--nproc-per-node", "2", "train.py", "hold")
+    run = stage.start("psdist", "run", "--run-id", "digits", "--nproc-per-node", "2", "train.py", "hold")
     until(run, "is at step")
-    status, text = stage.run("snapshot", "save", "--format", "json")
+    status, text = stage.run("psdist", "snapshot", "save", "--format", "json")
     saved = json.loads(text)
     assert status == 0 and not saved["unchanged"] and saved["steps"]["model"] >= 3 and saved["reason"] == "on demand"
 
-    told = json.loads(stage.run("status", "--format", "json")[1])["snapshots"]
+    told = json.loads(stage.run("psdist", "status", "--format", "json")[1])["snapshots"]
     assert told["storage"] == str(stage.path / "psdist-runs" / "digits")
     assert told["policy"] == "every 10 min and at the end, the last 3 kept"
     assert [one["directory"] for one in told["committed"]] == [saved["directory"]]
     assert told["failed"] == 0 and told["restored"] is None
-    status, text = stage.run("status")
+    status, text = stage.run("psdist", "status")
     assert status == 0 and saved["directory"] in text and "snapshots: every 10 min and at the end" in text, text
 
     # `timeout` sends it twice.
@@ -147,7 +106,7 @@ def test_a_run_saves_on_demand_and_at_its_end_and_the_same_command_goes_on(stage
         text
     )
     assert [one["steps"]["model"] for one in stage.snapshots()][:2] == [step + 3, step]
-    assert stage.run("snapshot", "verify", "psdist-runs/digits")[0] == 0
+    assert stage.run("psdist", "snapshot", "verify", "psdist-runs/digits")[0] == 0
 
     # The location of snapshots is printed once: at the start if some existed, else at the end.
     place = f"in {stage.path / 'psdist-runs' / 'digits'}"
@@ -167,12 +126,12 @@ def test_another_script_under_a_run_id_with_snapshots_is_refused_at_its_start(st
 
 @pytest.mark.long
 def test_a_storage_that_breaks_costs_the_snapshot_and_nothing_else(stage: Stage) -> None:
-    run = stage.start("run", "--run-id", "digits", "--storage-path", "broken", "train.py", "hold")
+    run = stage.start("psdist", "run", "--run-id", "digits", "--storage-path", "broken", "train.py", "hold")
     until(run, "is at step")
     (stage.path / "broken").touch()
-    status, text = stage.run("snapshot", "save")
+    status, text = stage.run("psdist", "snapshot", "save")
     assert status == 1 and "broken" in text and "training continues" in text, text
-    told = json.loads(stage.run("status", "--format", "json")[1])["snapshots"]
+    told = json.loads(stage.run("psdist", "status", "--format", "json")[1])["snapshots"]
     assert told["failed"] >= 1 and "broken" in told["last_failure"] and told["committed"] == []
     run.send_signal(signal.SIGTERM)
     text, _ = run.communicate()
@@ -186,7 +145,7 @@ def test_a_storage_that_breaks_costs_the_snapshot_and_nothing_else(stage: Stage)
 @pytest.mark.long
 def test_a_storage_that_is_not_for_the_run_or_cannot_be_read_ends_it_at_once(stage: Stage) -> None:
     assert stage.train("--storage-path", "mine", "train.py")[0] == 0
-    status, text = stage.run("run", "--run-id", "other", "--storage-path", "mine", "train.py")
+    status, text = stage.run("psdist", "run", "--run-id", "other", "--storage-path", "mine", "train.py")
     assert status == 2 and "--run-id digits" in text, text
     (stage.path / "file").touch()
     status, text = stage.train("--storage-path", "file/below", "train.py")
@@ -213,15 +172,15 @@ def test_a_storage_that_cannot_be_written_ends_a_run_before_it_trains(
 def test_who_did_not_ask_for_snapshots_trains_without_where_they_cannot_be_written(stage: Stage, mount: Mount) -> None:
     command = ("run", "--run-id", "digits", "--nservers", "1", str(stage.path / "train.py"))
     assert mount.remount("size=1m", readonly=True)
-    status, text = stage.run(*command, cwd=mount.path)
+    status, text = stage.run("psdist", *command, cwd=mount.path)
     assert status == 0 and "is at step 3 with -3.0" in text, text
     storage = mount.path / "psdist-runs" / "digits"
     assert text.count(f"training continues without: the storage {storage} cannot be written: Read-only") == 1, text
     assert "[snapshot]" not in text and "not saved" not in text, text
     # Existing snapshots still count.
     assert mount.remount("size=1m")
-    assert stage.run(*command, cwd=mount.path)[0] == 0
+    assert stage.run("psdist", *command, cwd=mount.path)[0] == 0
     assert mount.remount("size=1m", readonly=True)
-    status, text = stage.run(*command, cwd=mount.path)
+    status, text = stage.run("psdist", *command, cwd=mount.path)
     assert status == 0 and "begins at step 3\n" in text and text.count("training continues without") == 1, text
     assert "[snapshot]" not in text and "not saved" not in text, text
