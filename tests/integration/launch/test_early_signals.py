@@ -19,7 +19,7 @@ SIGNALS = [signal.SIGTERM, signal.SIGINT]
 _RUN = """
 import signal, sys
 from psdist.cli import main
-from psdist.launcher import local
+from psdist.launcher import local, runner
 
 def sends(function):
     def sending(*arguments):
@@ -28,7 +28,7 @@ def sends(function):
         return result
     return sending
 
-local.{place} = sends(local.{place})
+{place} = sends({place})
 sys.argv[1:] = ["run", "train.py"]
 main.main()
 """
@@ -78,7 +78,11 @@ def end(program: subprocess.Popen[str]) -> tuple[int, str]:
 
 @pytest.mark.parametrize(
     ("place", "name"),
-    [("_make_link", signal.SIGINT), ("announce", signal.SIGTERM), ("announce", signal.SIGHUP)],
+    [
+        ("local._make_link", signal.SIGINT),
+        ("runner.Runner._announce", signal.SIGTERM),
+        ("runner.Runner._announce", signal.SIGHUP),
+    ],
 )
 def test_a_launcher_that_starts_leaves_nothing_behind(tmp_path: Path, place: str, name: signal.Signals) -> None:
     (tmp_path / "train.py").touch()
