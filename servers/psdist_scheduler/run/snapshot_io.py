@@ -21,6 +21,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
@@ -339,7 +340,12 @@ async def write_state(
             raise InvalidArgumentError(
                 f"the state of {header.parameters!r} that arrived is not the one that was announced"
             )
-    await reader.confirm(storage, path, length, digest.digest())
+    try:
+        await reader.confirm(storage, path, length, digest.digest())
+    except BaseException:  # If the call broke, too: the worker hands the state in again, which creates the file.
+        with suppress(StorageError):
+            await storage.delete([path])
+        raise
     return state
 
 

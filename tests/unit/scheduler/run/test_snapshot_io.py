@@ -115,7 +115,7 @@ def write(number: int, sequence: int = 1) -> sn.WriteCommit:
 
 @asynccontextmanager
 async def running(storage: Memory, events: list[Any], salt: str = "salt") -> AsyncIterator[SnapshotIo]:
-    """Run a scheduler's hand on the storage. events: receives what it posts."""
+    """Run a scheduler's ``SnapshotIo``. events: receives the events that it posts."""
     io = SnapshotIo(storage, "run", salt, events.append)
     task = asyncio.create_task(io.run())
     yield io
@@ -444,6 +444,28 @@ async def test_nothing_stays_of_another_file(tmp_path: Path) -> None:
         ):
             await snapshot_io.write_state(open_storage(str(tmp_path)), PLACE, header_of(DATA), parts(given))
         assert not files(tmp_path)
+
+
+async def test_a_file_whose_reading_back_is_cancelled_can_be_handed_in_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, reads, never = open_storage(str(tmp_path)), asyncio.Event(), asyncio.Event()
+
+    async def read(path: str, start: int = 0, length: int | None = None) -> bytes:
+        reads.set()
+        await never.wait()
+        return b""
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "read", read)
+        broken = asyncio.create_task(snapshot_io.write_state(storage, PLACE, header_of(DATA), parts(DATA)))
+        await reads.wait()
+        broken.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await broken
+    assert not files(tmp_path)
+    await snapshot_io.write_state(storage, PLACE, header_of(DATA), parts(DATA))
+    assert [path.read_bytes() for path in files(tmp_path)] == [DATA]
 
 
 @pytest.mark.parametrize("spoiled", [DATA[:-1], b"x" + DATA[1:], None])
