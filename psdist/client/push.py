@@ -313,9 +313,7 @@ class Push:
         """Complete buckets and the push after something was given, answered or failed, and wake the waiting callers."""
         for bucket in self._waiting:
             if bucket.error is None and self._progress.is_complete(bucket.slices):
-                target = self._target
-                arrays = {} if target is None else self._results.bucket_arrays(target, bucket.numbers, bucket.slices)
-                bucket.weights = arrays
+                self._complete(bucket)
         self._waiting = [bucket for bucket in self._waiting if not bucket.done()]
         try:
             if self.finished:
@@ -323,6 +321,17 @@ class Push:
         finally:
             self._changed.set()
             self._changed = asyncio.Event()
+
+    def _complete(self, bucket: AsyncBucket) -> None:
+        """Give a bucket its new weights, or the reason that there are none. Its update was made in either case."""
+        target = self._target
+        try:
+            bucket.weights = (
+                {} if target is None else self._results.bucket_arrays(target, bucket.numbers, bucket.slices)
+            )
+        except Exception as error:  # No memory for a copy, say.
+            text = f"the new weights of {flat_vector.join_names(bucket.names)} cannot be returned: {error!r}"
+            bucket.error = error if isinstance(error, PsdistError) else InternalError(text)
 
     # --- waiting ---------------------------------------------------------------------------------------------------
 

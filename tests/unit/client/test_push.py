@@ -12,6 +12,7 @@ import pytest
 import psdist
 from psdist import errors
 from psdist.client.core.push_sequence import PendingRequest
+from psdist.client.transport.buffers import Results
 from tests.support.client_fakes import Break, Setup, Start, gradient
 
 #: Slices of four elements, alternating between the two servers: 0, 1 and half of 2 belong to "a", the rest to "b".
@@ -169,6 +170,20 @@ async def test_a_failure_of_the_accounting_is_raised_where_the_bucket_is_waited_
     await setup.give("b")
     with pytest.raises(errors.InternalError, match="miscounted on purpose"):
         await asyncio.wait_for(bucket.wait(), 20)
+
+
+async def test_weights_that_cannot_be_returned_end_the_wait_for_their_bucket_alone(
+    setup: Buckets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("on purpose")
+
+    monkeypatch.setattr(Results, "bucket_arrays", fail)
+    buckets = [await setup.give("a"), await setup.give("b")]
+    for bucket in buckets:
+        with pytest.raises(errors.InternalError, match=r"the new weights of .* cannot be returned: MemoryError"):
+            await asyncio.wait_for(bucket.wait(), 20)
+    assert setup.weights.step == 1
 
 
 async def test_a_bucket_takes_no_longer_than_a_request_may(start: Start) -> None:
