@@ -166,7 +166,7 @@ class FrameReader:
             self._target = memoryview(bytearray(len(self._target)))
 
     def _take_frame(self) -> bool:
-        """Consume what has arrived of one frame. Returns True if it is complete, in the memory of the receiver."""
+        """Read one frame into the receiver's memory, as far as its bytes arrived. Returns True once it is whole."""
         if not self.is_within_frame and not self._take_prefix():
             return False
         while not self.is_held:

@@ -53,7 +53,7 @@ async def cluster_of(
 async def until(condition: Callable[[], bool]) -> None:
     """Run the event loop until ``condition`` holds."""
     async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 - nobody tells
+        while not condition():  # noqa: ASYNC110 - the condition sets no event
             await asyncio.sleep(0)
 
 

@@ -104,7 +104,7 @@ module.SigtermHandler.on_signal, Client.close = on_signal, close
 
 
 def test_a_script_that_has_ended_is_ended_by_the_signals_default() -> None:
-    """Python would print an exception in a callback at exit, or while it waits for threads, and go on."""
+    """Python would print an exception in a callback at exit, or while it waits for threads, and continue."""
     for ends in ["", "thread.call(client.close(), ending=True)\n"]:
         for place in ["callback", "thread"]:
             callback = """
@@ -130,7 +130,7 @@ threading.Thread(target=work).start()
 
 @dataclass(frozen=True)
 class Script:
-    """Script that receives SIGTERM: its exit status, its output, and what it does."""
+    """Script that receives SIGTERM, with the exit status and output that it must have."""
 
     status: int
     lines: list[str]
@@ -238,7 +238,7 @@ finally:
     print(thread.call(asyncio.sleep(0.1, "has saved"), reading=True))
 """,
     ),
-    "a second signal ends at once": Script(
+    "a second signal ends the script immediately": Script(
         EXIT_STATUS,
         ["raised", "leaves: stopped"],
         """
@@ -308,7 +308,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 print(thread.call(looked()), sigterm.asked)
 """,
     ),
-    "a script that goes on may only read": Script(
+    "a script that continues may only read": Script(
         0,
         ["raised", "raised", "answered", "raised", "leaves: stopped"],
         """
@@ -326,7 +326,7 @@ except SystemExit:
     print("raised")
 """,
     ),
-    "what the end itself needs is not given up": Script(
+    "calls that the end needs are not given up": Script(
         0,
         ["finished", "leaves: stopped"],
         """
@@ -353,7 +353,7 @@ print(thread.call(finish(), ending=True))
         "print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)",
         HEAD + "t = threading.Thread(target=thread.end_on_sigterm)\nt.start()\nt.join()\n",
     ),
-    "whoever reads signals goes on reading them": Script(
+    "a script that reads signals continues to read them": Script(
         EXIT_STATUS,
         ["True", "leaves: stopped"],
         """
@@ -370,7 +370,7 @@ signal.set_wakeup_fd(write)
 """
         + INSTALL,
     ),
-    "one caller is told from several": Script(
+    "one caller is distinguished from several": Script(
         0,
         ["True", "False", "leaves: closed"],
         """

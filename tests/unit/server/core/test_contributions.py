@@ -129,7 +129,7 @@ def test_nothing_stated_is_the_specification() -> None:
 
 
 def test_the_longest_standing_worker_decides_each_part() -> None:
-    """Of equal ones the first does, which has the lowest rank."""
+    """Among workers that joined at the same step, the one with the lowest rank decides."""
     given = [stated(0, 7, 0.5, ()), stated(1, 3, None, LOW), stated(2, 3, 2.0, ())]
     decision = Decision(SPEC, given)
     assert (decision.lr_factor, decision.settings) == (2.0, LOW)

@@ -207,7 +207,7 @@ def test_updates_sent_behind_the_copy_must_be_acknowledged_before_the_replica_is
     assert Replicated(0, 1) in machine.update(update_after(1), 0.0)
     machine.filled(NEW, 1, 0.0)
     assert machine.peers[NEW].filled and not machine.peers[NEW].complete
-    # From now on answers wait for it, and it is complete as soon as it has what was answered before.
+    # From now on answers wait for it. It is complete once it has all updates that were answered before.
     assert Replicated(0, 2) not in machine.update(update_after(2), 0.0)
     machine.acknowledged(NEW, 1, 0.0)
     assert machine.peers[NEW].complete
