@@ -43,6 +43,8 @@ logger = structlog.get_logger("psdist.server")
 
 M = TypeVar("M", bound=Message)
 
+_SHUTDOWN = "this process is shutting down"
+
 
 class Listener(ABC, Generic[M]):
     """Port for TCP connections.
@@ -60,6 +62,7 @@ class Listener(ABC, Generic[M]):
         self._tls = tls
         self._unidentified: dict[_Unidentified[M], None] = {}
         self._server: asyncio.Server | None = None
+        self._is_closed = False
         self._log = LogPacer(limits.STRANGERS_LOG_SECONDS)
         self._failures = FailureLimit(
             limits.UNIDENTIFIED_PER_SECOND, limits.UNIDENTIFIED_BURST, limits.UNIDENTIFIED_ADDRESSES_MAX
@@ -108,16 +111,25 @@ class Listener(ABC, Generic[M]):
     def close(self) -> None:
         """Stop accepting connections."""
         if self._server is not None:
-            self._server.close()
+            # Connections that asyncio is accepting now must precede the close of their server: it fails to make their
+            # transports afterwards, and leaves the sockets open.
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._server.sockets[0].fileno())
+            loop.call_soon(self._server.close)
+            self._server = None
+        self._is_closed = True
         for connection in list(self._unidentified):
-            connection.cut_off("this process is shutting down")
+            connection.cut_off(_SHUTDOWN)
 
     def _accept(self) -> asyncio.BufferedProtocol:
         if len(self._unidentified) >= limits.UNIDENTIFIED_MAX:
             next(iter(self._unidentified)).cut_off(f"{limits.UNIDENTIFIED_MAX} newer connections are waiting")
         unidentified = _Unidentified(self)
-        self._unidentified[unidentified] = None
         connection = unidentified.connection
+        if self._is_closed:
+            unidentified.cut_off(_SHUTDOWN)
+        else:
+            self._unidentified[unidentified] = None
         return connection if self._tls is None else TlsLayer(connection, self._tls.server_context(), None)
 
     def admit(self, unidentified: _Unidentified[M], opening: M) -> None:

@@ -70,3 +70,19 @@ async def test_a_wildcard_means_both_families_as_for_grpc(host: str) -> None:
     assert await connects(_LOOPBACK, listener.port)
     assert await connects("::1", listener.port) == has_ipv6()
     listener.close()
+
+
+@pytest.mark.parametrize("turns", range(5))
+async def test_a_connection_that_arrives_while_it_closes_is_ended(turns: int) -> None:
+    listener = TcpListener()
+    await listener.open(_LOOPBACK)
+    with socket.create_connection((_LOOPBACK, listener.port)) as dialing:
+        dialing.setblocking(False)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        listener.close()
+        try:
+            async with asyncio.timeout(60):
+                assert await asyncio.get_running_loop().sock_recv(dialing, 1) == b""
+        except ConnectionResetError:  # If nobody had accepted it.
+            pass
