@@ -33,6 +33,7 @@
 #   make bench    psdist beside its peers, in some minutes: rewrites docs/performance.md (--full: BENCH=--full)
 #   make proto    regenerate psdist/v1 from proto/
 #   make sync     regenerate the synchronous API (sync_client.py, sync_group.py) from the asyncio API
+#   make api      record the public API (names and signatures) in tests/compat/api.txt
 #   make updates  regenerate psdist_server/kernels/updates.py from the optimizers' arithmetic
 #   make kernels  compile the kernels of servers, once; other targets do it when they need them
 #   make clean    remove everything that these targets created
@@ -144,6 +145,9 @@ proto: $(VENV)/.dev
 
 sync: $(VENV)/.dev
 	$(BIN)/python -m tests.sync_client
+
+api: $(VENV)/.dev
+	$(BIN)/python -m tests.public_api
 
 updates: $(VENV)/.dev
 	$(BIN)/python -m tests.kernel_wrappers

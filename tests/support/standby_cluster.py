@@ -38,9 +38,13 @@ with psdist.init(rank=rank) as context:
 
 
 class Cluster:
-    """Two schedulers, some servers and two workers, all as processes."""
+    """Two schedulers, some servers and two workers, all as processes.
 
-    def __init__(self, directory: Path, stack: ExitStack) -> None:
+    source: directory with the sources of another release, which processes started from now on run.
+    """
+
+    def __init__(self, directory: Path, stack: ExitStack, source: Path | None = None) -> None:
+        self.source = source
         self._directory = directory
         self._stack = stack
         self.places = [f"127.0.0.1:{free_port('127.0.0.1')}" for _ in range(2)]
@@ -68,9 +72,12 @@ class Cluster:
     def _start(self, name: str, module: str, *arguments: str, **environ: str) -> subprocess.Popen[str]:
         ours = ("PSDIST_", "RANK", "WORLD_SIZE", "LOCAL_")
         kept = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
+        if self.source is not None:
+            kept["PYTHONPATH"] = f"{self.source}{os.pathsep}{self.source / 'servers'}"
         process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments] if module else [sys.executable, *arguments],
             env=kept | {"PSDIST_TOKEN": _TOKEN, "OMP_NUM_THREADS": "1"} | environ,
+            cwd=self._directory,  # Python imports from the working directory first, and this one has no psdist.
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -136,11 +143,11 @@ def _end(process: subprocess.Popen[str], reader: threading.Thread) -> None:
 
 
 @contextmanager
-def cluster(directory: Path, store: str, leader_store: str = "") -> Iterator[Cluster]:
-    """Run two schedulers. The first one leads."""
+def cluster(directory: Path, store: str, leader_store: str = "", source: Path | None = None) -> Iterator[Cluster]:
+    """Run two schedulers. The first one leads. source: see ``Cluster``."""
     directory.mkdir()
     with ExitStack() as stack:
-        made = Cluster(directory, stack)
+        made = Cluster(directory, stack, source)
         made.start_scheduler(0, leader_store or store)
         made.until("scheduler-0", "listening")
         made.start_scheduler(1, store)

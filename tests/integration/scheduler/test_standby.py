@@ -7,6 +7,8 @@ import asyncio
 import os
 import random
 import signal
+import subprocess
+import tarfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -23,6 +25,9 @@ STEPS = 1500
 #: Rounds in which all servers and schedulers are restarted, and steps that take longer than all rounds.
 ROUNDS = int(os.environ.get("ROLLING_ROUNDS", "2"))
 ROLLING_STEPS = 1000 * ROUNDS
+ROOT = Path(__file__).parents[3]
+#: Commit of the last release.
+RELEASE = (ROOT / "tests/compat/release.txt").read_text().split()[0]
 
 
 @pytest.fixture(scope="module")
@@ -83,30 +88,46 @@ async def test_a_leader_that_etcd_does_not_hear_stops(etcd: Etcd, undisturbed: s
         await proxy.close()
 
 
+def released(directory: Path) -> Path:
+    """Unpack the sources of the last release. Skips the test in a clone without its commit."""
+    archive = directory / "release.tar"
+    command = ["git", "archive", "--output", str(archive), RELEASE, "psdist", "servers"]
+    if subprocess.run(command, cwd=ROOT, check=False, capture_output=True).returncode:
+        pytest.skip(f"this clone lacks the commit of the last release, {RELEASE}: git fetch --unshallow --tags")
+    with tarfile.open(archive) as packed:
+        packed.extractall(directory / "release", filter="data")
+    return directory / "release"
+
+
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_all_processes_are_restarted_one_by_one(etcd: Etcd, tmp_path: Path) -> None:
-    """With two copies nothing is lost or counted twice, and each worker makes every step."""
-    with cluster(tmp_path / "still", etcd.url("still")) as made:
+@pytest.mark.parametrize("begins", ["now", "release"])
+def test_all_processes_are_restarted_one_by_one(etcd: Etcd, tmp_path: Path, begins: str) -> None:
+    """With two copies nothing is lost or counted twice, and each worker makes every step, also if all processes are of
+    the last release at first: each restarted one is then of this release, and the workers remain of the last one."""
+    source = released(tmp_path) if begins == "release" else None
+    with cluster(tmp_path / "still", etcd.url(f"still-{begins}")) as made:
         undisturbed, _ = results(made, made.train(ROLLING_STEPS, 0.0, servers=3))
-    with cluster(tmp_path / "run", etcd.url("rolling")) as made:
+    store = etcd.url(f"rolling-{begins}")
+    with cluster(tmp_path / "run", store, source=source) as made:
         workers = made.train(ROLLING_STEPS, 0.01, servers=3)
         made.until("worker-0", "trains")
+        made.source = None
         leader = 0
         for number in range(1, ROUNDS + 1):
+            for _ in range(2):
+                made.schedulers[leader].terminate()
+                assert made.schedulers[leader].wait(120) == exit_codes.OK, made.log(f"scheduler-{leader}")
+                made.start_scheduler(leader, store)
+                # It must wait before the other one ends, or that one might lead again once it is restarted.
+                made.until(f"scheduler-{leader}", "leads it", number + (leader == 1))
+                leader = 1 - leader
+                made.until(f"scheduler-{leader}", "listening", number + (leader == 0))
             for server in range(3):
                 made.servers[server].terminate()
                 assert made.servers[server].wait(120) == exit_codes.OK, made.log(f"server-{server}")
                 made.start_server(server)
                 made.until(f"server-{server}", '"serving"', number + 1)
-            for _ in range(2):
-                made.schedulers[leader].terminate()
-                assert made.schedulers[leader].wait(120) == exit_codes.OK, made.log(f"scheduler-{leader}")
-                made.start_scheduler(leader, etcd.url("rolling"))
-                # It must wait before the other one ends, or that one might lead again once it is restarted.
-                made.until(f"scheduler-{leader}", "leads it", number + (leader == 1))
-                leader = 1 - leader
-                made.until(f"scheduler-{leader}", "listening", number + (leader == 0))
         left = [worker for worker in workers if worker.poll() is None]
         digest, longest = results(made, workers)
         print(f"{ROUNDS} rounds: longest step {longest:.2f} s")
