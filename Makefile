@@ -16,9 +16,9 @@
 #                 make verify KILLS=100 INTERRUPTS=125 ROUNDS=10000
 #   make long     the tests that only widen others or take too long, and hypothesis with more examples
 #   make torch-suite
-#                 PyTorch's own tests of torch.distributed on psdist and on gloo: rewrites docs/torch-suite.md. Their
-#                 source is a Debian package; without it only the tests of PyTorch's wheel run. After an
-#                 interruption, python -m tests.torch_suite --resume runs the rest
+#                 PyTorch's own tests of torch.distributed on psdist and on gloo: rewrites
+#                 docs/internals/torch-suite.md. Their source is a Debian package; without it only the tests of
+#                 PyTorch's wheel run. After an interruption, python -m tests.torch_suite --resume runs the rest
 #   make sim      10,000 simulated runs with faults (SEEDS=n FIRST=n), 10,000 of ordinary life (ORDINARY_SEEDS=n), 5,000 of
 #                 scripts with several parameter sets (SETS_SEEDS=n), 500 with snapshots (SNAPSHOT_SEEDS=n), 500 that lose
 #                 the scheduler's store or snapshots (LOST_SEEDS=n), 500 that write weights (WRITES_SEEDS=n), 10,000 of groups

@@ -3,8 +3,8 @@
 Trains each small model of ``models`` through two servers with two workers in BSP, once for each codec and seed, with
 and without its error feedback, and also with compressed weights: the same batches each time. It measures the loss of
 the workers' weights on samples that training does not see, relative to the loss without compression, and the bytes of a
-push and of a pull. ``--page docs/compression-results.md`` writes the tables and the curves into that page, between the
-two marks of ``RESULTS``.
+push and of a pull. ``--page docs/internals/compression-results.md`` writes the tables and the curves into that page,
+between the two marks of ``RESULTS``.
 
 The time to a loss on a slow link is calculated, not measured: the number of steps, times the bytes that a model of
 25,000,000 parameters with the same bytes for each would push and pull, in bfloat16 if weights are not compressed.

@@ -1,4 +1,4 @@
-"""The page of ``growth``: docs/growth.md with its tables, and a picture for each curve. Values in, files out."""
+"""The page of ``growth``: docs/internals/growth.md with its tables and a picture per curve. Values in, files out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks import plot
 from benchmarks.contenders import ROOT
 from benchmarks.report import notes_of, section, table
 
-PAGE = ROOT / "docs/growth.md"
+PAGE = ROOT / "docs/internals/growth.md"
 _SESSIONS = "sessions"
 _HEADINGS: Mapping[str, str] = {
     "workers": "Workers",
@@ -56,11 +56,11 @@ def page(results: Mapping[str, Any], stem: str, notes: str) -> str:
     """Return the whole text; curves without a result are left out."""
     facts = results["machine"]
     introduction = f"""
-        `python -m benchmarks.growth --page docs/growth.md` measures all curves again, or the named ones, and
+        `python -m benchmarks.growth --page docs/internals/growth.md` measures all curves again, or the named ones, and
         writes this page and its pictures. Two workers, two servers, 25,000,000 float32 parameters, Adam and BSP, unless
         it is what grows. Both axes of the pictures are logarithmic. Medians; in brackets the 10th and the 90th
         percentile. Measured on one machine, whose cores all processes share: {facts["processor"]}, {facts["cores"]}
-        cores, {facts["memory_gigabytes"]} GB. [Performance](performance.md) has psdist beside its peers."""
+        cores, {facts["memory_gigabytes"]} GB. [Performance](../performance.md) has psdist beside its peers."""
     parts = [section("# Growth", introduction)]
     parts += [_curve(results[name], stem, name) for name in _HEADINGS if name in results]
     if _SESSIONS in results:

@@ -23,7 +23,7 @@ This page is generated from the code: `python -m tests.error_reference > docs/er
 Every error of psdist is a class of `psdist.errors` with a stable code. The message names the offending value, the limit
 and the remedy. `PsdistError` is the base of all of them; `error.code` is the code, and `error.details` holds the
 offending values as text. An operation that raised an error has changed nothing, unless its entry says otherwise. On the
-wire a refused call has the gRPC status of the entry ([wire.md](wire.md#2-errors)).
+wire a refused call has the gRPC status of the entry ([wire.md](internals/wire.md#2-errors)).
 """
 
 _EXIT_STATUSES: Final = """## Exit statuses
@@ -68,7 +68,7 @@ REMEDIES: Final = {
     "dtype_mismatch": "Convert the array to the dtype that the message names.",
     "non_finite_gradient": "Find the NaN or Inf, or open the parameters with `non_finite=\"skip\"`.",
     "unknown_codec": "Use a codec of [compression.md](compression.md#codecs).",
-    "malformed_payload": "Report it, unless you wrote the client: see [payload-format.md](payload-format.md).",
+    "malformed_payload": "Report it, unless you wrote the client: [payload-format.md](internals/payload-format.md).",
     "limit_exceeded": "Send less, or free the resource that the message names.",
     "unauthenticated": "Set `PSDIST_TOKEN` or `--token-file` to the run's token, or to one made from it.",
     "permission_denied": "Use a token of the role that the message names: see [roles.md](roles.md).",

@@ -206,7 +206,7 @@ class Context:
             raise LateWorkerError(
                 f"the parts of the model are at different steps ({', '.join(map(str, sorted(set(steps))))}), because "
                 "workers were lost within a step: end the run and start it again from a snapshot that has all parts at "
-                "one step (--run-id and --no-save-at-end, see docs/strategies.md)"
+                "one step (--run-id and --no-save-at-end, see docs/internals/strategies.md)"
             )
         return step
 

@@ -4,8 +4,8 @@ A region is a range of the flat vector with one codec. A compressed tensor is a 
 uncompressed tensors form one region.
 
 ``compression="auto"`` chooses the codec with the shortest pushes, given the speed of links and encoder, among those
-that train as well as float32 (docs/compression-results.md): none, Int8 and Int4, with error feedback. Sparse codecs
-delay part of the gradient for longer, so they are left to the user.
+that train as well as float32 (docs/internals/compression-results.md): none, Int8 and Int4, with error feedback. Sparse
+codecs delay part of the gradient for longer, so they are left to the user.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Format of a snapshot: commit record, manifest, file names, and the layout of a shard's file. Pure.
 
-docs/snapshot-format.md is the specification. This module converts between values and bytes, and does no I/O.
+docs/internals/snapshot-format.md is the specification. This module converts between values and bytes, and does no I/O.
 ``psdist.snapshots.reader`` checks that bytes are those that were committed.
 
 Invariants: A value has exactly one representation, and other bytes are rejected. Every constructible value can be

@@ -3,8 +3,8 @@
 Most are tensors of parameter sets. A model of psdist.torch has others, stored as bytes (buffers, and frozen parameters
 of other dtypes than float32), and names of tied weights. A ``ModelDescription`` explains these, so that the snapshot
 can be read as the model's ``state_dict``. The bytes of buffers are in the state that each worker saves, named
-``BUFFERS`` and the buffer's name; the description is there as ``BUFFERS`` and ``DESCRIPTION``. docs/snapshot-format.md
-is the specification.
+``BUFFERS`` and the buffer's name; the description is there as ``BUFFERS`` and ``DESCRIPTION``. The specification is
+docs/internals/snapshot-format.md.
 
 Invariants: Values of a parsed description have the declared types; the number of bytes need not match the shapes. Bytes
 of a model that no description explains are omitted, and named; they are never returned as numbers.

@@ -116,7 +116,7 @@ class ServerServiceServicer:
     def Share(self, request_iterator, context):
         """Share memory between a worker and this server on one host, for one set of parameters. The only request attaches.
         Calls are the same messages on the Unix socket used for attaching, with payloads in the arenas. The attachment ends
-        with the stream or the socket. See docs/wire.md.
+        with the stream or the socket. See docs/internals/wire.md.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -125,7 +125,7 @@ class ServerServiceServicer:
     def Connect(self, request_iterator, context):
         """Open a TCP connection between a worker and this server, for one set of parameters. The only request identifies the
         worker, the only answer says where to connect. Calls are the messages of Share on that connection, with payloads in
-        frames of their own. It ends with the stream or the connection. See docs/wire.md.
+        frames of their own. It ends with the stream or the connection. See docs/internals/wire.md.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -141,7 +141,7 @@ class ServerServiceServicer:
 
     def Replicate(self, request_iterator, context):
         """Primary to backup: copies of shards, then every update before the worker is acknowledged. One stream for each set
-        of parameters and peer. See docs/wire.md.
+        of parameters and peer. See docs/internals/wire.md.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

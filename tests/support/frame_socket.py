@@ -1,4 +1,4 @@
-"""Frames written and read by hand on a plain socket, and memory files handed over by hand: see docs/wire.md."""
+"""Frames and memory files written, read and handed over by hand on a plain socket: see docs/internals/wire.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Client made of the generated stubs and nothing else of psdist: docs/wire.md as a program.
+"""Client made of the generated stubs and nothing else of psdist: docs/internals/wire.md as a program.
 
 Arguments: scheduler address, token. Creates parameters "plain" with SGD, makes two steps, pulls, prints the weights.
 """

@@ -91,7 +91,7 @@ def _two(kept: Floats) -> Floats:
 
 
 def decode(payload: bytes, elements: int) -> Floats:
-    """Decode a valid payload according to ``docs/payload-format.md``."""
+    """Decode a valid payload according to ``docs/internals/payload-format.md``."""
     out = np.zeros(elements, np.float32)
     at = done = 0
     while at < len(payload):

@@ -1,4 +1,4 @@
-"""Encoded payloads written by hand, as docs/payload-format.md specifies them."""
+"""Encoded payloads written by hand, as docs/internals/payload-format.md specifies them."""
 
 from __future__ import annotations
 

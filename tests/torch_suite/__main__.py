@@ -1,4 +1,4 @@
-"""Run PyTorch's tests with both backends, and write ``docs/torch-suite.md``: ``make torch-suite``.
+"""Run PyTorch's tests with both backends, and write ``docs/internals/torch-suite.md``: ``make torch-suite``.
 
 The exit status is 1 if a test passes with gloo and not with psdist, unless ``REASONS`` has a reason for it. PATTERN as
 an argument runs the files and the tests of the wheel whose names contain it, and writes no page.
@@ -44,7 +44,7 @@ def main(pattern: str = "", *, resume: bool = False) -> int:
         by_backend = [{name: pair[number] for name, pair in found.items()} for number in range(2)]
         version = torch.__version__.partition("+")[0]
         text = page(gloo, psdist, Files(files_version, *by_backend), version, str(_RANKS))
-        (ROOT / "docs/torch-suite.md").write_text(text, encoding="utf-8")
+        (ROOT / "docs/internals/torch-suite.md").write_text(text, encoding="utf-8")
     return is_worse
 
 

@@ -1,4 +1,4 @@
-"""The page ``docs/torch-suite.md``: the outcome of each of PyTorch's tests with both backends."""
+"""The page ``docs/internals/torch-suite.md``: the outcome of each of PyTorch's tests with both backends."""
 
 from __future__ import annotations
 

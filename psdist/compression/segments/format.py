@@ -1,7 +1,7 @@
 """Container format of encoded payloads: segments, each a header and a body (CODEC_SEGMENTS on the wire).
 
 A payload covers the elements of one slice, in order and exactly. Everything is little-endian. A body is padded with
-zeros to a multiple of 4 bytes. ``docs/payload-format.md`` specifies the bytes.
+zeros to a multiple of 4 bytes. ``docs/internals/payload-format.md`` specifies the bytes.
 """
 
 from __future__ import annotations

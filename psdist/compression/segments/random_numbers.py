@@ -1,8 +1,8 @@
 """Counter-based random numbers, and RANDOM segments, whose positions are drawn from them.
 
 Each number is a function of a key and the element's number. They need no state, and do not depend on how a vector is
-divided into slices. ``docs/payload-format.md`` specifies them. They are not for secrets. ``draw``, ``centred`` and
-``place`` accept numbers (also numba's) and arrays.
+divided into slices. ``docs/internals/payload-format.md`` specifies them. They are not for secrets. ``draw``,
+``centred`` and ``place`` accept numbers (also numba's) and arrays.
 
 A RANDOM segment holds one element per period of a tensor, at a position derived from a key. The position in period
 number p is ``p * period + (draw(p) * period >> 32)``. In a shorter last period it may be beyond the tensor; then none

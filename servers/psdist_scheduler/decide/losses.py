@@ -1,6 +1,6 @@
 """Losses of members: collects the evidence, and ends those that are lost. Pure.
 
-``docs/losses.md`` explains which evidence exists, what each proves, and why some losses are deferred.
+``docs/internals/losses.md`` explains which evidence exists, what each proves, and why some losses are deferred.
 
 * A member that is silent towards the scheduler, or whose session ended, is suspected, and lost only by ``is_lost``.
 * A worker that cannot reach a server, while both reach the scheduler, is judged by ``UnreachableServers``.

@@ -26,7 +26,7 @@ def test_what_passes_with_gloo_passes_with_psdist(tmp_path: Path) -> None:
 
 
 def test_the_page_lists_every_test() -> None:
-    text = (ROOT / "docs/torch-suite.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/internals/torch-suite.md").read_text(encoding="utf-8")
     listed = sorted(f"test_{name}" for name in re.findall(r"`(\w+)`", text.partition("### ")[2]))
     assert listed == suite.names(), "run make torch-suite"
     assert re.findall(r"^\| `(\S+\.py)` ", text, re.MULTILINE) == list(files.FILES)

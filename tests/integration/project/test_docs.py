@@ -31,7 +31,7 @@ DOCS = Path(__file__).resolve().parents[3] / "docs"
 def test_the_commands_of_the_wire_page_make_stubs(tmp_path: Path) -> None:
     """Check them in a copy of the repository, as a reader runs them. The stubs must be those that its client
     imports."""
-    (commands,) = re.findall(r"```sh\n(.*?)```", (DOCS / "wire.md").read_text(), re.S)
+    (commands,) = re.findall(r"```sh\n(.*?)```", (DOCS / "internals/wire.md").read_text(), re.S)
     (tmp_path / "proto").symlink_to(DOCS.parent / "proto")
     lines = [line for line in commands.splitlines() if not line.startswith("pip ")]
     assert len(lines) < len(commands.splitlines())
@@ -43,7 +43,7 @@ def test_the_commands_of_the_wire_page_make_stubs(tmp_path: Path) -> None:
 
 
 def test_the_client_of_the_wire_page_trains(tmp_path: Path) -> None:
-    script = _program_of("wire.md", tmp_path)
+    script = _program_of("internals/wire.md", tmp_path)
     with closing(EmbeddedCluster(servers=2)) as cluster:
         environment = os.environ | {"PSDIST_SCHEDULER": cluster.address, "PSDIST_TOKEN": cluster.token}
         done = subprocess.run(

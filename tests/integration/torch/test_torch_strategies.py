@@ -90,7 +90,7 @@ print(f"difference to one process {max(float((one - other).norm() / other.norm()
 
 def write_exact_page(directory: Path) -> str:
     """Write the program of the page, with gradients of 32 bits and a comparison at its end. Returns its path."""
-    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/strategies.md").read_text(), re.S)
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/internals/strategies.md").read_text(), re.S)
     end = "dist.destroy_process_group()\n"
     exact = program.replace(".bfloat16()", ".clone()")
     assert program.endswith(end) and exact != program

@@ -1,4 +1,4 @@
-"""Examples of ``docs/payload-format.md``: golden bytes of each kind of segment."""
+"""Examples of ``docs/internals/payload-format.md``: golden bytes of each kind of segment."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from psdist.compression.segments.format import Kind
 from psdist.types import TensorSpec
 from tests.support import segment_reference as reference
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "payload-format.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs/internals/payload-format.md"
 EXAMPLES = {
     name: (bytes.fromhex(data), np.array(values.split(), np.float32))
     for name, data, values in re.findall(r"```golden\n(.*)\n((?:[0-9a-f ]+\n)+)= (.*)\n```", PAGE.read_text("utf-8"))

@@ -1,4 +1,4 @@
-"""Snapshot format: one representation per value, and nothing else is accepted. See docs/snapshot-format.md."""
+"""Snapshot format (docs/internals/snapshot-format.md): one representation per value; nothing else is accepted."""
 
 from __future__ import annotations
 
