@@ -1,4 +1,4 @@
-"""Catalog of the metrics for Prometheus: one declaration each, for the exposition and docs/monitoring.md. Pure.
+"""Catalog of the metrics for Prometheus: one declaration each, for the exposition and docs/metrics.md. Pure.
 
 Names follow Prometheus' conventions: prefix ``psdist_``, base units, ``_total`` for counters. No label has an unbounded
 set of values: no tensors, steps or addresses.

@@ -1,7 +1,7 @@
 """Summary of a whole run, of a bounded size: its configuration, curves, members, events and environment.
 
 The scheduler keeps it, and stores it beside the snapshots as ``summaries/RUN/NUMBER-DIGEST.json``; ``psdist report``
-shows it. docs/report.md describes the JSON form, whose keys are stable.
+shows it. docs/watch.md describes the JSON form, whose keys are stable.
 
 Invariants: A file is never replaced, and the highest number is the newest. The digest in its name is that of its bytes.
 """

@@ -96,7 +96,7 @@ def test_the_dashboard_has_its_panels_side_by_side() -> None:
 
 def test_each_alert_is_described_and_tested() -> None:
     alerts = re.findall(r"- alert: (\w+)", (FOLDER / "alerts.yml").read_text())
-    page, tested = (ROOT / "docs" / "monitoring.md").read_text(), (FOLDER / "alerts_test.yml").read_text()
+    page, tested = (ROOT / "docs" / "metrics.md").read_text(), (FOLDER / "alerts_test.yml").read_text()
     assert alerts and set(re.findall(r"`(Psdist\w+)`", page)) == set(alerts)
     assert set(re.findall(r'alertname="(\w+)"', tested)) == set(alerts)
 
