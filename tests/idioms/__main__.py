@@ -1,9 +1,8 @@
-"""Write ``docs/torch-idioms.md``: ``python -m tests.idioms``."""
+"""Write the idioms into ``docs/torch-features.md``: ``python -m tests.idioms``."""
 
 from __future__ import annotations
 
-from tests.idioms.table import page
-from tests.support.tree import ROOT
+from tests.idioms.table import PAGE, page
 
 if __name__ == "__main__":
-    (ROOT / "docs/torch-idioms.md").write_text(page(), encoding="utf-8")
+    PAGE.write_text(page(), encoding="utf-8")

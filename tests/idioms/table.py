@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from psdist.client.context import Context
 from tests.idioms.script import GLOO, OWN, TORCH, Script
+from tests.support.tree import ROOT
 
 #: Largest relative difference, by L2 norms, that the rounding of float32 sums explains.
 TOLERANCE: Final = 1e-6
@@ -45,8 +46,8 @@ class Outcome:
         return "" if result.difference <= self.tolerance else f"differs from torch by {result.difference:.2g}"
 
 
-#: The weights equal torch's up to rounding, or in every byte.
-EQUAL, BYTES = Outcome("equal"), Outcome("same bytes", tolerance=0.0)
+#: The weights equal torch's up to rounding.
+EQUAL = Outcome("equal")
 #: Each worker's own gradient is changed before the mean, and a warning says so.
 OWN_GRADIENT = Outcome("each worker's own gradient, with a warning that names `average_gradients()`", reference=OWN)
 
@@ -173,38 +174,36 @@ def _pair(expected: Expected) -> tuple[Outcome, Outcome]:
 
 # --- the page ---------------------------------------------------------------------------------------------------------
 
-_PAGE: Final = """# Idioms of torch scripts
-
-`python -m tests.idioms` writes this page; the tests run each row with one worker and with two, and compare the weights
-with those of torch in one process on all workers' batches. *Equal* means a relative difference of at most 1e-6, which
-is the rounding of float32 sums; *same bytes* means none. Rows marked with a star are compared with torch's
-`DistributedDataParallel` on two workers, because each worker has its own statistics, random numbers or batches. A
-refused script gets an error that names the remedy. Two outcomes, divided by a semicolon, are those of one worker and of
-two. [torch.md](torch.md) introduces both classes.
-
-Two whole scripts are compared in the same way: one in the form of PyTorch's MNIST example, with three changed lines
-for `DistributedOptimizer`, and one in the form of nanoGPT, with one changed line for `DistributedDataParallel`.
-"""
+PAGE: Final = ROOT / "docs/torch-features.md"
+_START: Final = "<!-- idioms: python -m tests.idioms -->\n"
+_END: Final = "<!-- end of idioms -->\n"
 
 
 def page() -> str:
-    """Return the page of all idioms."""
-    parts = [_PAGE]
-    for section, heading in SECTIONS.items():
-        rows = [_row(one) for one in load().values() if one.section == section]
-        head = ["| in the script | `DistributedOptimizer` | `DistributedDataParallel` |", "|---|---|---|"]
-        parts.append("\n".join([f"\n## {heading}\n", *head, *rows, ""]))
-    return "".join(parts)
+    """Return the text of the page, with the idioms as the table has them."""
+    head, _, rest = PAGE.read_text(encoding="utf-8").partition(_START)
+    sections = "".join(map(_section, SECTIONS))
+    return f"{head}{_START}{sections}\n{_END}{rest.partition(_END)[2]}"
+
+
+def _section(section: str) -> str:
+    """Return a table of the idioms that are not equal with both classes, and a list of the others."""
+    idioms = [one for one in load().values() if one.section == section]
+    equal = [one for one in idioms if {*one.optimizer, *one.ddp} == {EQUAL}]
+    rows = [_row(one) for one in idioms if one not in equal]
+    head = ["| in the script | `DistributedOptimizer` | `DistributedDataParallel` |", "|---|---|---|"]
+    listed = ["Equal with both classes:", "", *(f"- {_title(one)}" for one in equal)]
+    return "\n".join([f"\n### {SECTIONS[section]}\n", *head, *rows, "", *listed, ""])
 
 
 def _row(one: Idiom) -> str:
+    return f"| {_title(one)} | {_cell(one.optimizer)} | {_cell(one.ddp)} |".replace("||", "\\|\\|")
+
+
+def _title(one: Idiom) -> str:
     title = one.title + (" \\*" if one.reference == GLOO else "") + (f" ({one.note})" if one.note else "")
-    return f"| {_capital(title)} | {_cell(one.optimizer)} | {_cell(one.ddp)} |".replace("||", "\\|\\|")
+    return title[:1].upper() + title[1:]
 
 
 def _cell(outcomes: tuple[Outcome, Outcome]) -> str:
     return "; ".join(dict.fromkeys(outcome.text for outcome in outcomes))
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]

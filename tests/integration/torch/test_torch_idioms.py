@@ -1,4 +1,4 @@
-"""Idioms of torch scripts: each equals torch, or is refused with the remedy, as ``docs/torch-idioms.md`` says.
+"""Idioms of torch scripts: each equals torch, or is refused with the remedy, as ``docs/torch-features.md`` says.
 
 One worker runs in this process, two under ``psdist run``. A parameter set costs the more the more a run has, so each
 section has a run of its own. ``make test`` runs every twentieth idiom.
@@ -14,7 +14,7 @@ import pytest
 
 from psdist.client.context import Context
 from tests.idioms.script import DDP, OPTIMIZER
-from tests.idioms.table import SECTIONS, Idiom, Result, compare, load, page
+from tests.idioms.table import PAGE, SECTIONS, Idiom, Result, compare, load, page
 from tests.support.launched import Run
 from tests.support.tree import ROOT
 
@@ -35,7 +35,7 @@ def complaints(one: Idiom, face: str, workers: int, results: list[Result]) -> li
 
 
 def test_the_page_is_the_table() -> None:
-    assert (ROOT / "docs/torch-idioms.md").read_text(encoding="utf-8") == page(), "run python -m tests.idioms"
+    assert PAGE.read_text(encoding="utf-8") == page(), "run python -m tests.idioms"
 
 
 def test_a_result_that_differs_is_seen() -> None:
