@@ -8,7 +8,8 @@ with the same declarations.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from psdist.cli import worker
@@ -19,10 +20,13 @@ from psdist.settings.programs import scheduler_line, server_line
 
 _PAGE: Final = """# Flags
 
-Every flag of every program, from the declarations in the code: `python -m tests.flag_reference > docs/flags.md`
-writes this page. A value is the first that is set of the command line, the flag's variables in the order given here,
-and the default. Each flag may be written with underscores, too (`--min_workers`).
+Every flag of every program. `python -m tests.flag_reference > docs/flags.md` writes this page. A value is the first
+that is set of the command line, the flag's variables in the order given here, a [configuration
+file](operate.md#configuration-files), and the default. Each flag may be written with underscores, too
+(`--min_workers`). A flag that means the same in several programs is described once: in the table of `psdist run`, or
+[at the end](#flags-of-several-programs).
 """
+_HEAD: Final = ("| flag | variables | default | |", "|---|---|---|---|")
 
 
 def command_lines() -> list[CommandLine]:
@@ -40,8 +44,25 @@ def _lines_of(group: Group) -> Iterator[CommandLine]:
 
 
 def page() -> str:
-    """The text of the page."""
-    return "\n".join([_PAGE, *map(_section, command_lines())])
+    """The text of the page: ``psdist run`` first, which has most of the flags that others share."""
+    first, *others = sorted(command_lines(), key=lambda line: line.program != "psdist run")
+    shared = _shared_rows(first, others)
+    sections = [_section(line, _rows(first) if line is not first else {}, shared) for line in (first, *others)]
+    return "\n".join([_PAGE, *sections, "## Flags of several programs\n", *_HEAD, *shared.values(), ""])
+
+
+def _shared_rows(first: CommandLine, others: list[CommandLine]) -> dict[str, str]:
+    """By flag the row that most of ``others`` have, if several do and ``first`` does not."""
+    counts = Counter(pair for line in others for pair in _rows(line).items() if pair not in _rows(first).items())
+    most: dict[str, str] = {}
+    for (name, row), count in counts.most_common():
+        if count > 1:
+            most.setdefault(name, row)
+    return most
+
+
+def _rows(line: CommandLine) -> dict[str, str]:
+    return {flag.name: _row(flag) for flag in line.flags}
 
 
 def time_limits() -> dict[tuple[str, str], set[str]]:
@@ -55,16 +76,25 @@ def time_limits() -> dict[tuple[str, str], set[str]]:
     return found
 
 
-def _section(line: CommandLine) -> str:
+def _section(line: CommandLine, of_run: Mapping[str, str], shared: Mapping[str, str]) -> str:
     usage = " ".join(filter(None, (line.program, "[flags]", *line.words, line.script)))
-    rows = [_row(flag) for flag in line.flags]
-    table = ["| flag | variables | default | |", "|---|---|---|---|", *rows] if rows else ["It has no flags."]
-    return "\n".join([f"## {line.program}", "", line.description, "", f"`{usage}`", "", *table, ""])
+    rows = _rows(line)
+    as_run = [f"`{name}`" for name, row in rows.items() if of_run.get(name) == row]
+    as_others = [f"`{name}`" for name, row in rows.items() if shared.get(name) == row]
+    own = [row for name, row in rows.items() if row not in (of_run.get(name), shared.get(name))]
+    parts = ["\n".join([*_HEAD, *own])] if own else []
+    if as_run:
+        named = "all its flags" if rows == of_run else ", ".join(as_run)
+        parts.append(f"As in [psdist run](#psdist-run): {named}.")
+    if as_others:
+        parts.append(f"As [below](#flags-of-several-programs): {', '.join(as_others)}.")
+    text = "\n\n".join(parts or ["It has no flags."])
+    return f"## {line.program}\n\n{line.description}\n\n`{usage}`\n\n{text}\n"
 
 
 def _row(flag: Flag) -> str:
     names = ", ".join(f"`{name}`" for name in flag.spellings if name == flag.name or name != "--" + flag.dest)
-    value = f" `{flag.metavar}`" if flag.convert is not None else ""
+    value = f" `{flag.metavar}`".replace("|", "\\|") if flag.convert is not None else ""
     variables = ", ".join(f"`{name}`" for name in flag.environment)
     default = f"`{flag.default_text}`" if flag.default_text else ""
     return f"| {names}{value} | {variables} | {default} | {flag.help.replace('|', chr(92) + '|')} |"
