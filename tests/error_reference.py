@@ -16,14 +16,14 @@ from psdist.settings.exit_codes import REACTIONS, TABLE
 
 _PAGE: Final = """# Errors and exit statuses
 
-This page is generated from the code: `python -m tests.error_reference > docs/errors.md` writes it.
+`python -m tests.error_reference > docs/errors.md` writes this page.
 
 ## Errors
 
-Every error of psdist is a class of `psdist.errors` with a stable code. The message names the offending value, the limit
-and the remedy. `PsdistError` is the base of all of them; `error.code` is the code, and `error.details` holds the
-offending values as text. An operation that raised an error has changed nothing, unless its entry says otherwise. On the
-wire a refused call has the gRPC status of the entry ([wire.md](internals/wire.md#2-errors)).
+Every error of psdist is a class of `psdist.errors` with a stable code. `PsdistError`, a `RuntimeError`, is the base of
+all; `error.code` is the code, and `error.details` holds the offending values as text. An operation that raised an error
+has changed nothing, unless its entry says otherwise. Each entry has the code, the class, the gRPC status of a refused
+call ([wire.md](internals/wire.md#2-errors)), the meaning and the remedy.
 """
 
 _EXIT_STATUSES: Final = """## Exit statuses
@@ -33,9 +33,8 @@ _EXIT_STATUSES: Final = """## Exit statuses
 
 _ROLES: Final = """
 A *script* is a worker under a launcher, a *launcher* is `psdist run` or `psdist-worker`, and a *command* is any other
-word of `psdist`. A full disk under the standard output of a launcher loses lines, but neither ends nor fails a run.
-
-A script that fails passes its own status on.
+word of `psdist`. A script that fails passes its own status on. A full disk under a launcher's standard output loses
+lines, and nothing else.
 """
 
 _ENGINES: Final = """
@@ -88,8 +87,8 @@ REMEDIES: Final = {
     "layout_mismatch": "Pass the same tensors on all workers; use another name for another model.",
     "settings_mismatch": "Pass the same settings on all workers; on resuming see "
     "[the table](snapshots.md#resuming-with-other-settings).",
-    "stale_epoch": "Nothing: `Client` routes again by the new map.",
-    "stale_estimate": "Nothing: `Client` sends the whole gradient.",
+    "stale_epoch": "Nothing.",
+    "stale_estimate": "Nothing.",
     "future_step": "Push steps in order, without gaps.",
     "written_weights": "Let every worker make the same change of the weights before the same step.",
     "sequence_gap": "Push in order, without gaps.",
@@ -102,7 +101,7 @@ REMEDIES: Final = {
     "device_lost": "Check the device (`nvidia-smi`, the kernel's log) and restart the process.",
     "stale_term": "Nothing: only servers see it, and the newer primary takes over.",
     "replica_mismatch": "Check the memory of both servers, and start the run from a snapshot.",
-    "stale_copy": "Nothing: only servers see it, and the copy is filled again.",
+    "stale_copy": "Nothing: only servers see it.",
     "server_lost": "Start the run again, with `--replicas 2` or snapshots if it had neither.",
     "run_lost": "Start the run again; it resumes from its newest snapshot if there is one.",
     "run_not_started": "Look at the machine that the message names, fix the script there, and start the run again.",
@@ -144,12 +143,11 @@ def _reactions() -> list[str]:
 
 
 def _entry(code: str, error: type[PsdistError]) -> str:
-    builtin = [base.__name__ for base in error.__mro__ if base.__module__ == "builtins"][:-3]
-    kinds = f", also a `{builtin[0]}`" if builtin else ""
+    builtin = next(base.__name__ for base in error.__mro__ if base.__module__ == "builtins")
+    kind = f", also a `{builtin}`" if builtin != "RuntimeError" else ""
     text = " ".join((inspect.getdoc(error) or "").split()).replace("``", "`")
-    head = f"### `{code}`\n\n`{error.__name__}`, gRPC status `{error.status}`{kinds}"
-    filled = textwrap.fill(f"{text} **What to do:** {REMEDIES[code]}", 120, break_on_hyphens=False)
-    return f"{head}.\n\n{filled}\n"
+    entry = f"`{error.__name__}`, `{error.status}`{kind}. {text} *Remedy:* {REMEDIES[code]}"
+    return f"### `{code}`\n\n{textwrap.fill(entry, 120, break_on_hyphens=False)}\n"
 
 
 if __name__ == "__main__":
