@@ -73,27 +73,27 @@ def _introduction(facts: Mapping[str, Any]) -> str:
         moves {copies} (bytes read and written). {facts["system"]}; {versions}. Only the ratios within one run are
         comparable; the milliseconds depend on the machine."""
     again = """
-        `make bench` measures everything in some minutes (as root also between hosts) and rewrites this page; `python -m
-        benchmarks.report --full` measures longer, and `--install-peers` installs Ray, TensorFlow and PyArrow into
-        environments of their own, below `.bench`. `psdist bench` measures a step on your own cluster."""
+        `make bench` measures everything in some minutes (as root also between hosts) and rewrites this page. `python -m
+        benchmarks.report --full` measures longer; `--install-peers` installs Ray, TensorFlow and PyArrow below
+        `.bench`. `psdist bench` measures a step on your own cluster."""
     return section("# Performance", measured, textwrap.fill(" ".join(again.split()), 124, break_on_hyphens=False))
 
 
 def _goals(results: Results) -> str:
-    commands = {one.name: f"`{shlex.join((one.module, *one.arguments))}`" for one in plan.RUNS}
     rows = []
     for goal in plan.GOALS:
         try:
             measured = goal.judge(results[goal.run])
         except KeyError:
-            rows.append((goal.case, goal.target, "not measured", "", commands[goal.run]))
+            rows.append((goal.case, goal.target, "not measured", "", f"`{goal.run}`"))
         else:
             met = "" if measured.met is None else "yes" if measured.met else "**no**"
-            rows.append((goal.case, goal.target, measured.text, met, commands[goal.run]))
+            rows.append((goal.case, goal.target, measured.text, met, f"`{goal.run}`"))
     text = """
         25,000,000 float32 parameters and Adam, unless stated otherwise; medians, and in brackets the 10th and the 90th
-        percentile of the rounds. All contenders of a line ran in turns, in processes of their own."""
-    return section("## Goals", text, table(("case", "goal", "measured", "met", "python -m"), rows))
+        percentile of the rounds. All contenders of a line ran in turns, in processes of their own. `python -m
+        benchmarks.report --only RUN` measures a line again, and prints its command."""
+    return section("## Goals", text, table(("case", "goal", "measured", "met", "run"), rows))
 
 
 def _steps(results: Results) -> str:
@@ -115,14 +115,13 @@ def _steps(results: Results) -> str:
         rows.append((what, f"{result['psdist_ms']:.1f}", "; ".join(peers)))
     text = """
         Milliseconds, and in brackets the ratio to psdist's. *gloo*: all-reduce, then torch's fused Adam on each worker.
-        *ray*: two parameter-server actors with fused Adam, which the workers call; *ray_dataflow*: the same actors,
-        driven by Ray's scheduler. *tensorflow*: ParameterServerStrategy, asynchronous, two servers. *echo*: raw
-        `grpc.aio` that sends the same bytes and gets them back, *echo_tuned* with psdist's options, *echo_tcp* the
-        same by TCP alone, received into place, *flight* by `pyarrow.flight`, which is gRPC in C++.
-        *unreplicated*: psdist with one copy of each shard; *tls*: psdist with mutual TLS.
-        *kernel*: the sum of all gradients and Adam in one pass over memory, nothing else; *memcpy*: one gradient
-        copied. *Plain calls* push the script's own arrays and get new ones; the others use gradient buffers, and read
-        weights in place."""
+        *ray*: two actors with fused Adam, which the workers call; *ray_dataflow*: the same, driven by Ray's scheduler.
+        *tensorflow*: ParameterServerStrategy, asynchronous, two servers. *echo*: raw `grpc.aio` that sends the same
+        bytes and gets them back, *echo_tuned* with psdist's options, *echo_tcp* by TCP alone, received into place,
+        *flight* by `pyarrow.flight` (gRPC in C++). *unreplicated*: psdist with one copy of each shard; *tls*: with
+        mutual TLS. *kernel*: the sum of all gradients and Adam in one pass over memory; *memcpy*: one gradient copied.
+        *Plain calls* push the script's own arrays and get new ones; the others use gradient buffers, and read weights
+        in place."""
     return section("## A step", text, table(("psdist", "ms", "peers"), rows)) if rows else ""
 
 
@@ -139,10 +138,9 @@ def _network(results: Results) -> str:
     text = """
         `python -m benchmarks.network`, as root: four hosts, each with a worker and a server, are network namespaces
         whose links `tc tbf` limits in both directions. A worker reaches the server of its own host through shared
-        memory, and the others by direct connections, or by gRPC. MB are those that the interface of the busiest host
-        counted, for each step; *link* is how much of the link's rate these are. *gloo*: one all-reduce, and torch's
-        fused Adam; *ddp*: DistributedDataParallel over gloo, *ddp_fp16* with torch's hook. All hosts share this
-        machine's cores, which are the limit at 10 Gbit/s."""
+        memory, and the others by TCP, or by gRPC. MB: of the busiest host's interface, for each step; *link*: their
+        share of the link's rate. *ddp*: DistributedDataParallel over gloo, *ddp_fp16* with torch's hook. All hosts
+        share this machine's cores, which are the limit at 10 Gbit/s."""
     titles = ("rate", "parameters", "what", "ms", "over psdist", "MB sent", "received", "link")
     return section("## Between hosts", text, table(titles, rows))
 
@@ -175,9 +173,8 @@ def _scaling(results: Results) -> str:
     kinds = ("step, ms", "efficiency", "relative", "communication")
     text = f"""
         `python -m benchmarks.scaling`: each worker computes for {results["scaling"]["settings"]["compute_ms"]:.0f} ms
-        without using the CPU, as with an accelerator, and its gradient becomes ready layer by layer in the last two
-        thirds of that time. Efficiency is compute time / step time; *relative* is the ratio to that of the fewest
-        workers. All workers and servers share this machine's cores."""
+        without using the CPU, and its gradient becomes ready layer by layer in the last two thirds of that time.
+        Efficiency is compute time / step time; *relative* is the ratio to that of the fewest workers."""
     titles = ("workers", *(f"{who}: {kind}" for who in ("psdist", "gloo") for kind in kinds))
     return section("## Scaling", text, table(titles, rows))
 
@@ -211,8 +208,7 @@ def _kernels(results: Results) -> str:
     text = f"""
         `python -m benchmarks.kernels`: one update of {results["kernels"]["elements"]:,} float32 parameters by one
         thread, in turns, medians. *numpy* is code as written by hand, *reference* the plain numpy whose bytes the
-        kernel must equal, *torch* is fused if possible, else `foreach`. All kernels move each array once and are bound
-        by memory, so they are only as fast as torch's fused kernels."""
+        kernel must equal, *torch* is fused if possible, else `foreach`."""
     titles = ("optimizer", "ms", "GB/s", "torch / psdist", "numpy / psdist", "reference / psdist")
     return section("## Update kernels", text, table(titles, rows))
 
