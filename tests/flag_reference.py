@@ -23,10 +23,9 @@ _PAGE: Final = """# Flags
 Every flag of every program. `python -m tests.flag_reference > docs/flags.md` writes this page. A value is the first
 that is set of the command line, the flag's variables in the order given here, a [configuration
 file](operate.md#configuration-files), and the default. Each flag may be written with underscores, too
-(`--min_workers`). A flag that means the same in several programs is described once: in the table of `psdist run`, or
-[at the end](#flags-of-several-programs).
+(`--min_workers`). A flag that means the same in several programs is described once: below `psdist run`, or [at the
+end](#flags-of-several-programs).
 """
-_HEAD: Final = ("| flag | variables | default | |", "|---|---|---|---|")
 
 
 def command_lines() -> list[CommandLine]:
@@ -48,7 +47,7 @@ def page() -> str:
     first, *others = sorted(command_lines(), key=lambda line: line.program != "psdist run")
     shared = _shared_rows(first, others)
     sections = [_section(line, _rows(first) if line is not first else {}, shared) for line in (first, *others)]
-    return "\n".join([_PAGE, *sections, "## Flags of several programs\n", *_HEAD, *shared.values(), ""])
+    return "\n".join([_PAGE, *sections, "## Flags of several programs\n", *shared.values(), ""])
 
 
 def _shared_rows(first: CommandLine, others: list[CommandLine]) -> dict[str, str]:
@@ -82,7 +81,7 @@ def _section(line: CommandLine, of_run: Mapping[str, str], shared: Mapping[str, 
     as_run = [f"`{name}`" for name, row in rows.items() if of_run.get(name) == row]
     as_others = [f"`{name}`" for name, row in rows.items() if shared.get(name) == row]
     own = [row for name, row in rows.items() if row not in (of_run.get(name), shared.get(name))]
-    parts = ["\n".join([*_HEAD, *own])] if own else []
+    parts = ["\n".join(own)] if own else []
     if as_run:
         named = "all its flags" if rows == of_run else ", ".join(as_run)
         parts.append(f"As in [psdist run](#psdist-run): {named}.")
@@ -93,11 +92,11 @@ def _section(line: CommandLine, of_run: Mapping[str, str], shared: Mapping[str, 
 
 
 def _row(flag: Flag) -> str:
-    names = ", ".join(f"`{name}`" for name in flag.spellings if name == flag.name or name != "--" + flag.dest)
-    value = f" `{flag.metavar}`".replace("|", "\\|") if flag.convert is not None else ""
-    variables = ", ".join(f"`{name}`" for name in flag.environment)
-    default = f"`{flag.default_text}`" if flag.default_text else ""
-    return f"| {names}{value} | {variables} | {default} | {flag.help.replace('|', chr(92) + '|')} |"
+    value = f" {flag.metavar}" if flag.convert is not None else ""
+    names = ", ".join(f"`{name}{value}`" for name in flag.spellings if name == flag.name or name != "--" + flag.dest)
+    default = [f"default `{flag.default_text}`"] if flag.default_text else []
+    facts = ", ".join([*(f"`{name}`" for name in flag.environment), *default])
+    return f"- {names}{f' ({facts})' if facts else ''}: {flag.help}"
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The table of the metrics for Prometheus in ``docs/metrics.md``, from their declarations.
+"""The list of the metrics for Prometheus in ``docs/metrics.md``, from their declarations.
 
     python -m tests.metric_reference
 
-``tests/unit/monitoring/test_metric_reference.py`` compares the page with this table.
+``tests/unit/monitoring/test_metric_reference.py`` compares the page with this list.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ END: Final = "<!-- end of metrics -->\n"
 
 
 def page() -> str:
-    """The text of the page, with the table as the catalog has it."""
+    """The text of the page, with the list as the catalog has it."""
     head, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
-    rows = ["| metric | of | labels | |", "|---|---|---|---|", *map(_row, METRICS)]
-    return f"{head}{START}{chr(10).join(rows)}\n{END}{rest.partition(END)[2]}"
+    return f"{head}{START}\n{chr(10).join(map(_row, METRICS))}\n\n{END}{rest.partition(END)[2]}"
 
 
 def _row(metric: Metric) -> str:
     roles = "all" if len(metric.roles) == 3 else ", ".join(metric.roles)
-    labels = ", ".join(f"`{label}`" for label in metric.labels)
+    labels = f": {', '.join(f'`{label}`' for label in metric.labels)}" if metric.labels else ""
     kind = "" if metric.kind != "histogram" else " A histogram."
-    return f"| `{metric.name}` | {roles} | {labels} | {metric.help}{kind} |"
+    return f"- `{metric.name}` ({roles}{labels}). {metric.help}{kind}"
 
 
 if __name__ == "__main__":
