@@ -21,10 +21,9 @@ PyTorch {version}.
 ## Files of PyTorch's source
 
 The files are from Debian's source package `pytorch` {files_version}, since PyTorch's wheel lacks them. A test that
-fails with both, for example because PyTorch {version} has changed since, says nothing about either. Ranks are started
-as the tests do it, without a launcher of psdist; they are forked, with both backends. For psdist each group that a test
-asks of gloo is one of psdist: `init_process_group`, `new_group`, `ProcessGroupGloo`. `torch.distributed.get_backend`
-gives tests both names. Nothing else of them is changed.
+fails with both, for example because PyTorch {version} has changed since, says nothing about either. Ranks are forked,
+as the tests do it. For psdist each group that a test asks of gloo is one of psdist: `init_process_group`, `new_group`,
+`ProcessGroupGloo`. `torch.distributed.get_backend` gives tests both names. Nothing else of them is changed.
 
 | file | passed with both | failed with both | passed with gloo only | with psdist only | skipped |
 |---|---|---|---|---|---|
@@ -35,10 +34,8 @@ gives tests both names. Nothing else of them is changed.
 ## Tests in PyTorch's wheel
 
 `DistributedTest._DistTestBase` in `torch.testing._internal.distributed.distributed_test`, in {sizes} processes that
-`psdist run` starts. Most tests ask for the name of the backend before they run. psdist gives the answers of gloo there,
-and, for the tests that are for MPI only, those of MPI. Nothing else of the tests is changed.
-`torch.distributed.monitored_barrier` itself refuses every name but gloo's; in both parts its tests call the method of
-the group instead.
+`psdist run` starts. To tests that ask for the name of the backend psdist answers as gloo, and, in those for MPI only,
+as MPI. `torch.distributed.monitored_barrier` refuses every name but gloo's; its tests call the group's method instead.
 
 | outcome | gloo | psdist |
 |---|---|---|
@@ -90,9 +87,12 @@ def _row(name: str, counts: Counter[tuple[str, str]]) -> str:
 
 
 def _reasons(files: Files) -> str:
-    """Return a table of the differences that have a reason."""
-    names = [name for file, gloo in files.gloo.items() for name in worse(gloo, files.psdist[file])]
-    rows = [f"| `{name}` | {REASONS.get(name, 'none')} |" for name in names]
+    """Return a table of the differences by reason."""
+    by_reason: dict[str, list[str]] = defaultdict(list)
+    for file, gloo in files.gloo.items():
+        for name in worse(gloo, files.psdist[file]):
+            by_reason[REASONS.get(name, "none")].append(f"`{name}`")
+    rows = [f"| {', '.join(names)} | {reason} |" for reason, names in by_reason.items()]
     return (
         "\n".join(["| passes with gloo only | reason |", "|---|---|", *rows])
         if rows
