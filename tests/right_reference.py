@@ -1,9 +1,9 @@
-"""The table of every call and every role in ``docs/roles.md``, from the table that the processes apply.
+"""The list of every call and every role in ``docs/roles.md``, from the table that the processes apply.
 
     python -m tests.right_reference
 
-``tests/unit/security/test_right_reference.py`` compares the page with this table, and
-``tests/integration/wire/test_rights.py`` compares live processes with it.
+``tests/unit/security/test_right_reference.py`` compares the page with this list, and
+``tests/integration/wire/test_rights.py`` compares live processes with the table.
 """
 
 from __future__ import annotations
@@ -34,22 +34,19 @@ _OTHERS: Final = {
 
 
 def page() -> str:
-    """The text of the page, with the table as the code has it."""
+    """The text of the page, with the calls of each set of roles as the code has them."""
     head, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
-    rows = [
-        f"| call | {' | '.join(TOKEN_ROLES)} | |",
-        f"|---|{'---|' * len(TOKEN_ROLES)}---|",
-        *map(_row, RIGHTS),
-    ]
-    return f"{head}{START}{chr(10).join(rows)}\n{END}{rest.partition(END)[2]}"
+    calls: dict[tuple[str, ...], list[str]] = {}
+    for call in RIGHTS:
+        calls.setdefault(tuple(role for role in TOKEN_ROLES if role in RIGHTS[call]), []).append(_name(call))
+    lines = [f"- **{', '.join(allowed)}**: {', '.join(names)}" for allowed, names in calls.items()]
+    return f"{head}{START}\n{chr(10).join(lines)}\n\n{END}{rest.partition(END)[2]}"
 
 
-def _row(call: str) -> str:
+def _name(call: str) -> str:
     service, _, method = call[1:].partition("/")
     name = _OTHERS.get(call, f"`{service.rpartition('.')[2]}.{method}`")
-    marks = " | ".join("yes" if role in RIGHTS[call] else "" for role in TOKEN_ROLES)
-    note = _NOTES.get(method, "")
-    return f"| {name} | {marks} | {note} |".replace("|  |", "| |").replace("|  |", "| |")
+    return f"{name} ({_NOTES[method]})" if method in _NOTES else name
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The table in ``docs/roles.md`` matches the code."""
+"""The list of calls in ``docs/roles.md`` matches the code."""
 
 from __future__ import annotations
 
