@@ -25,8 +25,8 @@ fails with both, for example because PyTorch {version} has changed since, says n
 as the tests do it. For psdist each group that a test asks of gloo is one of psdist: `init_process_group`, `new_group`,
 `ProcessGroupGloo`. `torch.distributed.get_backend` gives tests both names. Nothing else of them is changed.
 
-| file | passed with both | failed with both | passed with gloo only | with psdist only | skipped |
-|---|---|---|---|---|---|
+Numbers of tests by outcome:
+
 {rows}
 
 {reasons}
@@ -68,8 +68,17 @@ def page(gloo: Outcomes, psdist: Outcomes, files: Files, version: str, sizes: st
     return "\n\n".join(parts) + "\n"
 
 
+#: Outcomes with gloo and with psdist, and their name on the page.
+_CASES: Final = {
+    ("passed", "passed"): "passed with both",
+    ("failed", "failed"): "failed with both",
+    ("passed", "failed"): "passed with gloo only",
+    ("failed", "passed"): "passed with psdist only",
+}
+
+
 def _rows(files: Files) -> str:
-    """Return a row for each file, and one for all."""
+    """Return a line for each file, and one for all."""
     total: Counter[tuple[str, str]] = Counter()
     lines = []
     for file, gloo in files.gloo.items():
@@ -81,9 +90,9 @@ def _rows(files: Files) -> str:
 
 
 def _row(name: str, counts: Counter[tuple[str, str]]) -> str:
-    cases = (("passed", "passed"), ("failed", "failed"), ("passed", "failed"), ("failed", "passed"))
     skipped = sum(count for pair, count in counts.items() if "skipped" in pair)
-    return f"| {name} | {' | '.join(str(counts[pair]) for pair in cases)} | {skipped} |"
+    found = [f"{counts[pair]} {text}" for pair, text in _CASES.items() if counts[pair]]
+    return f"- {name}: {', '.join([*found, *([f'{skipped} skipped'] if skipped else [])])}"
 
 
 def _reasons(files: Files) -> str:
