@@ -128,21 +128,21 @@ def _steps(results: Results) -> str:
 def _network(results: Results) -> str:
     if "network" not in results:
         return ""
-    rows = []
+    tables = []
+    titles = ("what", "ms", "over psdist", "MB sent", "received", "link")
     for rate, result in results["network"]["rates"].items():
+        rows = []
         for name, one in {"psdist": result["psdist"] | {"ratio": 1.0}, **result["peers"]}.items():
             moved = [f"{one['bytes_per_step'][way] / 1e6:.1f}" for way in ("sent", "received")]
-            params = f"{result['settings']['params'] / 1e6:g} M"
-            rows.append((rate, params, name, f"{one['ms']:.0f}", f"{one['ratio']:.2f}x", *moved,
-                         f"{one['link_share']:.0%}"))  # fmt: skip
+            rows.append((name, f"{one['ms']:.0f}", f"{one['ratio']:.2f}x", *moved, f"{one['link_share']:.0%}"))
+        tables.append(f"{rate}, {result['settings']['params'] / 1e6:g} M parameters:\n\n{table(titles, rows)}")
     text = """
         `python -m benchmarks.network`, as root: four hosts, each with a worker and a server, are network namespaces
         whose links `tc tbf` limits in both directions. A worker reaches the server of its own host through shared
         memory, and the others by TCP, or by gRPC. MB: of the busiest host's interface, for each step; *link*: their
         share of the link's rate. *ddp*: DistributedDataParallel over gloo, *ddp_fp16* with torch's hook. All hosts
         share this machine's cores, which are the limit at 10 Gbit/s."""
-    titles = ("rate", "parameters", "what", "ms", "over psdist", "MB sent", "received", "link")
-    return section("## Between hosts", text, table(titles, rows))
+    return section("## Between hosts", text, *tables)
 
 
 def _latency(results: Results) -> str:
