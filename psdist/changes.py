@@ -1,6 +1,6 @@
 """Comparison of a resumed run's settings with those in its snapshot: which changes need an optimizer reset.
 
-Pure. docs/snapshots.md has the table of allowed changes.
+Pure. docs/snapshots.md lists the allowed changes.
 
 The saved state remains usable while the same optimizer has the same arrays with the same meaning, so that torch's
 ``Optimizer.load_state_dict`` would accept it as well. Settings that affect only the arithmetic of later updates may

@@ -86,7 +86,7 @@ REMEDIES: Final = {
     "unknown_dataset": "Open the data set, or correct its name.",
     "layout_mismatch": "Pass the same tensors on all workers; use another name for another model.",
     "settings_mismatch": "Pass the same settings on all workers; on resuming see "
-    "[the table](snapshots.md#resuming-with-other-settings).",
+    "[what may change](snapshots.md#resuming-with-other-settings).",
     "stale_epoch": "Nothing.",
     "stale_estimate": "Nothing.",
     "future_step": "Push steps in order, without gaps.",

@@ -97,7 +97,7 @@ PAIRS = {"betas": (0.8, 0.95), "etas": (0.4, 2.0), "step_sizes": (0.1, 2.0)}
 
 
 def test_every_field_of_every_optimizer() -> None:
-    """A new field must be decided here, and in the table of docs/snapshots.md."""
+    """A new field must be decided here, and in docs/snapshots.md."""
     for kind, names in FIELDS.items():
         decided = {name.rstrip("!"): name.endswith("!") for name in names.split()}
         assert decided.keys() | SHARED.keys() == {field.name for field in fields(kind)}
