@@ -16,6 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
+from psdist.snapshots.local import make_directories, missing_directories
+
 IN_USE: Final = "in-use.json"
 _FLAGS: Final = os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ_BYTES: Final = 1024
@@ -43,8 +45,8 @@ class DirectoryClaim:
     def take(self) -> Holder | None:
         """Take the claim. Returns the holder if another process has it; None if it is taken, or not supported."""
         with suppress(OSError):
-            self._made = _missing(self._path)
-            os.makedirs(self._path, exist_ok=True)
+            self._made = missing_directories(self._path)
+            make_directories(self._path)
             while not self._try():
                 pass  # Its holder removed the file at this moment.
             if self._file < 0:
@@ -107,15 +109,6 @@ def _open(name: str) -> int:
             os.close(file)
             return os.open(name, os.O_RDWR | _FLAGS, 0o666)
     return file
-
-
-def _missing(path: str) -> list[str]:
-    """Return ``path`` and its parents as far as they do not exist, the deepest first."""
-    found = []
-    while not os.path.lexists(path):
-        found.append(path)
-        path = os.path.dirname(path)
-    return found
 
 
 def _is_named(file: int, name: str) -> bool:

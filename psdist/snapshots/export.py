@@ -211,14 +211,20 @@ def _check_free(paths: Sequence[Path], overwrite: bool) -> None:
 
 @contextlib.contextmanager
 def _together(out: Path) -> Iterator[Callable[[Path], contextlib.AbstractContextManager[IO[bytes]]]]:
-    """Open files that appear under their names when all are complete, or not at all."""
+    """Open files that appear under their names when all are complete, or not at all.
+
+    Only the user can read a new file; one that is replaced keeps its mode.
+    """
     drafts: list[tuple[Path, Path]] = []
 
     @contextlib.contextmanager
     def open_draft(path: Path) -> Iterator[IO[bytes]]:
         draft = path.with_name(f".{path.name}.{os.getpid()}.part")
         drafts.append((draft, path))
-        with draft.open("wb") as file:
+        draft.unlink(missing_ok=True)  # Left by a process of this number that was killed.
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+            if path.exists():
+                os.fchmod(file.fileno(), path.stat().st_mode & 0o777)
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -309,6 +315,13 @@ def _safetensors(raw: IO[bytes], items: Sequence[_Item]) -> Iterator[_StartTenso
 
 @contextlib.contextmanager
 def _npz(raw: IO[bytes], items: Sequence[_Item]) -> Iterator[_StartTensor]:
+    for item in items:
+        if item.name.startswith("/") or "\\" in item.name or ".." in item.name.split("/"):
+            raise ConfigurationError(
+                f"the tensor {item.name!r:.100} cannot be in an npz file, which programs unpack: its name leads out of "
+                "the directory. Use --format safetensors"
+            )
+
     @contextlib.contextmanager
     def start_tensor(item: _Item) -> Iterator[Callable[[Any], object]]:
         with archive.open(zipfile.ZipInfo(f"{item.name}.npy"), "w", force_zip64=True) as entry:

@@ -4,6 +4,9 @@ It uses system calls instead of obstore, which neither syncs its writes nor stay
 symbolic links. Each part of a path is opened relative to the directory above, without following links. So neither a
 name, nor anything placed below the root, leads out of it. The root itself may be a link.
 
+Weights are private: files have mode 0600 and directories 0700. Those below a directory with the set-group-ID bit, the
+sign of a directory that a group shares, also have that directory's permissions for the group.
+
 All calls that may wait for the disk run in threads.
 """
 
@@ -157,7 +160,7 @@ class LocalStorage:
         try:
             for path in reversed(missing):
                 with suppress(FileExistsError):  # Another process made it. If it is no directory, the next call fails.
-                    os.mkdir(path)
+                    os.mkdir(path, 0o700)
                 with _descriptor(os.path.dirname(path), _DIRECTORY) as above:
                     _check_sync(above, "directories")
             with self._opened([]) as root:
@@ -183,7 +186,7 @@ class LocalStorage:
         make: create missing directories, durably.
         """
         if make:
-            _make_root(self.url)
+            make_directories(self.url)
         directory = os.open(self.url, _DIRECTORY)
         try:
             for part in parts:
@@ -242,7 +245,7 @@ class LocalWriter:
     def _open_once(self) -> None:
         with self._storage._parent(self._path, make=True) as (parent, name), self._lock:
             if not self._over:
-                self._file = os.open(name, _NEW, 0o666, dir_fd=parent)
+                self._file = os.open(name, _NEW, _mode(parent) & 0o666, dir_fd=parent)
                 self._made = True
 
     def _write(self, buffer: Buffer) -> None:
@@ -278,13 +281,19 @@ class LocalWriter:
 
 
 @contextmanager
-def _descriptor(name: str, flags: int, directory: int | None = None) -> Iterator[int]:
+def _descriptor(name: str, flags: int, directory: int | None = None, mode: int = 0o600) -> Iterator[int]:
     """Open a file or directory, relative to an open directory if one is given."""
-    descriptor = os.open(name, flags, 0o666, dir_fd=directory)
+    descriptor = os.open(name, flags, mode, dir_fd=directory)
     try:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _mode(parent: int) -> int:
+    """Return the mode of a new directory in an open one; a file has its bits for reading and writing."""
+    mode = os.fstat(parent).st_mode
+    return 0o700 | (mode & 0o070 if mode & stat.S_ISGID else 0)
 
 
 def _retry_if_removed(function: Callable[[], None]) -> None:
@@ -297,23 +306,23 @@ def _retry_if_removed(function: Callable[[], None]) -> None:
     return function()
 
 
-def _make_root(path: str) -> None:
-    """Create a directory and its parents, durably."""
+def make_directories(path: str) -> None:
+    """Create a directory and its parents where they are missing, durably."""
     if os.path.isdir(path):
         return
     above = os.path.dirname(path)
     if above != path:
-        _make_root(above)
-    with suppress(FileExistsError):
-        os.mkdir(path)
+        make_directories(above)
     with _descriptor(above, _DIRECTORY) as directory:
+        with suppress(FileExistsError):
+            os.mkdir(path, _mode(directory))
         os.fsync(directory)
 
 
 def _make(directory: int, name: str, *, durable: bool = True) -> bool:
     """Create a directory in an open one. Return True if it was missing."""
     try:
-        os.mkdir(name, dir_fd=directory)
+        os.mkdir(name, _mode(directory), dir_fd=directory)
     except FileExistsError:
         return False
     if durable:
@@ -345,7 +354,7 @@ def _probe(directory: int, parts: Sequence[str]) -> None:
                 with suppress(OSError):
                     os.rmdir(parts[0], dir_fd=directory)
         return
-    file = os.open(_PROBE, _NEW, 0o666, dir_fd=directory)
+    file = os.open(_PROBE, _NEW, 0o600, dir_fd=directory)
     try:
         try:
             _write_all(file, bytes(_PROBE_BYTES))
@@ -391,7 +400,7 @@ def _write_all(file: int, buffer: Buffer) -> None:
 
 def _write_new(parent: int, name: str, data: bytes) -> None:
     """Write a new file whose content, but not yet its name, is durable. No file remains if that fails."""
-    with _descriptor(name, _NEW, parent) as file:
+    with _descriptor(name, _NEW, parent, _mode(parent) & 0o666) as file:
         try:
             _write_all(file, data)
             os.fsync(file)

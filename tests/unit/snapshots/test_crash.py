@@ -106,7 +106,7 @@ class Disk:
     def on_unlink(self, _: None, name: str, *, dir_fd: int) -> None:
         del self._names(dir_fd).now[name]
 
-    def on_mkdir(self, _: None, name: str, *, dir_fd: int) -> None:
+    def on_mkdir(self, _: None, name: str, mode: int, *, dir_fd: int) -> None:
         self._names(dir_fd).now[name] = Names()
 
     def on_rmdir(self, _: None, name: str, *, dir_fd: int) -> None:

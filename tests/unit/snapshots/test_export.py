@@ -169,8 +169,20 @@ def test_a_file_that_is_there_stays(url: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"exists already.*--overwrite"):
         run(url, tmp_path / "m")
     assert (tmp_path / "m").read_text() == "mine"
+    (tmp_path / "m").chmod(0o640)
     run(url, tmp_path / "m", overwrite=True)
     same(safetensors.numpy.load_file(tmp_path / "m"))
+    run(url, tmp_path / "new")
+    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("m", "new")] == [0o640, 0o600]
+
+
+@pytest.mark.parametrize("name", ["../../x", "/x", "a/../x", "..", "a\\b"])
+def test_no_member_of_an_npz_file_leads_out_of_a_directory(url: str, tmp_path: Path, name: str) -> None:
+    write(url, 1, 10, {"a": {name: ("float32", floats(3))}})
+    with pytest.raises(ConfigurationError, match=r"cannot be in an npz file.*--format safetensors"):
+        run(url, tmp_path / "m.npz", format="npz")
+    assert [path.name for path in tmp_path.iterdir()] == ["storage"]
+    assert run(url, tmp_path / "m").tensors == 1
 
 
 @pytest.mark.parametrize("parts", [1, 3])

@@ -509,3 +509,25 @@ def test_a_file_that_is_given_up_before_it_is_open_is_not_opened_later(tmp_path:
     file.abandon()
     file.open()
     assert not [names for _, _, names in os.walk(tmp_path) if names]
+
+
+async def test_files_are_private_unless_a_group_shares_the_directory(tmp_path: Path) -> None:
+    def modes(root: Path) -> dict[str, str]:
+        return {path.name: f"{stat.S_IMODE(path.stat().st_mode):o}" for path in (root, *root.rglob("*"))}
+
+    umask = os.umask(0o022)
+    try:
+        for root, mode in (("new", None), ("shared", 0o2750), ("open", 0o755)):
+            if mode is not None:
+                (tmp_path / root).mkdir()
+                (tmp_path / root).chmod(mode)
+            storage = LocalStorage(str(tmp_path / root))
+            await write(storage, FILE, b"weights")
+            await storage.create("commits/1", b"record")
+    finally:
+        os.umask(umask)
+    private = {"snapshots": "700", "d": "700", "f.safetensors": "600", "commits": "700", "1": "600"}
+    assert modes(tmp_path / "new") == {"new": "700"} | private
+    assert modes(tmp_path / "open") == {"open": "755"} | private
+    of_group = {"snapshots": "2750", "d": "2750", "f.safetensors": "640", "commits": "2750", "1": "640"}
+    assert modes(tmp_path / "shared") == {"shared": "2750"} | of_group
