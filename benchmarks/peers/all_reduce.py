@@ -46,23 +46,13 @@ def _turn(call: Call, array: Any, calls: int) -> dict[str, Any]:
 
 
 def psdist() -> None:
-    """All-reduces of a group of all workers. Argument: a codec, "none", or "registered" for registered buffers."""
+    """All-reduces of a group of all workers. Argument: "ordinary" arrays, or "registered" buffers."""
     from psdist import init
-    from psdist.collectives.compression import AllReduceCompression
-
-    compressions: dict[int, AllReduceCompression] = {}
-
-    def compressed(array: Any) -> object:
-        codec = compressions.setdefault(array.nbytes, AllReduceCompression(sys.argv[2]))
-        return group.all_reduce(array, "avg", out=array, compression=codec)
 
     with init() as context:
         group = context.collectives
-        if sys.argv[2] not in ("none", "registered"):
-            serve(compressed)
-        else:
-            allocate = cache(group.allocate_buffer) if sys.argv[2] == "registered" else _ordinary
-            serve(lambda array: group.all_reduce(array, "max", out=array), allocate)
+        allocate = cache(group.allocate_buffer) if sys.argv[2] == "registered" else _ordinary
+        serve(lambda array: group.all_reduce(array, "max", out=array), allocate)
 
 
 def gloo() -> None:

@@ -14,15 +14,13 @@ import numpy as np
 from numpy.lib.array_utils import byte_bounds
 from numpy.typing import ArrayLike, DTypeLike
 
-from psdist.collectives.compression import AllReduceCompression, CompressedPlan, as_compression
 from psdist.collectives.core import plans
 from psdist.collectives.core.machine import COLLECTIVES, CallLane
-from psdist.collectives.core.plans import Array, Header, Plan
+from psdist.collectives.core.plans import Array, Plan
 from psdist.collectives.core.reductions import check_dtype, check_op
 from psdist.collectives.forming import FormedGroup, GroupFormer, GroupSettings, outlasts_stop
 from psdist.collectives.host_sharing import BufferType
 from psdist.collectives.memory_order import MemoryOrder, Span
-from psdist.compression import Codec, segments
 from psdist.errors import (
     ClosedError,
     DTypeMismatchError,
@@ -31,7 +29,6 @@ from psdist.errors import (
     ShapeMismatchError,
     WaitTimeoutError,
 )
-from psdist.off_loop import off_loop
 from psdist.wire.limits import DIMENSIONS_MAX, EAGER_BYTES
 
 _TAGS: Final = range(-(2**63), 2**63)
@@ -88,7 +85,7 @@ class AsyncWorkerGroup:
         self._session = former._session
         self._formed = formed
         self._settings = settings
-        #: Held while a call is encoded, so that later calls start later.
+        #: Held while a buffer is allocated, by several calls, so that later calls start later.
         self._order = asyncio.Lock()
         self._memory = self.memory_order(_span)
 
@@ -100,44 +97,16 @@ class AsyncWorkerGroup:
         *,
         out: Array | None = None,
         timeout: float | None = None,
-        compression: AllReduceCompression | Codec | str | None = None,
     ) -> Array:
         """Return the reduction of all ranks' arrays.
 
         op: "sum", "avg", "product", "min", "max", "band", "bor" or "bxor".
-        compression: how a float32 array is sent, for "sum" and "avg": an ``AllReduceCompression``, which adds the part
-            that one call leaves out to the next; or a codec or its name, which drops this part.
         """
         given = _checked(array)
         check_op(op, given.dtype)
         result = _Result(given, given.shape, out)
-        if compression is not None:
-            await self._compressed(given.reshape(-1), op, as_compression(compression), result.memory, timeout)
-            return result.finish()
         await self._call(plans.all_reduce(self.rank, self.size, result.apart(given), result.memory, op), timeout)
         return result.finish()
-
-    @outlasts_stop
-    async def _compressed(
-        self, given: Array, op: str, compression: AllReduceCompression, out: Array, timeout: float | None
-    ) -> None:
-        """Reduce an array of one dimension by encoded contributions."""
-        compression.check(given, out.shape, op)
-        _check_timeout(timeout)
-        segments.prepare_kernels(given.size)
-        with compression.used():
-            async with self._order:
-                encode = partial(compression.encode, given, self.rank, self.size)
-                payloads = await off_loop(given.size, encode)
-                header = Header("all_reduce", f"{op}, compression={compression.label}", given.dtype.name, out.shape)
-                plan = CompressedPlan(
-                    header, self.rank, [rank for rank in range(self.size) if rank != self.rank], payloads,
-                    out.reshape(-1), divisor=self.size if op == "avg" else 1,
-                    encode_result=compression.result_encoder(out.reshape(-1)),
-                )  # fmt: skip
-                call_id = self._runner.start(COLLECTIVES, plan)
-            await self._runner.result(call_id, str(plan.call), timeout)
-            compression.end()
 
     @_in_order
     async def all_gather(self, array: ArrayLike, *, out: Array | None = None, timeout: float | None = None) -> Array:

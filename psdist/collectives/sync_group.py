@@ -12,10 +12,8 @@ from numpy.typing import ArrayLike, DTypeLike
 from psdist.client.process import loop
 from psdist.client.process.loop import Handle as Handle
 from psdist.client.process.other_processes import ProcessBound
-from psdist.collectives.compression import AllReduceCompression
 from psdist.collectives.core.plans import Array
 from psdist.collectives.group import AsyncWorkerGroup
-from psdist.compression import Codec
 
 
 class WorkerGroup(ProcessBound):
@@ -60,18 +58,13 @@ class WorkerGroup(ProcessBound):
         *,
         out: Array | None = None,
         timeout: float | None = None,
-        compression: AllReduceCompression | Codec | str | None = None,
         async_op: bool = False,
     ) -> Any:
         """Return the reduction of all ranks' arrays.
 
         op: "sum", "avg", "product", "min", "max", "band", "bor" or "bxor".
-        compression: how a float32 array is sent, for "sum" and "avg": an ``AllReduceCompression``, which adds the part
-            that one call leaves out to the next; or a codec or its name, which drops this part.
         """
-        return loop.shared().call_or_start(
-            self._async.all_reduce(array, op, out=out, timeout=timeout, compression=compression), async_op
-        )
+        return loop.shared().call_or_start(self._async.all_reduce(array, op, out=out, timeout=timeout), async_op)
 
     def all_gather(
         self, array: ArrayLike, *, out: Array | None = None, timeout: float | None = None, async_op: bool = False

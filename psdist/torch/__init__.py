@@ -14,7 +14,6 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("psdist.torch needs PyTorch: pip install torch", name="torch") from error
 
-from psdist.torch.averaging.compression_hook import CompressionState, compression_hook
 from psdist.torch.conversion import convert_optimizer, convert_scheduler
 from psdist.torch.data_parallel import DistributedDataParallel
 from psdist.torch.elastic import ElasticDDP
@@ -26,14 +25,12 @@ from psdist.torch.optimizer_state import refuse_in_torch as _refuse_in_torch
 from psdist.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
-    "CompressionState",
     "DistributedDataParallel",
     "DistributedOptimizer",
     "ElasticDDP",
     "LeasedDataLoader",
     "OffloadedOptimizer",
     "SyncBatchNorm",
-    "compression_hook",
     "convert_optimizer",
     "convert_scheduler",
     "load_optimizer_state",

@@ -1,8 +1,7 @@
 """``DistributedDataParallel``: average gradients for a script that keeps its own optimizer.
 
 The arguments are those of torch.nn.parallel.DistributedDataParallel. The gradients are a parameter set with
-``psdist.optim.Mean`` as its optimizer, so in BSP a push returns the step's mean gradient. If that costs more than
-all-reduces over links between the workers, these take its place (``averaging``).
+``psdist.optim.Mean`` as its optimizer, so in BSP a push returns the step's mean gradient.
 
 Invariant: After a backward pass outside ``no_sync``, every worker holds the same gradient bytes. Models that start
 equal and use the same optimizer therefore stay equal.
@@ -26,15 +25,13 @@ from torch import Tensor, nn
 
 from psdist.client.context import Context, init
 from psdist.client.sync_client import Client, Parameters
-from psdist.compression import Codec, resolve
+from psdist.compression import Codec
 from psdist.consistency import BSP, Reduction, with_reduction
 from psdist.errors import FencedError, InvalidArgumentError, LateWorkerError
 from psdist.optim import Mean
-from psdist.torch.averaging.choice import check_path, obstacle, over_links
-from psdist.torch.averaging.link_gradients import LinkGradients
 from psdist.torch.averaging.mean_losses import MeanLosses
 from psdist.torch.broadcast import LowestRank, TensorBroadcast
-from psdist.torch.gradients import GradientStream, bucket_bytes_of, check_free, named_buckets
+from psdist.torch.gradients import GradientStream, bucket_bytes_of, check_free
 from psdist.torch.guards import AveragedGradients
 from psdist.torch.inspection import ModelParameters, ModelTensors, inspect
 from psdist.torch.uneven_inputs import UnevenBatches, UnevenInputs
@@ -67,6 +64,11 @@ _UNSUPPORTED: Final[dict[str, Any]] = {
 }
 
 
+#: Arguments of earlier versions, and the reason.
+_FORMER: Final = {
+    "path": "gradients travel through the servers. For all-reduces between the workers wrap the model in "
+    'torch.nn.parallel.DistributedDataParallel after torch.distributed.init_process_group("psdist")'
+}
 #: Attributes that take effect whenever they are set.
 _ACTING: Final = frozenset({"require_backward_grad_sync", "require_forward_param_sync"})
 #: Attributes of torch's class without a meaning here, and the reason.
@@ -165,9 +167,6 @@ class DistributedDataParallel(UnevenBatches, DDPAttributes):
     reduction: "sum" adds the workers' gradients up and does not divide them, for losses that are sums over the samples
         of a batch. torch's class has only the mean.
     compression: codec of gradients, as for ``Client.parameters``.
-    path: "servers" averages through the servers, "collectives" by all-reduces over links between the workers, "auto"
-        chooses the faster of the two. The bytes of the gradients are the same. Collectives need a model on the CPU
-        without buffers to copy, float32 parameters, and no compression. See the attribute ``path``.
     name: name of the parameter set. Each model of a script has its own.
     context: None uses the context of ``psdist.init()``.
     others: the other arguments of torch's class. Only their defaults are allowed.
@@ -194,7 +193,6 @@ class DistributedDataParallel(UnevenBatches, DDPAttributes):
         static_graph: bool = False,
         reduction: Reduction = "mean",
         compression: Codec | str | None = None,
-        path: str = "auto",
         name: str = "gradients",
         context: Context | None = None,
         **others: Any,
@@ -217,21 +215,16 @@ class DistributedDataParallel(UnevenBatches, DDPAttributes):
         self.context = init() if context is None else context
         client = self.context.client
         check_in_time(client, name)
-        copies = broadcast_buffers and any(key not in ignored for key, _ in module.named_buffers())
-        why_not = obstacle(self.context, tensors.trained, resolve(compression), copies_buffers=copies)
-        check_path(path, why_not)
         self._trained = tensors.trained
         self._may_miss = find_unused_parameters or static_graph
         shapes = _zeros(tensors)
         flags = _flags(len(shapes) if self._may_miss else 0)
-        handle = client.parameters(
+        #: Parameter set of the gradients, for its ``step`` and ``statistics()``.
+        self.handle = client.parameters(
             name, shapes | flags, Mean(), with_reduction(BSP(), reduction), compression=compression,
             master_dtype=tensors.master_dtype,
         )  # fmt: skip
-        _warn_of_resume(handle)
-        buckets = named_buckets(tensors.trained, bucket_bytes, last=flags)
-        #: Parameter set of the gradients, for its ``step`` and ``statistics()``.
-        self.handle = over_links(self.context, handle, buckets, path, why_not, marker=_OVERFLOWS) or handle
+        _warn_of_resume(self.handle)
         #: Source of the initial values and of the buffers. A resumed run needs it, too: a snapshot holds the values of
         #: the run's start, and the script those of its checkpoint.
         self._lowest_rank = LowestRank(self.context, f"{name}/ranks")
@@ -253,11 +246,6 @@ class DistributedDataParallel(UnevenBatches, DDPAttributes):
 
     def _mean_losses(self, name: str, reduction: Reduction) -> MeanLosses:
         return MeanLosses(self.context, name, self._trained, reduction, lambda: self._join is not None)
-
-    @property
-    def path(self) -> str:
-        """Path of the gradients of the next step: "collectives" or "servers"."""
-        return self.handle.path if isinstance(self.handle, LinkGradients) else "servers"
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """Run the module and return its result."""
@@ -326,8 +314,6 @@ class DistributedDataParallel(UnevenBatches, DDPAttributes):
                 "join() with require_forward_param_sync=False: workers without a batch cannot tell that the others "
                 "copy no buffers. Pass broadcast_buffers=False when you wrap the model"
             )
-        if isinstance(self.handle, LinkGradients):
-            self.handle.leave("join() counts workers without a batch")
         self._join = join = UnevenInputs(
             self.context, f"{self.handle.name}/join",
             counts_joined=divide_by_initial_world_size, raises_early=throw_on_early_termination,
@@ -460,7 +446,8 @@ def check_unsupported(given: Mapping[str, Any]) -> None:
     """Raise InvalidArgumentError for unknown arguments, and for arguments of torch's class that have no effect here."""
     for name, value in given.items():
         if name not in _UNSUPPORTED:
-            raise InvalidArgumentError(f"DistributedDataParallel has no argument {name!r}")
+            reason = f" any more: {_FORMER[name]}" if name in _FORMER else ""
+            raise InvalidArgumentError(f"DistributedDataParallel has no argument {name!r}{reason}")
         if value != _UNSUPPORTED[name]:
             raise InvalidArgumentError(
                 f"{name}={value!r:.60} is not supported by psdist.torch.DistributedDataParallel: leave it out"

@@ -39,7 +39,6 @@ from psdist.errors import (
     NonFiniteGradientError,
     PsdistError,
 )
-from psdist.torch.averaging.link_gradients import LinkBucket, LinkGradients
 from psdist.torch.values import as_real, weight_of
 from psdist.torch.writes import Fingerprint
 
@@ -69,7 +68,7 @@ class _Step:
     reached: set[int] = field(default_factory=set)
     absent: set[int] = field(default_factory=set)
     given: set[int] = field(default_factory=set)
-    buckets: list[tuple[Bucket | LinkBucket, tuple[int, ...]]] = field(default_factory=list)
+    buckets: list[tuple[Bucket, tuple[int, ...]]] = field(default_factory=list)
     is_broken: bool = False
     is_dropped: bool = False
 
@@ -84,11 +83,6 @@ def check_free(parameters: Mapping[str, Tensor]) -> None:
                 "optimizer: give parameter groups to that, wrap parts of the model, each with an optimizer of its "
                 "own, instead of the whole, or close() the other one first"
             )
-
-
-def _identity(handle: Parameters | LinkGradients) -> int:
-    """Return the identity of a parameter set."""
-    return id(handle.wrapped if isinstance(handle, LinkGradients) else handle)
 
 
 class GradientStream:
@@ -110,7 +104,7 @@ class GradientStream:
 
     def __init__(
         self,
-        handle: Parameters | LinkGradients,
+        handle: Parameters,
         trained: Mapping[str, nn.Parameter],
         bucket_bytes: int,
         on_begin: Callable[[], None],
@@ -122,7 +116,7 @@ class GradientStream:
         "DistributedOptimizer: it completes the step with the gradients that were pushed",
         values: Fingerprint | None = None,
     ) -> None:
-        if _identity(handle) in _streams:
+        if id(handle) in _streams:
             raise InvalidArgumentError(
                 f"the parameter set {handle.name!r} already has the gradients of a model: give this one another name="
             )
@@ -146,7 +140,7 @@ class GradientStream:
         self._pass = -1
         #: By parameter; None if backward passes do not push.
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] | None = None
-        _streams[_identity(handle)] = self
+        _streams[id(handle)] = self
 
     # --- while the backward pass runs ---
 
@@ -178,7 +172,7 @@ class GradientStream:
         for hook in (self._hooks or {}).values():
             hook.remove()
         self._hooks = None
-        _streams.pop(_identity(self._handle), None)
+        _streams.pop(id(self._handle), None)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -255,7 +249,7 @@ class GradientStream:
         self._step.buckets.append((bucket, numbers))
         self._step.given.update(numbers)
 
-    def _push_pull_async(self, numbers: tuple[int, ...]) -> Bucket | LinkBucket:
+    def _push_pull_async(self, numbers: tuple[int, ...]) -> Bucket:
         names = [self._names[number] for number in numbers]
         try:
             return self._handle.push_pull_async(names, self._step.weight, self._absent(numbers))
@@ -443,19 +437,6 @@ class BucketPlan:
         return () if self._missing[bucket] else self.buckets[bucket]
 
 
-def named_buckets(tensors: Mapping[str, Tensor], bucket_bytes: int, last: Iterable[str]) -> list[list[str]]:
-    """Return the names of the tensors of each bucket, the last tensors first.
-
-    tensors, bucket_bytes: as for ``BucketPlan``; they are pushed as float32.
-    last: names in front of those of the last bucket.
-    """
-    names = list(tensors)
-    plan = BucketPlan([4 * one.numel() for one in tensors.values()], bucket_bytes)
-    buckets = [[names[number] for number in bucket] for bucket in plan.buckets]
-    buckets[-1] = [*last, *buckets[-1]]
-    return buckets
-
-
 def bucket_bytes_of(bucket_cap_mb: float) -> int:
     """Convert MiB to bytes. Raises InvalidArgumentError."""
     if (
@@ -475,15 +456,13 @@ _REFERENCES: Final = 4
 _USES: Final = 3
 
 
-def gradient_memory(
-    handle: Parameters | LinkGradients, device: torch.device
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def gradient_memory(handle: Parameters, device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the gradient buffers of ``handle`` for a model on ``device``, and a tensor that shares the memory of each.
 
     All have the dtype of the servers, and the shapes of the parameters ``as_real``. Raises DeviceLostError.
     """
     number, arrays = cuda_number(device), None
-    if isinstance(handle, Parameters) and number is not None and handle.statistics().compression.encodes_on_device:
+    if number is not None and handle.statistics().compression.encodes_on_device:
         arrays = _on_device(handle, number)
     if arrays is None:
         arrays = handle.gradient_buffers(is_checked=False)

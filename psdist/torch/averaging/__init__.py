@@ -1,1 +1,1 @@
-"""Mean gradients of ``DistributedDataParallel`` over the links between workers, without the servers."""
+"""Small exchanges beside a model's gradients: numbers of ranks, and losses."""

@@ -46,7 +46,7 @@ def test_a_step_of_torch_beside_ddp(tmp_path: Path, example: str) -> None:
     pytest.importorskip("torch")
     small = ("--width", "24", "--layers", "1", "--context", "8", "--rounds", "2", "--steps", "2")
     result = measure(tmp_path, "torch_step", "--example", example, *small)
-    names = ["psdist", "servers", "collectives", "ddp", "ddp_tuned", "ddp_psdist", "alone"]
+    names = ["psdist", "averaged", "ddp", "ddp_tuned", "ddp_psdist", "alone"]
     assert list(result["contenders"]) == names
     assert result["contenders"]["psdist"]["ratio"] == 1.0
     assert all(one["backward_ms"] > 0 and one["processor_ms"] > 0 for one in result["contenders"].values())

@@ -250,7 +250,8 @@ def test_a_parameter_without_a_gradient_is_named(both: Callable[[Work], list[Any
     [
         ({"process_group": object()}, "process_group=.* is not supported"),
         ({"mixed_precision": "bf16"}, "mixed_precision='bf16' is not supported"),
-        ({"no_such": 1}, "has no argument 'no_such'"),
+        ({"no_such": 1}, "has no argument 'no_such'$"),
+        ({"path": "auto"}, "has no argument 'path' any more.*torch.nn.parallel.DistributedDataParallel after"),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb=0 is out of range"),
         ({"device_ids": ["cpu:1"]}, "but the model is on cpu"),
     ],
@@ -258,6 +259,20 @@ def test_a_parameter_without_a_gradient_is_named(both: Callable[[Work], list[Any
 def test_arguments_that_would_have_no_effect_are_refused(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidArgumentError, match=said):
         DistributedDataParallel(mlp(), **arguments)
+
+
+def test_some_workers_of_a_run_average_their_own_gradients() -> None:
+    at_first = nn.Linear(2, 1)
+
+    def worker(context: Context) -> float:
+        ranks = [0, 3] if context.rank in (0, 3) else [1, 2]
+        part, name = context.subset(ranks), f"part-{ranks[0]}"
+        wrapped = DistributedDataParallel(copy.deepcopy(at_first), context=part, name=name)
+        wrapped(torch.full((1, 2), 4.0**context.rank)).sum().backward()
+        return wrapped.module.weight.grad[0, 0].item()  # type: ignore[index,no-any-return]  # has a gradient
+
+    with workers(4) as contexts:
+        assert everywhere(contexts, worker) == [32.5, 10.0, 10.0, 32.5]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

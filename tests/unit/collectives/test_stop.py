@@ -39,7 +39,6 @@ Call = Callable[[AsyncWorkerGroup], Coroutine[Any, Any, Any]]
 
 CALLS: dict[str, Call] = {
     "all_reduce": lambda group: group.all_reduce(np.ones(3)),
-    "compressed": lambda group: group.all_reduce(np.ones(3, np.float32), compression="int8"),
     "allocate_buffer": lambda group: group.allocate_buffer(3),
     "barrier": lambda group: group.barrier(),
     "broadcast": lambda group: group.broadcast(np.ones(3), 1),
