@@ -9,8 +9,8 @@ Invariant: A backward pass is refused before the optimizer is prepared: its grad
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Final, NoReturn
 
 import accelerate
@@ -24,10 +24,9 @@ from torch.utils.data import DataLoader
 from psdist.compression import Codec
 from psdist.errors import InvalidArgumentError
 from psdist.hf.data_order import ReplayedSampler, follow_epochs, replay
-from psdist.process_group import mark_iteration, open_collectives
+from psdist.process_group import frameworks
 from psdist.torch import DistributedOptimizer, LeasedDataLoader
 from psdist.torch.leased_loader import is_divided
-from psdist.torch.optimizer import parameters_of
 from psdist.torch.values import share_fixed
 
 logger = logging.getLogger("psdist")
@@ -155,17 +154,13 @@ class Accelerator(accelerate.Accelerator):
                 "and its optimizer to prepare()"
             )
         if not self._is_in_step:
-            mark_iteration(optimizers[0].context)
+            frameworks.mark_iteration(optimizers[0].context)
         self._is_in_step = not self.sync_gradients
         super().backward(loss, **keywords)
 
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which backward passes only accumulate gradients."""
-        with ExitStack() as stack:
-            for optimizer in self.distributed_optimizers:
-                stack.enter_context(optimizer.no_sync())
-            yield
+        return frameworks.no_sync(self.distributed_optimizers)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor | None:
         """Check that the servers clip to ``max_norm``. The result is None: the norm of the mean is on the servers.
@@ -198,16 +193,16 @@ class Accelerator(accelerate.Accelerator):
     def _distributed(self, optimizer: torch.optim.Optimizer, models: list[nn.Module]) -> DistributedOptimizer:
         if isinstance(optimizer, DistributedOptimizer):
             return optimizer
-        open_collectives()
-        count = len(self.distributed_optimizers)
-        made = DistributedOptimizer(
-            _model_of(optimizer, models),
-            optimizer,
-            compression=self._compression,
-            max_grad_norm=self._max_grad_norm,
-            name=f"{self._set_name}-{count}" if count else self._set_name,
-            overlap=self.scaler is None,
-        )
+        if not (found := frameworks.models_of(optimizer, models)):
+            raise InvalidArgumentError(
+                f"the parameters of this {type(optimizer).__name__} are in no model that was given to prepare(): "
+                "prepare the model in the same call, or before. For an optimizer over several models make one "
+                "optimizer for each"
+            )
+        made = frameworks.serve(
+            found[0], optimizer, compression=self._compression, max_grad_norm=self._max_grad_norm,
+            name=self._set_name, number=len(self.distributed_optimizers), is_scaled=self.scaler is not None,
+        )  # fmt: skip
         if made.handle.step:
             logger.warning(
                 "this run resumes at step %d: let the script skip the batches that it has trained with, by "
@@ -248,14 +243,3 @@ def check_distributed(accelerator: accelerate.Accelerator) -> None:
 
 def _is_optimizer(found: Any) -> bool:
     return isinstance(found, torch.optim.Optimizer) and not isinstance(found, AcceleratedOptimizer)
-
-
-def _model_of(optimizer: torch.optim.Optimizer, models: list[nn.Module]) -> nn.Module:
-    wanted = set(map(id, parameters_of(optimizer) or ()))
-    for model in models:
-        if wanted <= set(map(id, model.parameters())):
-            return model
-    raise InvalidArgumentError(
-        f"the parameters of this {type(optimizer).__name__} are in no model that was given to prepare(): prepare the "
-        "model in the same call, or before. For an optimizer over several models make one optimizer for each"
-    )

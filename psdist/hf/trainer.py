@@ -17,12 +17,12 @@ from typing import Any, NoReturn
 
 import torch
 import transformers
-from torch.optim import lr_scheduler
 
 from psdist.compression import Codec
 from psdist.errors import InvalidArgumentError
 from psdist.hf.accelerator import adopt
-from psdist.process_group import mark_iteration, open_collectives, refuse, save_run
+from psdist.process_group.frameworks import is_stepped, mark_iteration, refuse, save_run, serve
+from psdist.process_group.group import open_collectives
 from psdist.torch import DistributedOptimizer
 
 logger = logging.getLogger("psdist")
@@ -103,16 +103,10 @@ class Trainer(transformers.Trainer):
             self.accelerator.rng_types = []
         self.create_optimizer_and_scheduler(max_steps)
         self._created_lr_scheduler = False  # Otherwise Transformers would create another.
-        self._distributed = self.optimizer = DistributedOptimizer(
-            self.model,
-            self.optimizer,
-            self.lr_scheduler if _is_stepped(self.lr_scheduler) else None,
-            compression=self._compression,
-            max_grad_norm=self.args.max_grad_norm or None,
-            name=self._set_name,
-            # A GradScaler may skip the step, which is known only after the backward pass.
-            overlap=not self.args.fp16,
-        )
+        self._distributed = self.optimizer = serve(
+            self.model, self.optimizer, self.lr_scheduler, compression=self._compression,
+            max_grad_norm=self.args.max_grad_norm or None, name=self._set_name, is_scaled=self.args.fp16,
+        )  # fmt: skip
 
     # --- a step ---
 
@@ -130,11 +124,8 @@ class Trainer(transformers.Trainer):
         assert self._distributed is not None
         mark_iteration(self._distributed.context)
         saves, self._saves = self._saves, False
-        if saves and not save_run(self._distributed.context) and self.is_world_process_zero():
-            logger.warning(
-                "the run has no storage, so checkpoints lack the optimizer's state and cannot be resumed from: "
-                "start the script with 'psdist run', or set save_only_model=True"
-            )
+        if saves:
+            save_run(self._distributed.context, "set save_only_model=True")
 
     def _clip_grad_norm(self, model: Any) -> None:
         """Leave clipping to the servers."""
@@ -159,7 +150,7 @@ class Trainer(transformers.Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load nothing if the run has restored the optimizer and moved the scheduler to its step."""
-        if not _is_stepped(self.lr_scheduler) and self._first_step == self.state.global_step:
+        if not is_stepped(self.lr_scheduler) and self._first_step == self.state.global_step:
             super()._load_optimizer_and_scheduler(checkpoint)
 
     # --- refusals ---
@@ -203,8 +194,3 @@ def check_arguments(arguments: transformers.TrainingArguments) -> None:
         f"this process sees {arguments.n_gpu} GPUs, and would use torch's DataParallel: start the script with "
         f"'psdist run --nproc-per-node {arguments.n_gpu}', or let CUDA_VISIBLE_DEVICES name one",
     )
-
-
-def _is_stepped(scheduler: Any) -> bool:
-    """True if the scheduler advances with each step, so that it can be moved to any step."""
-    return isinstance(scheduler, lr_scheduler.LRScheduler) and not isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)

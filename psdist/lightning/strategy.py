@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, NoReturn
 
 import torch
@@ -25,7 +25,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.data import _update_dataloader
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
-from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset
 
 from psdist.client.context import init, is_open
@@ -33,15 +32,8 @@ from psdist.client.process.other_processes import torch_group_size
 from psdist.compression import Codec
 from psdist.errors import InvalidArgumentError
 from psdist.lightning.shares import SharedSampler
-from psdist.process_group import (
-    broadcast_value,
-    is_launched,
-    mark_iteration,
-    open_collectives,
-    refuse,
-    save_run,
-    start,
-)
+from psdist.process_group import broadcast_value, frameworks, is_launched, start
+from psdist.process_group.frameworks import refuse
 from psdist.settings.other_launchers import check_alone
 from psdist.torch import DistributedOptimizer
 from psdist.torch.leased_loader import follows_generator, is_divided
@@ -202,32 +194,26 @@ class PsdistStrategy(ParallelStrategy):
             "step them in training_step",
         )
         clips = self._clipping_of(trainer, module)
-        open_collectives()
         schedulers = {
             config.scheduler.optimizer: config.scheduler
             for config in self.lr_scheduler_configs
             if module.automatic_optimization
             and config.interval == "step"
             and config.frequency == 1
-            and isinstance(config.scheduler, lr_scheduler.LRScheduler)
-            and not isinstance(config.scheduler, lr_scheduler.ReduceLROnPlateau)
+            and frameworks.is_stepped(config.scheduler)
         }
-        made = []
-        for number, optimizer in enumerate(self.optimizers):
-            if not isinstance(optimizer, DistributedOptimizer):
-                optimizer = DistributedOptimizer(
-                    _part_of(module, optimizer),
-                    optimizer,
-                    schedulers.get(optimizer),
-                    compression=self._compression,
-                    max_grad_norm=clips,
-                    name=f"{self._name}-{number}" if number else self._name,
-                    overlap=getattr(self.precision_plugin, "scaler", None) is None,
-                )
-            made.append(optimizer)
-        self._distributed = made
-        self._behind = {id(one): one.handle.step for one in made}
-        self.optimizers = list(made)
+        self._distributed = [
+            optimizer
+            if isinstance(optimizer, DistributedOptimizer)
+            else frameworks.serve(
+                _part_of(module, optimizer), optimizer, schedulers.get(optimizer),
+                compression=self._compression, max_grad_norm=clips, name=self._name, number=number,
+                is_scaled=getattr(self.precision_plugin, "scaler", None) is not None,
+            )
+            for number, optimizer in enumerate(self.optimizers)
+        ]  # fmt: skip
+        self._behind = {id(one): one.handle.step for one in self._distributed}
+        self.optimizers = list(self._distributed)
 
     def _clipping_of(self, trainer: LightningTrainer, module: LightningModule) -> float | None:
         if not module.automatic_optimization:
@@ -257,21 +243,15 @@ class PsdistStrategy(ParallelStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Record that the validation after the last step, if any, is over."""
         if self._distributed:
-            mark_iteration(self._distributed[0].context)
+            frameworks.mark_iteration(self._distributed[0].context)
 
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backward passes only accumulate gradients."""
-        with ExitStack() as stack:
-            for optimizer in self._distributed:
-                stack.enter_context(optimizer.no_sync())
-            yield
+        return frameworks.no_sync(self._distributed)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *arguments: Any, **keywords: Any) -> Tensor:
         """Run the backward pass."""
-        with ExitStack() as stack:
-            if any(self._behind.values()):
-                stack.enter_context(self.block_backward_sync())
+        with self.block_backward_sync() if any(self._behind.values()) else nullcontext():
             return super().backward(closure_loss, optimizer, *arguments, **keywords)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **keywords: Any) -> Any:
@@ -295,11 +275,7 @@ class PsdistStrategy(ParallelStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if "optimizer_states" not in checkpoint or not self._distributed:
             return
-        if not save_run(self._distributed[0].context) and self.is_global_zero:
-            logger.warning(
-                "the run has no storage, so this checkpoint is without the optimizer's state and cannot be resumed "
-                "from: start the script with 'psdist run', or use ModelCheckpoint(save_weights_only=True)"
-            )
+        frameworks.save_run(self._distributed[0].context, "use ModelCheckpoint(save_weights_only=True)")
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Find out how far the run is ahead of the checkpoint. Raises InvalidArgumentError if it is behind it."""
@@ -339,9 +315,7 @@ class PsdistStrategy(ParallelStrategy):
 
 def _part_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
     """Return the smallest part of the module that has the optimizer's parameters."""
-    wanted = set(map(id, parameters_of(optimizer) or ()))
-    parts = [part for part in module.modules() if wanted <= set(map(id, part.parameters()))]
-    if not parts:
+    if not (parts := frameworks.models_of(optimizer, module.modules())):
         raise InvalidArgumentError(
             f"this {type(optimizer).__name__} has parameters that are not the module's: assign their layers to "
             "attributes of the LightningModule"
