@@ -7,23 +7,20 @@ Invariant: All workers get the same bytes. Scripts that start with equal paramet
 
 from __future__ import annotations
 
-import logging
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from numpy.typing import NDArray
 
 from psdist.client.context import Context, init
+from psdist.client.means import ScriptWeights, push_finite
 from psdist.client.sync_client import Client
 from psdist.compression import Codec
-from psdist.consistency import BSP, Reduction, with_reduction
-from psdist.errors import FencedError, InvalidArgumentError, LateWorkerError, NonFiniteGradientError
+from psdist.consistency import Reduction
+from psdist.errors import InvalidArgumentError
 from psdist.jax.trees import TreeForm
-from psdist.optim import Mean
 
-logger = logging.getLogger("psdist")
-
+_WEIGHTS: Final = ScriptWeights("psdist.jax.average", "psdist.jax.parameters")
 #: Tensor that is above 0 if gradients of any worker are not finite. No leaf's name begins with a dot.
 _OVERFLOWS: Final = ".overflows"
 
@@ -36,50 +33,27 @@ class _Averager:
     ) -> None:
         self.form = form
         self.settings = reduction, compression
-        mode = with_reduction(BSP(), reduction)
-        if context.client.joins_late(name):
-            raise LateWorkerError(
-                f"this worker started, or restarted, when {name!r} was in use: only the scripts of psdist.jax.average "
-                "hold the weights, so no worker can join them, and the others continue without this one. To train "
-                "with all workers stop the run and start it again from a checkpoint of the script; "
-                "psdist.jax.parameters keeps the weights on the servers, and takes workers back"
-            )
         zeros = {key: np.zeros(shape, form.master_dtype) for key, shape in zip(form.names, form.shapes, strict=True)}
         zeros[_OVERFLOWS] = np.zeros(1, np.float32)
-        self.handle = context.client.parameters(
-            name, zeros, Mean(), mode, compression=compression, on_drop="ignore", master_dtype=form.master_dtype
-        )
-        if self.handle.restored:
-            logger.warning(
-                "%r resumes from snapshot %s, which contains neither weights nor optimizer of a script that uses "
-                "psdist.jax.average: both start with the script's current values. Load the script's own checkpoint, "
-                "or use psdist.jax.parameters, whose runs resume from snapshots",
-                name, self.handle.restored,
-            )  # fmt: skip
+        self.handle = _WEIGHTS.open(
+            context.client, name, zeros, reduction=reduction, compression=compression,
+            master_dtype=form.master_dtype, on_drop="ignore",
+        )  # fmt: skip
         self._dropped = self.handle.statistics().dropped
 
     def average(self, tree: Any, form: TreeForm, weight: float) -> Any:
         """Return the mean of all workers' trees. form: that of ``tree``."""
-        arrays = self.form.arrays(tree, "average")
-        answer = self._push_pull(arrays, weight)
+        arrays = self.form.arrays(tree, "average") | {_OVERFLOWS: np.zeros(1, np.float32)}
+
+        def clear() -> None:
+            arrays.update({key: np.full_like(array, key == _OVERFLOWS) for key, array in arrays.items()})
+
+        answer = push_finite(lambda: self.handle.push_pull(arrays, copy=False, weight=weight), clear)
         if self.handle.statistics().dropped > self._dropped:
-            raise FencedError(
-                "this worker was expelled, and the others made a step without it: its weights differ from theirs now. "
-                "Stop the run and start it again from a checkpoint, or use psdist.jax.parameters, whose weights are on "
-                "the servers"
-            )
+            raise _WEIGHTS.expelled()
         if answer[_OVERFLOWS][0] > 0:
             answer = {name: np.full_like(array, np.nan) for name, array in answer.items()}
         return self.form.tree(answer, like=form)
-
-    def _push_pull(self, arrays: dict[str, NDArray[Any]], weight: float) -> dict[str, NDArray[Any]]:
-        flag = np.zeros(1, np.float32)
-        try:
-            return self.handle.push_pull(arrays | {_OVERFLOWS: flag}, copy=False, weight=weight)
-        except NonFiniteGradientError:
-            flag[0] = 1.0
-        zeros = {name: np.zeros_like(array) for name, array in arrays.items()}
-        return self.handle.push_pull(zeros | {_OVERFLOWS: flag}, copy=False, weight=weight)
 
 
 _averagers: WeakKeyDictionary[Client, dict[str, _Averager]] = WeakKeyDictionary()

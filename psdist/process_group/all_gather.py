@@ -1,4 +1,4 @@
-"""All-gather of bytes through a parameter set whose optimizer is a mean, and broadcasts of plain values by it, as JSON.
+"""All-gather of bytes through a ``ServerMean``, and broadcasts of plain values by it, as JSON.
 
 Each worker pushes its bytes into its own place and zeros elsewhere, so the mean is each worker's bytes divided by the
 number of contributions. A flag per worker travels in each slice. It gives this number, which differs between slices
@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from psdist.client.sync_client import Client, Parameters
+from psdist.client.means import ServerMean
+from psdist.client.sync_client import Client
 from psdist.errors import InvalidArgumentError, LimitExceededError
-from psdist.optim import Mean
 from psdist.types import SLICE_ELEMENTS_MIN
 from psdist.wire.limits import COLLECTIVE_BYTES_MAX, COLLECTIVE_WORKERS_MAX, VALUE_BYTES_MAX
 
@@ -91,15 +91,14 @@ class _Slices:
         self.bytes = 2 * self._words * count
         self._sent = np.zeros((count, _SLICE), np.float32)
         self._sent[:, rank] = 1.0
-        self._handle: Parameters = client.parameters(
-            name, {_TENSOR: self._sent.ravel()}, Mean(), slice_elements=_SLICE, on_drop="raise"
-        )
+        self._mean = ServerMean(client, name, on_drop="raise", slice_elements=_SLICE)
+        self._mean.open({_TENSOR: self._sent.ravel()})
 
     def exchange(self, part: bytes) -> list[bytes | None]:
         """Return each rank's part, filled with zeros to ``bytes``."""
         words = np.frombuffer(part.ljust(self.bytes, b"\0"), "<u2").reshape(-1, self._words)
         self._sent[:, self._place(self._rank)] = words
-        means = self._handle.push_pull({_TENSOR: self._sent.ravel()}, copy=False)[_TENSOR].reshape(self._sent.shape)
+        means = self._mean.exchange({_TENSOR: self._sent.ravel()})[_TENSOR].reshape(self._sent.shape)
         contributions = np.rint(1.0 / means[:, : self._world_size].max(axis=1, keepdims=True))
         return [self._part(means, contributions, rank) for rank in range(self._world_size)]
 

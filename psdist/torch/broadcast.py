@@ -1,7 +1,7 @@
 """Broadcast of tensors from one worker to all others.
 
-The tensors travel through a parameter set whose optimizer is a mean. Only the source's push has a weight, so the mean
-equals the source's values. Every step replaces all values, so a snapshot of such a set is never used.
+The tensors travel through a ``ServerMean``. Only the source's push has a weight, so the mean equals the source's
+values. Every step replaces all values, so a snapshot of such a set is never used.
 
 Not here: initial values of workers that join later or of a resumed run (``values.share_fixed``).
 """
@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from psdist.client.context import Context
+from psdist.client.means import ServerMean
 from psdist.client.session.membership import unless_dropped
 from psdist.client.sync_client import Bucket, Client
-from psdist.optim import Mean
-from psdist.torch.averaging.rank_numbers import RANKS, RankNumbers
 from psdist.torch.values import take_finite, to_finite
 
+#: Number of ranks that can be told apart.
+_RANKS: Final = 4096
 #: Tensor with the number of the step that its values belong to. A step without a source repeats an earlier number.
 _STEP: Final = "psdist/step"
 #: Step numbers wrap here. float32 represents all smaller integers exactly.
@@ -39,7 +40,7 @@ class TensorBroadcast:
     def __init__(self, client: Client, name: str, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
         self._all = tensors
         found = self._tensors()
-        self._handle = client.parameters(name, _values(found, 0), Mean()) if found else None
+        self._handle = ServerMean(client, name).open(_values(found, 0)) if found else None
         self._dropped = 0
         #: Latest values that the source sent without waiting.
         self._sent: Bucket | None = None
@@ -91,12 +92,14 @@ class LowestRank:
     """
 
     def __init__(self, context: Context, name: str) -> None:
-        self._mine = context.rank % RANKS
-        self._numbers = RankNumbers(context, name)
+        self._mine = context.rank % _RANKS
+        self._ranks = ServerMean(context.client, name)
         self._lowest = self._find()
 
     def _find(self) -> int:
-        return min(self._numbers.exchange(1))
+        taking_part = np.zeros(_RANKS, np.float32)
+        taking_part[self._mine] = 1.0
+        return int(np.flatnonzero(self._ranks.exchange({"ranks": taking_part})["ranks"])[0])
 
     def send(self, broadcast: TensorBroadcast, *, waits: bool = True) -> None:
         """Broadcast the values of the worker with the lowest rank. waits: as for ``TensorBroadcast.send``."""

@@ -12,7 +12,6 @@ do not contain the weights. Use ``DistributedOptimizer`` for that.
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,25 +23,18 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from psdist.client.context import Context, init
-from psdist.client.sync_client import Client, Parameters
+from psdist.client.means import ScriptWeights
 from psdist.compression import Codec
-from psdist.consistency import BSP, Reduction, with_reduction
-from psdist.errors import FencedError, InvalidArgumentError, LateWorkerError
-from psdist.optim import Mean
-from psdist.torch.averaging.mean_losses import MeanLosses
+from psdist.consistency import Reduction
+from psdist.errors import InvalidArgumentError
+from psdist.torch.averaging import OVERFLOWS, USED, MeanLosses, fill_with_nan, gradient_zeros, set_gradient
 from psdist.torch.broadcast import LowestRank, TensorBroadcast
 from psdist.torch.gradients import GradientStream, bucket_bytes_of, check_free
 from psdist.torch.guards import AveragedGradients
 from psdist.torch.inspection import ModelParameters, ModelTensors, inspect
 from psdist.torch.uneven_inputs import UnevenBatches, UnevenInputs
-from psdist.torch.values import as_real, write_into
 
-logger = logging.getLogger("psdist")
-
-#: Tensor with 1 for each parameter that got a gradient.
-_USED: Final = "psdist/used"
-#: Tensor that is above 0 if gradients of any worker are not finite.
-_OVERFLOWS: Final = "psdist/overflows"
+_WEIGHTS: Final = ScriptWeights("psdist.torch.DistributedDataParallel", "psdist.torch.DistributedOptimizer")
 _AFTER_FAILURE: Final = (
     "After a failed pass this worker cannot continue, because the others make a step that it did not: stop the run, "
     "and start it again from a checkpoint"
@@ -214,17 +206,16 @@ class DistributedDataParallel(UnevenBatches, DDPAttributes):
         #: This script's place in its run.
         self.context = init() if context is None else context
         client = self.context.client
-        check_in_time(client, name)
         self._trained = tensors.trained
         self._may_miss = find_unused_parameters or static_graph
-        shapes = _zeros(tensors)
-        flags = _flags(len(shapes) if self._may_miss else 0)
+        flags = {OVERFLOWS: np.zeros(1, np.float32)}
+        if self._may_miss:
+            flags[USED] = np.zeros(len(tensors.trained), np.float32)
         #: Parameter set of the gradients, for its ``step`` and ``statistics()``.
-        self.handle = client.parameters(
-            name, shapes | flags, Mean(), with_reduction(BSP(), reduction), compression=compression,
-            master_dtype=tensors.master_dtype,
+        self.handle = _WEIGHTS.open(
+            client, name, gradient_zeros(tensors.trained, tensors.master_dtype) | flags,
+            reduction=reduction, compression=compression, master_dtype=tensors.master_dtype,
         )  # fmt: skip
-        _warn_of_resume(self.handle)
         #: Source of the initial values and of the buffers. A resumed run needs it, too: a snapshot holds the values of
         #: the run's start, and the script those of its checkpoint.
         self._lowest_rank = LowestRank(self.context, f"{name}/ranks")
@@ -238,7 +229,7 @@ class DistributedDataParallel(UnevenBatches, DDPAttributes):
         self._begin_step = torch.compiler.disable(self._begin)  # type: ignore[no-untyped-call]  # torch: untyped
         self._stream = GradientStream(
             self.handle, tensors.trained, bucket_bytes, self._on_begin,
-            as_views=gradient_as_bucket_view, others=flags, overflows=_OVERFLOWS, after_failure=_AFTER_FAILURE,
+            as_views=gradient_as_bucket_view, others=flags, overflows=OVERFLOWS, after_failure=_AFTER_FAILURE,
         )  # fmt: skip
         self._stream.listen()
         self._averaged = AveragedGradients(tensors.trained) if self.context.world_size > 1 else None
@@ -356,7 +347,7 @@ class DistributedDataParallel(UnevenBatches, DDPAttributes):
                 "module itself, in training mode and outside no_sync()"
             )
         self._parameters_then.check()
-        self._stream.buffers[_OVERFLOWS].zero_()
+        self._stream.buffers[OVERFLOWS].zero_()
         # Called at the end of the running backward pass. torch's own classes use the same queue.
         torch.autograd.Variable._execution_engine.queue_callback(self._reduce)
 
@@ -371,75 +362,30 @@ class DistributedDataParallel(UnevenBatches, DDPAttributes):
             )
         if self._may_miss:
             used = torch.tensor([name not in missing for name in self._trained])
-            self._stream.buffers[_USED].copy_(used)
+            self._stream.buffers[USED].copy_(used)
         # The answers' arrays stay valid until the next step starts.
         held: dict[str, NDArray[Any]] = {}
 
         def write(means: Mapping[str, NDArray[Any]]) -> None:
             for name, mean in means.items():
-                if name in missing or name in (_USED, _OVERFLOWS):
+                if name in missing or name in (USED, OVERFLOWS):
                     held[name] = mean
                 else:
-                    _set_gradient(self._trained[name], mean)
+                    set_gradient(self._trained[name], mean)
 
         self._stream.complete()
         if not self._stream.collect(write):
-            raise FencedError(
-                "this worker was expelled, and the others made a step without it: its model differs from theirs now. "
-                "Stop the run and start it again from a checkpoint, or use psdist.torch.DistributedOptimizer, whose "
-                "weights are on the servers"
-            )
+            raise _WEIGHTS.expelled()
         if self._join is not None:
             self._join.end_step()
         if missing:
             for number, name in enumerate(self._trained):
-                if name in missing and held[_USED][number]:
-                    _set_gradient(self._trained[name], held[name])
-        if held[_OVERFLOWS][0] > 0:
-            for parameter in self._trained.values():
-                if parameter.grad is not None:
-                    parameter.grad.detach().fill_(np.nan)
+                if name in missing and held[USED][number]:
+                    set_gradient(self._trained[name], held[name])
+        if held[OVERFLOWS][0] > 0:
+            fill_with_nan(self._trained.values())
         if self._averaged is not None:
             self._averaged.on_average()
-
-
-def _zeros(tensors: ModelTensors) -> dict[str, NDArray[Any]]:
-    """Return the initial values of the parameter set of the gradients, without those of its flags."""
-    return {key: np.zeros(tuple(as_real(one).shape), tensors.master_dtype) for key, one in tensors.trained.items()}
-
-
-def _flags(used: int) -> dict[str, NDArray[np.float32]]:
-    """Return the initial values of the flags. used: number of parameters that a pass may miss."""
-    flags = {_OVERFLOWS: np.zeros(1, np.float32)}
-    return {**flags, _USED: np.zeros(used, np.float32)} if used else flags
-
-
-def _set_gradient(parameter: nn.Parameter, mean: NDArray[Any]) -> None:
-    if parameter.grad is None or parameter.grad.layout is not torch.strided:
-        parameter.grad = torch.empty_like(parameter)
-    write_into(parameter.grad, mean)
-
-
-def check_in_time(client: Client, name: str) -> None:
-    """Raise LateWorkerError if others already train with the parameter set: only they hold the weights."""
-    if client.joins_late(name):
-        raise LateWorkerError(
-            f"this worker started, or restarted, when {name!r} was in use: only the workers of a "
-            "DistributedDataParallel hold its weights, so no worker can join them, and the others continue without "
-            "this one. To train with all workers stop the run and start it again from a checkpoint of the script; a "
-            "script that has opened its context again gives the new model another name=. "
-            "psdist.torch.DistributedOptimizer keeps its weights on the servers, and takes workers back"
-        )
-
-
-def _warn_of_resume(handle: Parameters) -> None:
-    if handle.restored:
-        logger.warning(
-            "%r resumes from snapshot %s, which contains neither weights nor optimizer of a DistributedDataParallel: "
-            "both start with the script's current values. Load the script's own checkpoint before wrapping the model, "
-            "or use psdist.torch.DistributedOptimizer, whose runs resume from snapshots",
-            handle.name, handle.restored,
-        )  # fmt: skip
 
 
 def check_unsupported(given: Mapping[str, Any]) -> None:

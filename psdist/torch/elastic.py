@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
-import ml_dtypes
 import numpy as np
 import safetensors
 import safetensors.torch
@@ -32,6 +31,7 @@ from psdist.collectives import SILENCE_SECONDS
 from psdist.collectives.elastic import ElasticSteps, StepArrays
 from psdist.collectives.group import AsyncWorkerGroup
 from psdist.errors import DTypeMismatchError, InvalidArgumentError, ShapeMismatchError
+from psdist.torch.values import as_array
 
 #: Tensor that holds the JSON text.
 _TEXT: Final = "psdist/json"
@@ -312,7 +312,7 @@ class _Vectors:
         means = len(self._given)
         self._given += [one.detach().cpu().contiguous().reshape(-1).clone() for one in self._buffers]
         self._out = [torch.empty_like(one) for one in self._given]
-        given, out = (list(map(_as_array, vectors)) for vectors in (self._given, self._out))
+        given, out = (list(map(as_array, vectors)) for vectors in (self._given, self._out))
         self.arrays = StepArrays(given, out, means)
 
     @staticmethod
@@ -340,10 +340,3 @@ class _Vectors:
                 parameter.grad.copy_(part.view_as(parameter))
         for buffer, result in zip(self._buffers, self._out[self.arrays.means :], strict=True):
             buffer.copy_(result.view_as(buffer))
-
-
-def _as_array(vector: Tensor) -> NDArray[Any]:
-    """Return the memory of a contiguous tensor."""
-    if vector.dtype == torch.bfloat16:
-        return vector.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return vector.numpy()

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
+from psdist.client.means import push_finite
 from psdist.client.session.membership import unless_dropped
 from psdist.client.sync_client import Bucket, Parameters
 from psdist.errors import (
@@ -228,7 +229,7 @@ class GradientStream:
             if self._as_views:
                 view = self._views[number] = separate_kept(view, self.buffers[self._names[number]], self.name)
             with torch.no_grad():
-                view.copy_(as_real(gradient.to_dense() if gradient.layout is not torch.strided else gradient))
+                view.copy_(as_real(dense(gradient)))
             if self._as_views and parameter.device == view.device and parameter.dtype == view.dtype:
                 gradient = parameter.grad = view
         self._step.taken[number] = gradient, 0 if gradient is None else gradient._version
@@ -250,16 +251,19 @@ class GradientStream:
         self._step.given.update(numbers)
 
     def _push_pull_async(self, numbers: tuple[int, ...]) -> Bucket:
-        names = [self._names[number] for number in numbers]
-        try:
+        names, flag = [self._names[number] for number in numbers], self._overflows
+
+        def push() -> Bucket:
             return self._handle.push_pull_async(names, self._step.weight, self._absent(numbers))
-        except NonFiniteGradientError:
-            if self._overflows is None:
-                raise
-        for name in names:
-            self.buffers[name].zero_()
-        self.buffers[self._overflows].fill_(1.0)
-        return self._handle.push_pull_async(names, self._step.weight)
+
+        if flag is None:
+            return push()
+
+        def clear() -> None:
+            for name in (*names, flag):
+                self.buffers[name].fill_(float(name == flag))
+
+        return push_finite(push, clear)
 
     def _absent(self, numbers: Iterable[int]) -> list[str]:
         """Return the names of those tensors that the servers skip if no other worker has a gradient for them."""
@@ -467,6 +471,11 @@ def gradient_memory(handle: Parameters, device: torch.device) -> tuple[dict[str,
     if arrays is None:
         arrays = handle.gradient_buffers(is_checked=False)
     return arrays, {name: as_tensor(array) for name, array in arrays.items()}
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """Return a gradient without its sparse layout."""
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
 
 def cuda_number(device: torch.device) -> int | None:

@@ -26,14 +26,14 @@ from psdist.compression import Codec
 from psdist.consistency import BSP, Consistency, Reduction, with_reduction
 from psdist.errors import InvalidArgumentError
 from psdist.optim import MEANS_SUFFIX, Constant, Optimizer, group_of
+from psdist.torch.averaging import LossScale, MeanGradients
 from psdist.torch.broadcast import TensorBroadcast
-from psdist.torch.clipping import MeanClipping, MeanGradients
+from psdist.torch.clipping import MeanClipping
 from psdist.torch.conversion import convert_settings, end_factors, schedule_or_none
 from psdist.torch.gradients import GradientStream, bucket_bytes_of, check_free
 from psdist.torch.guards import InnerOptimizer, WrappedName
 from psdist.torch.inspection import ModelTensors, inspect, merge_shared
 from psdist.torch.kept_buffers import KeptBuffers
-from psdist.torch.loss_scale import LossScale
 from psdist.torch.optimizer_state import KEY, has_settings_alone
 from psdist.torch.overlap import Overlap, OverlapChoice, OverlapProbe, check_overlap
 from psdist.torch.rates import LearningRates, check_scheduler, shown_settings

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 
 from psdist.client.context import Context
+from psdist.client.means import ServerMean
 from psdist.errors import InvalidArgumentError, UnevenInputsError
-from psdist.optim import Mean
 from psdist.torch.gradients import GradientStream
 
 _TENSOR: Final = "has_batch"
-#: Tensor that reports a scaled loss: the step then starts with another small one, see ``loss_scale``.
+#: Tensor that reports a scaled loss: the step then starts with another small one, see ``LossScale``.
 _SCALED: Final = "is_scaled"
 #: Tensor that reports writes to the weights after the model's last step.
 _WRITTEN: Final = "has_written"
@@ -67,7 +67,8 @@ class UnevenInputs:
         self._flags = np.zeros(context.world_size, np.float32)
         self._scaled, self._written = np.zeros(1, np.float32), np.zeros(1, np.float32)
         self._values = {_TENSOR: self._flags, _SCALED: self._scaled, _WRITTEN: self._written}
-        self._handle = context.client.parameters(name, self._values, Mean())
+        self._mean = ServerMean(context.client, name)
+        self._mean.open(self._values)
         self._is_begun = False
         #: True if workers scale the loss of this step.
         self.is_scaled = False
@@ -125,7 +126,7 @@ class UnevenInputs:
     def _tell(self, *, has_batch: bool) -> tuple[frozenset[int], bool]:
         """Return the ranks that have a batch, and whether they are all workers."""
         self._flags[self._rank % len(self._flags)] = has_batch
-        answer = self._handle.push_pull(self._values, copy=False)
+        answer = self._mean.exchange(self._values)
         self.has_written = bool(answer[_WRITTEN][0] > 0)
         means, self.is_scaled = answer[_TENSOR], bool(answer[_SCALED][0] > 0)
         # Each worker adds 1 divided by their number.

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from psdist.errors import InvalidArgumentError
-from psdist.torch.averaging.mean_losses import MeanLosses
+from psdist.torch.averaging import MeanLosses
 
 
 class Other:
@@ -21,7 +21,7 @@ class Other:
     def __init__(self, loss: float, invalid: float = 0.0) -> None:
         self.loss, self.invalid = loss, invalid
 
-    def push_pull(self, values: dict[str, Any]) -> dict[str, Any]:
+    def push_pull(self, values: dict[str, Any], **_: Any) -> dict[str, Any]:
         return {"loss": (values["loss"] + self.loss) / 2, "invalid": (values["invalid"] + self.invalid) / 2}
 
 

@@ -1,1 +1,0 @@
-"""Small exchanges beside a model's gradients: numbers of ranks, and losses."""
