@@ -314,6 +314,11 @@ class ParametersMember:
     first_push: int = 0
 
     @property
+    def identity(self) -> tuple[str, int]:
+        """The worker's id and incarnation."""
+        return self.worker_id, self.incarnation
+
+    @property
     def producer(self) -> tuple[str, int]:
         """Name of the worker's push sequence in duplicate tables: worker id, and origin of the sequence."""
         return self.worker_id, self.origin or self.incarnation
@@ -467,6 +472,11 @@ class WorkerEntry:
     rank: int
     #: host:port of its connections from other workers; empty if it accepts none.
     address: str = ""
+
+    @property
+    def identity(self) -> tuple[str, int]:
+        """The worker's id and incarnation."""
+        return self.worker_id, self.incarnation
 
 
 @dataclass(frozen=True)

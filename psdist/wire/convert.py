@@ -50,7 +50,8 @@ from psdist.wire import limits
 M = TypeVar("M", bound=Message)
 D = TypeVar("D")
 _Convert = Callable[[Any], Any]
-_Conversions = tuple[_Convert, _Convert]
+#: To the wire, and back. None if the value is the same there, or does not travel that way.
+_Conversions = tuple[_Convert | None, _Convert | None]
 #: Messages of ServerService that carry the sender's identity.
 HasIdentity = (
     server_pb2.PushHeader
@@ -95,11 +96,11 @@ _NON_FINITE_FROM_PROTO: Final = {pb.NON_FINITE_POLICY_UNSPECIFIED: "reject"} | {
 
 
 #: Conversions of values that are fields of messages, to the wire and back, by the full name of their type on the wire.
-_TYPES: Final[dict[str, tuple[_Convert | None, _Convert]]] = {}
+_TYPES: Final[dict[str, _Conversions]] = {}
 
 
-def register(kind: Any, to_proto: _Convert | None, from_proto: _Convert) -> None:
-    """Convert fields whose type is this message or enum by these functions. to_proto: None if it is only received."""
+def register(kind: Any, to_proto: _Convert | None, from_proto: _Convert | None) -> None:
+    """Convert fields whose type is this message or enum by these functions. None: it does not travel that way."""
     _TYPES[kind.DESCRIPTOR.full_name] = to_proto, from_proto
 
 

@@ -107,7 +107,7 @@ class Leasing:
         mine = [lease_id for lease_id, (holder, _, _) in self.out.items() if holder == member]
         lost = mine[-1:] if forgets and not done else []
         known = tuple(lease_id for lease_id in mine if lease_id not in lost)
-        given = self._ask(ev.LeaseRange, member, NAME, known if done else (), () if done else known)
+        given = self._ask(ev.LeaseRange, member, NAME, known if done else (), held=() if done else known)
         if done:
             self._finish(known)
         assert isinstance(given, ef.RangeGiven)
@@ -118,7 +118,7 @@ class Leasing:
             assert given.lease.lease_id == lost[0], "a lease that its holder does not know of"
         else:
             self._given(member, given)
-        assert (given.repeated, given.failed) == (self.repeated, self.failed)
+        assert (given.repeated_ranges, given.failed_ranges) == (self.repeated, self.failed)
 
     def _given(self, member: Member, given: ef.RangeGiven) -> None:
         lease = given.lease
@@ -145,7 +145,7 @@ class Leasing:
         member, _, attempt = self.out[lease_id]
         done, returned = ((lease_id,), ()) if used else ((), (lease_id,))
         for _ in range(2):  # A report may arrive twice.
-            end = self._ask(ev.EndRanges, member, NAME, done, returned, (), (), returned * in_part)
+            end = self._ask(ev.EndRanges, member, NAME, done, returned=returned, used=returned * in_part)
             assert isinstance(end, ef.Done)
         if used:
             self._finish(done)
@@ -216,9 +216,9 @@ class Leasing:
 
     # --- inner --------------------------------------------------------------------------------------------------------
 
-    def _ask(self, kind: Any, member: Member, *values: Any) -> Any:
+    def _ask(self, kind: Any, member: Member, *values: Any, **named: Any) -> Any:
         call = self.driver.number()
-        self.driver.on(kind(call, caller(member), *values))
+        self.driver.on(kind(call, caller(member), *values, **named))
         return self.driver.state(call)
 
     def _standing(self) -> ef.DatasetStanding:

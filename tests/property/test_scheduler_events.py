@@ -223,7 +223,7 @@ class Scheduling(RuleBasedStateMachine):
         copies = self._copies("backups") + self._copies("filling")
         name, number, shard, replica = data.draw(st.sampled_from(copies))
         session = self.cluster.members.sessions.call_of(shard.primary.server_id)
-        self._post(ev.ReplicaUnreachable(session, name, number, shard.term, replica, "silent", shard.fill_of(replica)))
+        self._post(ev.ReplicaUnreachable(session, name, number, shard.term, replica, shard.fill_of(replica), "silent"))
 
     @precondition(lambda self: self.map.servers)
     @rule(data=st.data())

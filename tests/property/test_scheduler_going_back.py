@@ -119,7 +119,7 @@ class Run(RuleBasedStateMachine):
         worker = self.worker(rank)
         if worker is not None and worker.live:
             self.d.on(ev.OpenDataset(self.d.number(), caller(worker), DATA))
-            self.d.on(ev.LeaseRange(self.d.number(), caller(worker), "train", (), (), (), (("mlp", 0),)))
+            self.d.on(ev.LeaseRange(self.d.number(), caller(worker), "train", now=(("mlp", 0),)))
 
     # --- members ------------------------------------------------------------------------------------------------------
 

@@ -62,7 +62,7 @@ class Run:
     def unreachable(self, number: int, replica: Replica) -> None:
         shard = self.shards[number]
         session, fill = self.sessions[shard.primary.server_id], shard.fill_of(replica)
-        self.d.on(ev.ReplicaUnreachable(session, "mlp", number, shard.term, replica, "silent for 2 s", fill))
+        self.d.on(ev.ReplicaUnreachable(session, "mlp", number, shard.term, replica, fill, "silent for 2 s"))
         self.d.hear()
 
     def load(self) -> dict[str, tuple[int, int]]:

@@ -57,7 +57,7 @@ def lease(d: SnapshotDriver, worker: Member, now: int, done: dict[int, int] | No
     done = done or {}
     at = tuple((("mlp", number),) for number in done.values())
     call = d.number()
-    d.on(ev.LeaseRange(call, caller(worker), "train", tuple(done), (), at, (("mlp", now),)))
+    d.on(ev.LeaseRange(call, caller(worker), "train", tuple(done), at, (("mlp", now),)))
     answer: ef.RangeGiven = d.state(call)
     return answer
 

@@ -15,7 +15,7 @@ from psdist_scheduler.decide.cluster_events import AlignReported
 from psdist_scheduler.decide.cluster_state import Member, StoredState
 from psdist_scheduler.decide.effects import AlignCommand
 from psdist_scheduler.decide.snapshot_attempt import Attempt
-from tests.support.scheduler_driver import Driver
+from tests.support.scheduler_driver import Driver, caller
 
 DIGEST = "0" * 32
 
@@ -75,8 +75,8 @@ class SnapshotDriver(Driver):
     def save(self, worker: Member | None = None, **next_pushes: int) -> int:
         """Call SaveSnapshot."""
         call = self.number()
-        who = (worker.member_id, worker.incarnation) if worker else ("", 0)
-        self.on(sn.Save(call, "", "on demand", *who, tuple(next_pushes.items())))
+        who = caller(worker) if worker else None
+        self.on(sn.Save(call, "", "on demand", who, tuple(next_pushes.items())))
         self.go_on()
         return call
 
@@ -84,7 +84,7 @@ class SnapshotDriver(Driver):
         """Return the snapshot in the answer to a call."""
         answer = self.state(call)
         assert isinstance(answer, sn.Saved), answer
-        return answer.commit
+        return answer.committed
 
     @property
     def steps(self) -> list[dict[str, int]]:

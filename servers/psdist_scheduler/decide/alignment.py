@@ -79,7 +79,7 @@ class Alignment:
     def names(self) -> tuple[str, ...]:
         """Names of the ordered parameter sets that workers train. Empty unless all workers train the same sets."""
         entries = [e for e in self._ordered if e.members]
-        who = [{(member.worker_id, member.incarnation) for member in entry.members} for entry in entries]
+        who = [{member.identity for member in entry.members} for entry in entries]
         return tuple(entry.spec.name for entry in entries) if all(ids == who[0] for ids in who) else ()
 
     @property
@@ -91,7 +91,7 @@ class Alignment:
         parts: dict[Identity, set[str]] = {}
         for entry in entries:
             for member in entry.members:
-                parts.setdefault((member.worker_id, member.incarnation), set()).add(entry.spec.name)
+                parts.setdefault(member.identity, set()).add(entry.spec.name)
         return parts if all(len(names) == _sets_of_a_worker(parts) for names in parts.values()) else {}
 
     @property
@@ -239,7 +239,7 @@ class Alignment:
     def _current_participants(self) -> dict[Identity, None]:
         names = self.held_names
         members: list[ParametersMember] = [m for e in self.registry.entries if e.spec.name in names for m in e.members]
-        return {(m.worker_id, m.incarnation): None for m in members}
+        return {m.identity: None for m in members}
 
     @property
     def _is_gathered(self) -> bool:

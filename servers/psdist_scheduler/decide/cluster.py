@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Final, get_args
+from typing import Final
 
 from psdist.errors import FencedError, InvalidArgumentError, PsdistError, RunLostError, copy_error
 from psdist.types import ClusterMap, ServerEntry, WorkerEntry
@@ -24,8 +24,8 @@ from psdist_scheduler.decide import effects as ef
 from psdist_scheduler.decide import snapshot_events as sn
 from psdist_scheduler.decide.alignment import Alignment
 from psdist_scheduler.decide.barriers import Barriers
-from psdist_scheduler.decide.cluster_events import Event, Heard, StopReported, TraceEvent
-from psdist_scheduler.decide.cluster_state import ClusterSettings, StoredState
+from psdist_scheduler.decide.cluster_events import Call, Event, RunCall, WorkerCall
+from psdist_scheduler.decide.cluster_state import ClusterSettings, Member, StoredState
 from psdist_scheduler.decide.deadlocks import Deadlocks
 from psdist_scheduler.decide.effects import Broadcast, Effect, Persist, Publish, Refuse, Wait
 from psdist_scheduler.decide.formations import GroupFormations
@@ -49,13 +49,9 @@ from psdist_scheduler.decide.waiting_calls import WaitingCalls
 
 #: Events that no waiting call depends on. There are thousands of heartbeats, so the planners are not asked after each.
 _PASSING: Final = (
-    ev.Heartbeat,
-    Heard,
-    ev.ServerChecked,
-    ev.EqualContributions,
-    ev.FormGroup,
-    *get_args(TraceEvent),
-)
+    ev.Heartbeat | ev.Heard | ev.ServerChecked | ev.EqualContributions | ev.FormGroup | ev.TraceRequested
+    | ev.SpansReported | ev.ClockReported
+)  # fmt: skip
 #: Failed workers are restarted sooner than this by their agent, and new ones arrive.
 _VACANT_SECONDS: Final = 30.0
 #: Number of bits for commands to workers and proposals to servers per epoch. Their numbers begin with the epoch.
@@ -85,12 +81,12 @@ class Cluster:
         if history is not None:
             # A run that resumes from a snapshot has higher epochs than the run that took it.
             self.epoch = max(self.epoch, *(commit.epoch for commit in history.commits), 0)
+        self._calls = WaitingCalls()
         self._make_machines(stored, history, now)
         self.lineage = Lineage(settings.salt, stored)
         self._same_batches = SameBatchWarnings(self.members, self.registry)
         self._formations = GroupFormations(self.members, is_restored=stored is not None)
         self._traces = Traces(self.members)
-        self._calls = WaitingCalls()
         #: True once members and callers were notified that the run cannot continue.
         self._has_ended = False
 
@@ -116,11 +112,13 @@ class Cluster:
         self.creation = Creation(settings, registry, resume, members, self.joins, Commits(registry, members))
         self.replica_manager = ReplicaManager(settings, registry, members)
         self.datasets = datasets = Datasets(stored.datasets, resume)
-        self.snapshots = snapshots = Snapshots(settings, registry, members, datasets, self.alignment, history, now)
+        self.snapshots = snapshots = Snapshots(
+            settings, registry, members, datasets, self.alignment, self._calls, history, now
+        )
         self.rollback = Rollback(registry, self.joins, members, datasets, snapshots)
         vacant = max(settings.worker_lease_seconds, _VACANT_SECONDS)
         self.rendezvous = Rendezvous(stored.nodes, settings.join_grace_seconds, vacant, now)
-        self.scaling = Scaling(settings, registry, members, self.rendezvous)
+        self.scaling = Scaling(settings, registry, members, self.rendezvous, self._calls)
         self.barriers = Barriers(members, stored.barriers)
         self.losses = MemberLosses(settings, members, registry, snapshots, now)
         self.run_start = RunStart(settings, members, registry, now)
@@ -210,7 +208,7 @@ class Cluster:
             try:
                 effects += self._handle(event, now)
             except PsdistError as error:
-                effects += [Refuse(call, error)] if (call := getattr(event, "call", 0)) else []
+                effects += [Refuse(event.call, error)] if isinstance(event, Call) else []
                 continue
             # Nor does a waiting call depend on the end of a refused one: repeated wrong requests must cost little.
             is_refused = isinstance(event, ev.CallEnded) and event.refused
@@ -235,9 +233,10 @@ class Cluster:
             self._end(call)
         # Only an operator knows whether a lost record comes back. The next scheduler examines the snapshots again.
         lost = error.message if isinstance(error, RunLostError) else ""
-        changed = changed or self._has_changed
+        changes = self._take_changes()
+        changed = changed or self._makes_epoch(changes)
         self.epoch += changed
-        changes = replace(self._take_changes(), run_lost=lost)
+        changes = replace(changes, epoch=self.epoch, run_lost=lost)
         log = ef.LogEvent(f"the run ends: {error}", "warning", kind="shutdown")
         refused = [Refuse(call, copy_error(error)) for call in (*calls, *sessions)]
         published = [Publish(self.map)] if changed else []
@@ -254,19 +253,22 @@ class Cluster:
         self.snapshots.validate()
         self.losses.validate()
         self.barriers.validate()
-        self._calls.validate()
         self._formations.validate()
-        assert not self._has_changed and not self._has_changed_aside
+        assert self._take_changes() == Persist(self.epoch), "a change is not durable"
 
     # --- events -------------------------------------------------------------------------------------------------------
 
     def _handle(self, event: Event, now: float) -> list[Effect]:
         if self.failed is not None and not isinstance(event, ev.CallEnded | ev.WatchScale):
             raise copy_error(self.failed)
+        if isinstance(event, RunCall):
+            self.members.check_run(event.run_id)
+        if isinstance(event, WorkerCall):
+            return self._serve(event, self.members.check_caller(event.caller), now)
         match event:
             case ev.Heartbeat():
                 return self._heartbeat(event, now)
-            case Heard(heard):
+            case ev.Heard(heard):
                 self.members.on_activity(heard, now)
                 return []
             case ev.Tick():
@@ -294,11 +296,10 @@ class Cluster:
             case ev.ReplicaUnreachable():
                 return self.replica_manager.on_unreachable(event, now)
             case ev.GiveUp():
-                self.members.check_run(event.run_id)
                 return self.run_start.give_up(event)
             case ev.Drain() | ev.Stop():
                 return self.exit_requests.hold(event, now)
-            case StopReported():
+            case ev.StopReported():
                 return self.coordinated_shutdown.on_report(event)
             case ev.ServerChecked():
                 return self.losses.on_checked(event, now)
@@ -313,21 +314,18 @@ class Cluster:
                 return self.scaling.scale(event)
             case ev.WatchScale():
                 return self.scaling.watch(event)
-            case ev.CommitParameters():
-                return self.creation.commit(event, self.members.check_caller(event.caller))
-            case ev.OpenDataset() | ev.LeaseRange() | ev.EndRanges() | ev.GetPosition() | ev.SetPosition():
-                return self._data(event)
-            case ev.FormGroup():
-                return self._formations.form(event, self.members.check_caller(event.caller), now)
+            case ev.GetPosition():
+                return self.datasets.get_position(event)
             case ev.CallEnded():
                 self._end(event.call)
                 return self._traces.end_call(event.call)
-            case ev.TraceRequested() | ev.SpansReported() | ev.ClockReported():
-                return self._trace(event, now)
-            case ev.Create() | ev.Describe() | ev.EnterBarrier() | ev.EnterRendezvous():
+            case ev.TraceRequested() | ev.EnterRendezvous() | sn.Save():
                 return self._wait(event, now)
-            case _:
-                return self._snapshot(event, now)
+            case ev.SpansReported():
+                return self._traces.on_spans(event, now)
+            case ev.ClockReported():
+                return self._traces.on_clock(event)
+        return self._snapshot(event, now)
 
     def _register(self, event: ev.Register, now: float) -> list[Effect]:
         losses = self.losses
@@ -372,19 +370,13 @@ class Cluster:
         resume.fail(error)
         raise copy_error(error)
 
-    def _snapshot(self, event: sn.SnapshotEvent, now: float) -> list[Effect]:
+    def _snapshot(self, event: Event, now: float) -> list[Effect]:
         snapshots, rollback = self.snapshots, self.rollback
         match event:
-            case sn.Save():
-                effects = snapshots.save(event, now)
-                self._calls.add(event.call, event.worker_id)
-                return effects
             case sn.StatesAnnounced():
                 return snapshots.states.on_announced(event)
-            case sn.StateOffered() | sn.StateWritten():
-                return snapshots.states.on_upload(event, snapshots.attempt, now)
-            case sn.GetState():
-                return snapshots.states.get(event, self.registry.resume.found)
+            case sn.StateWritten():
+                return snapshots.states.on_written(event, snapshots.attempt, now)
             case sn.Prepared() | sn.Marked() | sn.Written() | sn.PartFailed():
                 return snapshots.on_report(event, now)
             case sn.Committed():
@@ -403,15 +395,40 @@ class Cluster:
                 return rollback.on_load_failed(event)
             case sn.HistoryRead():
                 return rollback.on_history_read(event, self.epoch + 1, now)
+        raise AssertionError(f"{event} is handled nowhere")
 
-    def _wait(self, event: ev.Create | ev.Describe | ev.EnterBarrier | ev.EnterRendezvous, now: float) -> list[Effect]:
+    def _wait(self, event: ev.TraceRequested | ev.EnterRendezvous | sn.Save, now: float) -> list[Effect]:
         """Process a call that may have to wait."""
-        if isinstance(event, ev.EnterRendezvous):
-            self.members.check_run(event.run_id)
-            effects = self.rendezvous.enter(event, now)
-            self._calls.add(event.call, "")
-            return effects
-        worker = self.members.check_caller(event.caller)
+        match event:
+            case ev.TraceRequested():
+                effects = self._traces.start(event, now)
+            case ev.EnterRendezvous():
+                effects = self.rendezvous.enter(event, now)
+            case sn.Save():
+                effects = self.snapshots.save(event, now)
+        caller = event.caller if isinstance(event, sn.Save) else None
+        self._calls.add(event.call, caller.member_id if caller else "")
+        return effects
+
+    def _serve(self, event: WorkerCall, worker: Member, now: float) -> list[Effect]:
+        """Process a worker's call. Some calls may have to wait."""
+        match event:
+            case ev.CommitParameters():
+                return self.creation.commit(event, worker)
+            case ev.OpenDataset():
+                return self.datasets.open(event)
+            case ev.LeaseRange():
+                return self.datasets.lease(event, worker)
+            case ev.EndRanges():
+                return self.datasets.end(event, worker)
+            case ev.SetPosition():
+                return self.datasets.set_position(event, worker)
+            case ev.FormGroup():
+                return self._formations.form(event, worker, now)
+            case sn.StateOffered():
+                return self.snapshots.states.on_offered(event, worker, self.snapshots.attempt, now)
+            case sn.GetState():
+                return self.snapshots.states.get(event, worker, self.registry.resume.found)
         self._calls.check(worker)
         match event:
             case ev.Create():
@@ -421,25 +438,12 @@ class Cluster:
                 effects = self.creation.describe(event, worker)
             case ev.EnterBarrier():
                 effects = self.barriers.enter(event, worker)
+            case _:
+                raise AssertionError(f"{event} is handled nowhere")
         self._calls.add(event.call, worker.member_id)
         if not isinstance(event, ev.Describe):
             self.deadlocks.on_activity(worker, event.activity, event.call)
         return effects
-
-    def _data(self, event: ev.DataEvent) -> list[Effect]:
-        if isinstance(event, ev.GetPosition):
-            self.members.check_run(event.run_id)
-            return self.datasets.get_position(event)
-        worker = self.members.check_caller(event.caller)
-        match event:
-            case ev.OpenDataset():
-                return self.datasets.open(event)
-            case ev.LeaseRange():
-                return self.datasets.lease(event, worker)
-            case ev.EndRanges():
-                return self.datasets.end(event, worker)
-            case ev.SetPosition():
-                return self.datasets.set_position(event, worker)
 
     def _heartbeat(self, event: ev.Heartbeat, now: float) -> list[Effect]:
         member = self.members.by_session(event.call)
@@ -457,23 +461,14 @@ class Cluster:
             attempt.on_progress(member.member_id, event.progress, now)
         return effects
 
-    def _trace(self, event: TraceEvent, now: float) -> list[Effect]:
-        effects = self._traces.on(event, now)
-        if isinstance(event, ev.TraceRequested):
-            self._calls.add(event.call, "")
-        return effects
-
     def _end(self, call: int) -> None:
         """Remove a call that is over from every machine."""
-        self._calls.end_call(call)
-        self.registry.end_call(call)
-        self.creation.commits.end_call(call)
-        self.barriers.end_call(call)
-        self.rendezvous.end_call(call)
-        self.scaling.end_call(call)
-        self.snapshots.waiters.end_call(call)
-        self.exit_requests.end_call(call)
-        self.deadlocks.end_call(call)
+        for end_call in (
+            self._calls.end_call, self.registry.end_call, self.creation.commits.end_call, self.barriers.end_call,
+            self.rendezvous.end_call, self.scaling.end_call, self.snapshots.waiters.end_call,
+            self.exit_requests.end_call, self.deadlocks.end_call,
+        ):  # fmt: skip
+            end_call(call)
 
     # --- what follows -------------------------------------------------------------------------------------------------
 
@@ -512,10 +507,12 @@ class Cluster:
         effects += self.rendezvous.progress(now, max(self.members.next_rank, self.demand.ranks_used))
         if changed or self.members.changed:
             effects += self.datasets.lose(self.members.is_live)
-        changed = changed or self._has_changed
+        changes = self._take_changes()
+        changed = changed or self._makes_epoch(changes)
+        is_empty = not changed and changes == Persist(self.epoch)
         self.epoch += changed
         self.replica_manager.published(self.epoch)
-        first = [self._take_changes()] if changed or self._has_changed_aside else []
+        first = [] if is_empty else [replace(changes, epoch=self.epoch)]
         news = [effect for effect in effects if isinstance(effect, Broadcast)]
         rest: list[Effect] = [effect for effect in effects if not isinstance(effect, Broadcast)]
         published = [Publish(self.map)] if changed else []
@@ -533,16 +530,10 @@ class Cluster:
         yield from self.coordinated_shutdown.waits()
         yield from self.alignment.waits()
 
-    @property
-    def _has_changed(self) -> bool:
-        """True if something changed that makes an epoch: content of the map, or state that a restart needs."""
-        parameters = self.registry.changed or self.registry.resume.changed
-        return bool(self.members.changed or self.demand.changed or parameters or self.rendezvous.changed)
-
-    @property
-    def _has_changed_aside(self) -> bool:
-        """True if something changed that a restart needs and that the map does not show."""
-        return bool(self.datasets.changed or self.barriers.changed)
+    def _makes_epoch(self, changes: Persist) -> bool:
+        """Return True if something changed that the map shows, or that a restart needs. Data sets and barriers make no
+        epoch."""
+        return replace(changes, datasets=(), barriers=()) != Persist(self.epoch)
 
     def _take_changes(self) -> Persist:
         """Return everything that changed since the previous call."""

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from psdist.types import DataPosition, DatasetSpec, Layout, ParametersSpec, Replica, WorkerEntry
-from psdist_scheduler.decide import snapshot_events as sn
 from psdist_scheduler.decide.cluster_state import ProbeResult, Role
-from psdist_scheduler.decide.snapshot_events import Numbers
+
+#: Step, or number of a worker's next push, by parameter set.
+Numbers = tuple[tuple[str, int], ...]
 
 # --- parts of events --------------------------------------------------------------------------------------------------
 
@@ -25,6 +26,43 @@ class Caller:
     run_id: str
     member_id: str
     incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Base of all events."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Event):
+    """A request, or a report of a member on its session ``call``."""
+
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunCall(Call):
+    """A request to a run. An empty ``run_id`` means the scheduler's only run."""
+
+    run_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCall(Call):
+    """A request of a live worker."""
+
+    caller: Caller
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptProgress:
+    """A server's progress with a snapshot, in its heartbeats."""
+
+    attempt: int
+    done: int
+    total: int
+    waiting_for: str = ""
+    loading: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +140,12 @@ class UnreachableServer:
 
 
 @dataclass(frozen=True, slots=True)
-class Register:
+class Register(Call):
     """A server's or worker's request to take part. With an empty id or a rank of None the scheduler chooses.
 
     oldest_protocol: that the member speaks; 0 if it speaks protocol_version alone.
     """
 
-    call: int
     protocol_version: int
     run_id: str
     role: Role
@@ -122,13 +159,12 @@ class Register:
 
 
 @dataclass(frozen=True, slots=True)
-class SessionOpened:
+class SessionOpened(Call):
     """Hello of a member.
 
     epoch, scheduler_id: of the newest map that it holds.
     """
 
-    call: int
     member_id: str
     incarnation: int
     epoch: int = 0
@@ -136,13 +172,12 @@ class SessionOpened:
 
 
 @dataclass(frozen=True, slots=True)
-class SessionClosed:
-    call: int
+class SessionClosed(Call):
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Probed:
+class Probed(Event):
     """Result of a connection to the port of a silent server (see ``Probe``)."""
 
     member_id: str
@@ -151,18 +186,17 @@ class Probed:
 
 
 @dataclass(frozen=True, slots=True)
-class Heartbeat:
+class Heartbeat(Call):
     """A heartbeat on session ``call``.
 
     versions: highest version by parameter set (servers).
     """
 
-    call: int
     epoch: int = 0
     versions: tuple[tuple[str, int], ...] = ()
     waiting_for: tuple[str, ...] = ()
     #: Only from servers that write or load.
-    progress: sn.AttemptProgress | None = None
+    progress: AttemptProgress | None = None
     #: Only from servers: workers that sent something since the last heartbeat, by id and incarnation, and the seconds
     #: since.
     heard: tuple[tuple[str, int, float], ...] = ()
@@ -172,69 +206,59 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
-class JoinAnswered:
-    call: int
+class JoinAnswered(Call):
     proposal_id: int
     accepted: bool
     version_max: int
 
 
 @dataclass(frozen=True, slots=True)
-class ValuesAnswered:
+class ValuesAnswered(Call):
     """A server's answer to ``CheckValues``, on its session ``call``.
 
     installed: number of slices with initial values, among those whose primary it is.
     """
 
-    call: int
     number: int
     installed: int
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaFilled:
-    """A primary's report, on its session ``call``, that ``replica`` has the whole shard and gets every further update.
-
-    fill: number of the filling that the report is about (``Shard.fills``).
-    """
-
-    call: int
-    parameters: str
-    shard: int
-    term: int
-    replica: Replica
-    fill: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaUnreachable:
-    """A primary's report, on its session ``call``, that ``replica`` does not answer, or cannot use its messages.
+class ReplicaReport(Call):
+    """A primary's report, on its session ``call``, about a replica of its shard.
 
     fill: number of the filling that made the replica's copy (``Shard.fills``).
     """
 
-    call: int
     parameters: str
     shard: int
     term: int
     replica: Replica
-    reason: str
     fill: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
-    call: int
+class ReplicaFilled(ReplicaReport):
+    """``replica`` has the whole shard and gets every further update."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaUnreachable(ReplicaReport):
+    """``replica`` does not answer, or cannot use its primary's messages."""
+
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Leave(Call):
     caller: Caller
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Create:
+class Create(WorkerCall):
     """A worker's request to create parameters, if necessary, and to take part in their training."""
 
-    call: int
-    caller: Caller
     spec: ParametersSpec
     layout: Layout
     #: Push that a worker that was expelled wants to make in this incarnation.
@@ -243,24 +267,20 @@ class Create:
 
 
 @dataclass(frozen=True, slots=True)
-class Describe:
-    call: int
-    caller: Caller
+class Describe(WorkerCall):
     parameters: str
 
 
 @dataclass(frozen=True, slots=True)
-class CommitParameters:
+class CommitParameters(WorkerCall):
     """The uploader's report that all initial values are on the servers of the map of ``epoch``."""
 
-    call: int
-    caller: Caller
     parameters: str
     epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class EnterBarrier:
+class EnterBarrier(WorkerCall):
     """A worker's arrival at a barrier.
 
     origin, passed: number of the round (see ``barriers``).
@@ -268,8 +288,6 @@ class EnterBarrier:
     attempt: number of the request in this round or an earlier one; 0 if it has none.
     """
 
-    call: int
-    caller: Caller
     name: str
     origin: int = 0
     passed: int = 0
@@ -279,11 +297,9 @@ class EnterBarrier:
 
 
 @dataclass(frozen=True, slots=True)
-class EnterRendezvous:
+class EnterRendezvous(RunCall):
     """A worker agent's request for the ranks of its processes."""
 
-    call: int
-    run_id: str
     agent_id: str
     host: str
     processes: int
@@ -294,72 +310,62 @@ class EnterRendezvous:
 
 
 @dataclass(frozen=True, slots=True)
-class GiveUp:
+class GiveUp(RunCall):
     """End of a worker agent whose script fails.
 
     elastic: True if the run may have fewer nodes than have joined.
     """
 
-    call: int
-    run_id: str
     host: str
     reason: str
     elastic: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Drain:
-    call: int
-    run_id: str
+class Drain(RunCall):
     server_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(Call):
     """Request to end this scheduler as soon as the training progress is saved.
 
     servers: True to end its servers before it.
     """
 
-    call: int
     servers: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class Scale(RunCall):
     """Wanted number of servers or workers; the other number is 0."""
 
-    call: int
-    run_id: str
     servers: int
     workers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class WatchScale:
+class WatchScale(RunCall):
     """A launcher's subscription to the wanted numbers of servers and workers, and to the servers to stop.
 
     workers_wanted: the last number that this launcher received.
     """
 
-    call: int
-    run_id: str
     workers_wanted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class CallEnded:
+class CallEnded(Call):
     """A call is over: it was answered, or its peer is gone. Sessions end by SessionClosed instead.
 
     refused: True if it ended with an error.
     """
 
-    call: int
     refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(Event):
     """Passage of time. Expected every ``ClusterSettings.tick_seconds``."""
 
 
@@ -367,50 +373,46 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class Heard(Event):
     """Workers, by id and incarnation, that sent this scheduler something besides heartbeats."""
 
     heard: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class ServerChecked:
+class ServerChecked(Call):
     """A worker's report, on its session ``call``, whether it reached the server that it was asked about."""
 
-    call: int
     server: Replica
     reached: bool
 
 
 @dataclass(frozen=True, slots=True)
-class EqualContributions:
+class EqualContributions(Call):
     """A server's report, on its session ``call``: these workers pushed equal gradients in steps up to ``step``."""
 
-    call: int
     parameters: str
     worker_ids: tuple[str, ...]
     step: int
 
 
 @dataclass(frozen=True, slots=True)
-class StopReported:
+class StopReported(Call):
     """A worker's shutdown report, on its session ``call``.
 
     number: number of the command that it answers; 0 for none.
     next: its next push by parameter set, once it has stopped pushing.
     """
 
-    call: int
     number: int
     stopping: bool
     next: Numbers | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class CallChecked:
+class CallChecked(Call):
     """A worker's report, on its session ``call``: it confirms the CheckCall with these fields."""
 
-    call: int
     sequence: int
     worker_id: str
     incarnation: int
@@ -418,10 +420,9 @@ class CallChecked:
 
 
 @dataclass(frozen=True, slots=True)
-class AlignReported:
+class AlignReported(Call):
     """Progress of a held worker, on its session ``call``: see AlignReport of scheduler.proto."""
 
-    call: int
     number: int
     position: int
     start: int | None = None
@@ -434,51 +435,42 @@ class AlignReported:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenDataset:
-    call: int
-    caller: Caller
+class OpenDataset(WorkerCall):
     spec: DatasetSpec
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseRange:
-    """A worker's request for another range.
+class RangeReport(WorkerCall):
+    """A worker's report of used leases.
 
     done: leases that it has used.
-    held: leases that it still holds.
     done_at: its next pushes when it had used each lease of ``done``.
     now: its next pushes now.
     """
 
-    call: int
-    caller: Caller
     dataset: str
     done: tuple[int, ...] = ()
-    held: tuple[int, ...] = ()
     done_at: tuple[Numbers, ...] = ()
     now: Numbers = ()
 
 
 @dataclass(frozen=True, slots=True)
-class EndRanges:
-    """A worker's report of used leases (``done``) and of leases that it gives back (``returned``).
+class LeaseRange(RangeReport):
+    """A worker's request for another range. held: leases that it still holds."""
 
-    used: those of ``returned`` with samples that may be in the weights.
-    The other fields are as in LeaseRange.
-    """
+    held: tuple[int, ...] = ()
 
-    call: int
-    caller: Caller
-    dataset: str
-    done: tuple[int, ...] = ()
+
+@dataclass(frozen=True, slots=True)
+class EndRanges(RangeReport):
+    """A worker gives back leases (``returned``). used: those of them with samples that may be in the weights."""
+
     returned: tuple[int, ...] = ()
-    done_at: tuple[Numbers, ...] = ()
-    now: Numbers = ()
     used: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class FormGroup:
+class FormGroup(WorkerCall):
     """A worker's request for the next group of a name; see ``formations``.
 
     ticket: recognizes a repeated request; 0 only asks about waiting workers.
@@ -489,8 +481,6 @@ class FormGroup:
     finishes: True if the group's work is complete: the caller leaves it, and nobody is added any more.
     """
 
-    call: int
-    caller: Caller
     name: str
     ticket: int
     epoch: int = 0
@@ -504,36 +494,28 @@ class FormGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class GetPosition:
-    call: int
-    run_id: str
+class GetPosition(RunCall):
     dataset: str
 
 
 @dataclass(frozen=True, slots=True)
-class SetPosition:
-    call: int
-    caller: Caller
+class SetPosition(WorkerCall):
     dataset: str
     position: DataPosition
 
-
-DataEvent = OpenDataset | LeaseRange | EndRanges | GetPosition | SetPosition
 
 # --- recordings of spans (psdist trace) -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class TraceRequested:
+class TraceRequested(RunCall):
     """Request to record this number of steps."""
 
-    call: int
-    run_id: str
     steps: int
 
 
 @dataclass(frozen=True, slots=True)
-class SpansReported:
+class SpansReported(Call):
     """A member's report on its session ``call``.
 
     data: its spans, as a message.
@@ -541,7 +523,6 @@ class SpansReported:
     done: True if nothing more comes.
     """
 
-    call: int
     number: int
     data: bytes
     recorded: int
@@ -550,31 +531,15 @@ class SpansReported:
 
 
 @dataclass(frozen=True, slots=True)
-class ClockReported:
+class ClockReported(Call):
     """A member's answer on its session ``call`` to a question about its clock. Times in nanoseconds.
 
     sent, received: time of this scheduler when it asked, and when the answer came.
     member: time of the member in between.
     """
 
-    call: int
     number: int
     sent: int
     member: int
     received: int
     clock_id: str
-
-
-TraceEvent = TraceRequested | SpansReported | ClockReported
-
-# --- all events -------------------------------------------------------------------------------------------------------
-
-WorkerReport = StopReported | AlignReported | ServerChecked | CallChecked | Heard | EqualContributions
-SessionEvent = SessionOpened | SessionClosed | Probed | Heartbeat | JoinAnswered | ValuesAnswered
-MemberEvent = Register | Leave | WorkerReport | SessionEvent
-ReplicaEvent = ReplicaFilled | ReplicaUnreachable
-#: Calls that may wait.
-WaitingCall = Create | Describe | EnterBarrier | EnterRendezvous
-CallEvent = WaitingCall | CommitParameters | GiveUp | Drain | Stop | Scale | WatchScale
-OtherEvent = DataEvent | FormGroup | sn.SnapshotEvent | TraceEvent
-Event = MemberEvent | ReplicaEvent | CallEvent | OtherEvent | CallEnded | Tick

@@ -189,6 +189,11 @@ class DataLease:
     incarnation: int
     attempt: int = 0
 
+    @property
+    def identity(self) -> Identity:
+        """The worker's id and incarnation."""
+        return self.worker_id, self.incarnation
+
 
 @dataclass(frozen=True)
 class DatasetRecord:

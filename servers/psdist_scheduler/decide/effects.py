@@ -22,6 +22,7 @@ from psdist.types import (
     WorkerEntry,
 )
 from psdist_scheduler.decide import snapshot_events as sn
+from psdist_scheduler.decide.cluster_events import Numbers
 from psdist_scheduler.decide.cluster_state import (
     BarrierRecord,
     DataLease,
@@ -33,7 +34,6 @@ from psdist_scheduler.decide.cluster_state import (
     Role,
     SchedulerProcess,
 )
-from psdist_scheduler.decide.snapshot_events import Numbers
 
 # --- answers to calls, and commands on sessions -----------------------------------------------------------------------
 
@@ -42,7 +42,7 @@ from psdist_scheduler.decide.snapshot_events import Numbers
 class Waiting:
     """Reason for a wait, as text that begins with "for". Other answers follow."""
 
-    text: str
+    waiting_for: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class Draining:
     """Progress of a drain: the number of shards that are still to move, and the reason for the wait. Other answers
     follow."""
 
-    text: str
+    waiting_for: str
     shards_left: int
     shards_total: int
 
@@ -239,8 +239,8 @@ class RangeGiven:
     lease: DataLease | None
     data_epoch: int
     range: int
-    repeated: int
-    failed: int
+    repeated_ranges: int
+    failed_ranges: int
 
 
 # --- commands to workers ----------------------------------------------------------------------------------------------
@@ -330,20 +330,13 @@ class TracedMember:
     """State of a member in a recording; see TraceMember of scheduler.proto. missing: why nothing more of it comes."""
 
     member: Member
-    offset: int | None = None
-    uncertainty: int = 0
+    offset_ns: int | None = None
+    uncertainty_ns: int = 0
     clock_id: str = ""
     recorded: int = 0
     steps: int = 0
     done: bool = False
     missing: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class TraceProgress:
-    """Wait of a recording, as text that begins with "for"."""
-
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,7 +346,7 @@ class TraceEnded:
     reason: str
 
 
-TraceAnswer = MemberSpans | TracedMember | TraceProgress
+TraceAnswer = MemberSpans | TracedMember
 
 # --- all answers and commands -----------------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ from psdist.errors import (
 from psdist.types import WorkerEntry, check_name
 from psdist.wire.limits import GROUP_NAMES_MAX, MEMBERS_MAX
 from psdist_scheduler.decide.cluster_events import FormGroup
-from psdist_scheduler.decide.cluster_state import Member, name_some
+from psdist_scheduler.decide.cluster_state import Identity, Member, name_some
 from psdist_scheduler.decide.effects import Answer, Effect, GroupStanding
 from psdist_scheduler.decide.members import Membership
 
@@ -51,8 +51,6 @@ RETURN_SECONDS: Final = 30.0
 
 #: Ticket of a member that has left the group.
 _LEFT: Final = -1
-
-_Identity = tuple[str, int]
 
 
 @dataclass(slots=True)
@@ -69,8 +67,8 @@ class _Formation:
     epoch: int = 0
     members: tuple[WorkerEntry, ...] = ()
     #: By member, the ticket of its request; absent for members of a group that an earlier scheduler formed.
-    tickets: dict[_Identity, int] = field(default_factory=dict)
-    asking: dict[_Identity, _Asking] = field(default_factory=dict)
+    tickets: dict[Identity, int] = field(default_factory=dict)
+    asking: dict[Identity, _Asking] = field(default_factory=dict)
     #: True if an earlier scheduler formed it.
     is_adopted: bool = False
     #: True once a member has said that the group's work is complete.
@@ -78,15 +76,15 @@ class _Formation:
     #: When a request last came that differs from those before.
     changed: float = 0.0
 
-    def is_without(self, event: FormGroup, identity: _Identity) -> bool:
+    def is_without(self, event: FormGroup, identity: Identity) -> bool:
         """True if the caller's group has continued without it. Two groups may have one epoch: a scheduler restarted
         before all members had its answer."""
         return 0 < event.epoch < self.epoch or (event.epoch == self.epoch > 0 and not self.includes(identity))
 
-    def includes(self, identity: _Identity) -> bool:
-        return any(_identity(entry) == identity for entry in self.members)
+    def includes(self, identity: Identity) -> bool:
+        return any(entry.identity == identity for entry in self.members)
 
-    def is_answer(self, event: FormGroup, identity: _Identity) -> bool:
+    def is_answer(self, event: FormGroup, identity: Identity) -> bool:
         """Return True if this group is the one that ``event`` asks for."""
         if event.epoch >= self.epoch or not self.includes(identity):
             return False
@@ -155,11 +153,11 @@ class GroupFormations:
                 return
         raise LimitExceededError(f"{GROUP_NAMES_MAX} groups of workers have names, which is the limit")
 
-    def _adopt(self, formation: _Formation, event: FormGroup, identity: _Identity) -> None:
+    def _adopt(self, formation: _Formation, event: FormGroup, identity: Identity) -> None:
         """Continue from a group that an earlier scheduler formed."""
         if event.epoch <= formation.epoch:
             return
-        if identity not in map(_identity, event.members):
+        if identity not in [entry.identity for entry in event.members]:
             raise InvalidArgumentError(f"the caller is not in the group {event.name!r} that it names")
         formation.epoch, formation.members = event.epoch, event.members
         formation.is_adopted = True
@@ -168,7 +166,7 @@ class GroupFormations:
         # A member that asks to join has left the group. The caller names it as its own, whatever it asked before.
         formation.tickets = {key: _LEFT for key in joining if formation.includes(key)}
 
-    def _note(self, formation: _Formation, asking: _Asking, identity: _Identity) -> None:
+    def _note(self, formation: _Formation, asking: _Asking, identity: Identity) -> None:
         event = asking.event
         if formation.is_without(event, identity):
             return
@@ -242,18 +240,18 @@ class GroupFormations:
         }
 
     def _is_live(self, entry: WorkerEntry) -> bool:
-        return self._members.is_live(entry.worker_id, entry.incarnation)
+        return self._members.is_live(*entry.identity)
 
-    def _expected(self, formation: _Formation) -> dict[_Identity, int]:
+    def _expected(self, formation: _Formation) -> dict[Identity, int]:
         """Return the live members of the newest group that have not left it, with their ranks."""
         return {
-            _identity(entry): rank
+            entry.identity: rank
             for rank, entry in enumerate(formation.members)
-            if self._is_live(entry) and formation.tickets.get(_identity(entry)) != _LEFT
+            if self._is_live(entry) and formation.tickets.get(entry.identity) != _LEFT
         }
 
     def _missing(
-        self, formation: _Formation, expected: dict[_Identity, int], former: Iterable[_Asking], now: float
+        self, formation: _Formation, expected: dict[Identity, int], former: Iterable[_Asking], now: float
     ) -> str:
         closed = {rank for asking in former for rank in asking.event.closed}
         unreachable = set[int]()
@@ -288,14 +286,10 @@ class GroupFormations:
 
     def validate(self) -> None:
         for formation in self._formations.values():
-            identities = [_identity(entry) for entry in formation.members]
+            identities = [entry.identity for entry in formation.members]
             assert len(set(identities)) == len(identities), "a worker is in a group twice"
             assert bool(formation.epoch) == bool(identities), "a group without members"
             assert all(one.event.epoch in (0, formation.epoch) for one in formation.asking.values())
-
-
-def _identity(entry: WorkerEntry) -> _Identity:
-    return entry.worker_id, entry.incarnation
 
 
 def _takes_in(former: list[_Asking], needed: int) -> bool:
@@ -308,7 +302,7 @@ def _reachable(former: list[_Asking]) -> list[_Asking]:
     rank."""
     kept = {asking.worker.identity: asking for asking in former}
     broken = {
-        frozenset((asking.worker.identity, _identity(asking.event.members[rank])))
+        frozenset((asking.worker.identity, asking.event.members[rank].identity))
         for asking in former
         for rank in asking.event.unreachable
     }

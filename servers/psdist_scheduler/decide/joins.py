@@ -183,7 +183,7 @@ class Joins:
 
     def _entering(self) -> set[Identity]:
         """Return the workers that join the ordered sets one by one, or have joined some, while one has no members."""
-        joined = {(m.worker_id, m.incarnation) for p in self._ordered() for m in p.entry.members}
+        joined = {m.identity for p in self._ordered() for m in p.entry.members}
         pending = (join for join in self._by_worker.values() if join.parameters in self._shared and not join.together)
         return joined | {join.worker.identity for join in pending}
 

@@ -111,7 +111,7 @@ class LeasedDataset:
 
     def held_by(self, worker: Member) -> list[DataLease]:
         """Return the leases of this incarnation of the worker, oldest first."""
-        return [lease for lease in self._leases.values() if _is_of(lease, worker)]
+        return [lease for lease in self._leases.values() if lease.identity == worker.identity]
 
     def check_ends(self, ids: Iterable[int], worker: Member) -> None:
         """Raise FencedError if another incarnation holds one of the leases, and InvalidArgumentError if one never
@@ -122,7 +122,7 @@ class LeasedDataset:
                     f"lease {lease_id} of data set {self.spec.name!r} was never given: report only what LeaseRange gave"
                 )
             lease = self._leases.get(lease_id)
-            if lease is not None and not _is_of(lease, worker):
+            if lease is not None and lease.identity != worker.identity:
                 raise FencedError(
                     f"lease {lease_id} of data set {self.spec.name!r} is held by {lease.worker_id} (incarnation "
                     f"{lease.incarnation}), not by {worker.member_id} (incarnation {worker.incarnation})",
@@ -170,7 +170,7 @@ class LeasedDataset:
 
     def lose(self, is_live: Callable[[str, int], bool]) -> tuple[list[DataLease], list[DataLease]]:
         """End the leases of workers that are gone. Returns those whose range is given out again, and those given up."""
-        lost = [lease for lease in self._leases.values() if not is_live(lease.worker_id, lease.incarnation)]
+        lost = [lease for lease in self._leases.values() if not is_live(*lease.identity)]
         for lease in lost:
             del self._leases[lease.lease_id]
         again = [lease for lease in lost if lease.attempt < self.spec.retries_max]
@@ -235,7 +235,7 @@ class Datasets:
     @property
     def holders(self) -> set[Identity]:
         """Workers, by id and incarnation, that hold ranges."""
-        return {(lease.worker_id, lease.incarnation) for d in self._all.values() for lease in d.leases}
+        return {lease.identity for d in self._all.values() for lease in d.leases}
 
     def states(self, cut: CutBounds) -> tuple[DatasetState, ...]:
         """Return the state of each data set in a snapshot. Those of the previous snapshot that nobody opened are
@@ -398,10 +398,6 @@ class Datasets:
         return [LogEvent(f"data set {dataset.spec.name!r} is finished: {counts}", kind="data")]
 
 
-def _is_of(lease: DataLease, worker: Member) -> bool:
-    return (lease.worker_id, lease.incarnation) == worker.identity
-
-
 def _gaps(stretches: Iterable[tuple[int, int]], low: int, high: int) -> list[tuple[int, int]]:
     """Return the parts of [low, high) that the ascending intervals leave out."""
     gaps = []
@@ -456,7 +452,7 @@ class UsedRanges:
         """Record that a lease's samples were used before the pushes ``at``."""
         given = self._given.pop((dataset, lease.lease_id), {})
         if at:
-            self._done[dataset, lease.place] = (lease.worker_id, lease.incarnation), at, given
+            self._done[dataset, lease.place] = lease.identity, at, given
             if len(self._done) > REPORTS_MAX:
                 del self._done[next(iter(self._done))]
 
@@ -464,7 +460,7 @@ class UsedRanges:
         """Record that a lease ended without being done. is_used: it was returned used in part."""
         given = self._given.pop((dataset, lease.lease_id), None)
         if is_used and given:
-            self._in_part[dataset, lease.lease_id] = (lease.worker_id, lease.incarnation), given
+            self._in_part[dataset, lease.lease_id] = lease.identity, given
             if len(self._in_part) > REPORTS_MAX:
                 del self._in_part[next(iter(self._in_part))]
 
@@ -501,7 +497,7 @@ class UsedRanges:
 
         leases: those that are out.
         """
-        held = [((lease.worker_id, lease.incarnation), self._given.get((dataset, lease.lease_id))) for lease in leases]
+        held = [(lease.identity, self._given.get((dataset, lease.lease_id))) for lease in leases]
         held += [(w, given) for (n, _), (w, at, given) in self._done.items() if n == dataset and _is_after(at, cut(w))]
         again = sum(numbers is not None and _is_before(numbers, cut(worker)) for worker, numbers in held)
         return again - sum(_is_later(given, cut(w)) for (n, _), (w, given) in self._in_part.items() if n == dataset)
@@ -510,7 +506,7 @@ class UsedRanges:
         """Return workers that may have used a range before the cut without having reported it."""
         found: dict[str, None] = {}
         for lease in leases:
-            worker = (lease.worker_id, lease.incarnation)
+            worker = lease.identity
             given = self._given.get((dataset, lease.lease_id))
             if given is not None and not _is_before(given, cut(worker)):
                 continue

@@ -381,8 +381,7 @@ class UnreachableServers:
     def _is_waited_for(self, worker: Identity, server: Replica) -> bool:
         """Return True if others wait for the pushes of this worker to this server."""
         return any(
-            not isinstance(entry.spec.consistency, ASP)
-            and any((member.worker_id, member.incarnation) == worker for member in entry.members)
+            not isinstance(entry.spec.consistency, ASP) and any(member.identity == worker for member in entry.members)
             for entry in self._entries_of(server)
         )
 

@@ -12,12 +12,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Final
 
-from psdist.errors import (
-    DuplicateMemberError,
-    InvalidArgumentError,
-    LimitExceededError,
-    ProtocolMismatchError,
-)
+from psdist.errors import DuplicateMemberError, InvalidArgumentError, LimitExceededError, ProtocolMismatchError
 from psdist.types import check_name
 from psdist.wire.limits import KNOWN_IDS_MAX, MEMBERS_MAX, OLDEST_PROTOCOL, PROTOCOL_VERSION, WORLD_MAX
 from psdist_scheduler.decide.cluster_events import Register

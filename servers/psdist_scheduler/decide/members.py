@@ -12,13 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Literal
 
-from psdist.errors import (
-    FencedError,
-    InvalidArgumentError,
-    WrongRunError,
-)
+from psdist.errors import FencedError, InvalidArgumentError, WrongRunError
 from psdist.types import Replica
 from psdist_scheduler.decide.cluster_events import Caller, Heartbeat, SessionOpened
 from psdist_scheduler.decide.cluster_state import ClusterSettings, Identity, Member, Role
@@ -138,12 +134,10 @@ class Membership:
 
     def validate(self) -> None:
         live = [member for member in self._members.values() if member.live]
-        assert sorted(m.member_id for m in live) == sorted(m.member_id for m in (*self.workers, *self.servers))
         assert {member.member_id for member in live} == self.sessions.liveness.keys(), "who is live has a liveness"
         self.sessions.validate()
         ranks = [member.rank for member in live if member.role == "worker"]
         assert len(set(ranks)) == len(ranks), f"two live workers have one rank: {ranks}"
-        assert all(member_id == member.member_id for member_id, member in self._members.items())
         assert all(member.incarnation >= 1 for member in self._members.values())
         assert all(member.role == "server" for member in self._members.values() if member.draining)
         assert all(bool(member.reason) <= (not member.live) for member in self._members.values())
@@ -161,29 +155,30 @@ class Membership:
             if self.is_live(member_id, incarnation) and self.sessions.was_open(member_id):
                 self.sessions.refresh(member_id, when)
 
-    def end(self, member_id: str, state: str, reason: str, now: float) -> tuple[Member, int]:
-        """End a live member, which left or is lost. Returns its new state and its session (0: none)."""
+    def end(
+        self, member_id: str, state: Literal["left", "lost"], reason: str, now: float
+    ) -> tuple[Member, list[Effect]]:
+        """End a live member, which left or is lost. Returns its new state and the end of its session."""
         member = self._members[member_id]
         if not member.live:
             raise InvalidArgumentError(f"{member_id} is not live, it {_fate(member)}")
-        gone = replace(member, state="left" if state == "left" else "lost", reason=reason[:_TEXT_CHARACTERS])
+        gone = replace(member, state=state, reason=reason[:_TEXT_CHARACTERS])
         self._put(gone)
         if gone.role == "worker" and gone.state == "left" and gone.reason in _DONE:
             self.last_done = now
-        return gone, self.sessions.end(member_id)
+        session = self.sessions.end(member_id)
+        return gone, [Close(session)] if session else []
 
     def lose(self, member_id: str, reason: str, now: float) -> list[Effect]:
         """End a live member that is lost, and notify everyone."""
-        member, session = self.end(member_id, "lost", reason, now)
+        member, closes = self.end(member_id, "lost", reason, now)
         log = LogEvent(f"{member} is lost: {reason}", "warning", kind="loss", peer=member_id)
-        news = Broadcast(MemberLost(member_id, member.role, reason))
-        return [log, news, *([Close(session)] if session else [])]
+        return [log, Broadcast(MemberLost(member_id, member.role, reason)), *closes]
 
     def leave(self, member_id: str, reason: str, now: float) -> list[Effect]:
         """End a live member that leaves in an orderly way."""
-        member, session = self.end(member_id, "left", reason, now)
-        log = LogEvent(f"{member} left: {member.reason}", kind="leave", peer=member_id)
-        return [log, *([Close(session)] if session else [])]
+        member, closes = self.end(member_id, "left", reason, now)
+        return [LogEvent(f"{member} left: {member.reason}", kind="leave", peer=member_id), *closes]
 
     def open_session(self, event: SessionOpened, now: float) -> tuple[Member, list[Effect]]:
         """Open a member's session after its hello. Raises FencedError."""

@@ -374,7 +374,7 @@ class Creation:
                 self._registry.end_call(call)
         if p.record is None:
             return
-        left = tuple(m for m in p.entry.members if live(m.worker_id, m.incarnation))
+        left = tuple(m for m in p.entry.members if live(*m.identity))
         if left == p.entry.members:
             return
         uploader = None if p.placed.committed else p.next_uploader(left)

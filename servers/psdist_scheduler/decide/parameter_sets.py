@@ -103,7 +103,7 @@ class ParameterSet:
     def member(self, worker: Member) -> ParametersMember | None:
         """Return the worker's member entry, or None if it is no member."""
         wanted = (worker.member_id, worker.incarnation)
-        return next((m for m in self.entry.members if (m.worker_id, m.incarnation) == wanted), None)
+        return next((m for m in self.entry.members if m.identity == wanted), None)
 
     def departed(self, members: Membership) -> tuple[ParametersMember, ...]:
         """Return the producers whose pushes may be continued (asynchronous modes): those of lost workers.
@@ -112,7 +112,7 @@ class ParameterSet:
         """
         if isinstance(self.entry.spec.consistency, BSP):
             return ()
-        lost = [m for m in self.entry.members if members.was_lost(m.worker_id, m.incarnation)]
+        lost = [m for m in self.entry.members if members.was_lost(*m.identity)]
         return (*self.entry.departed, *lost)[-DEPARTED_MAX:]
 
     @property
@@ -166,7 +166,7 @@ class ParameterSet:
         if self.record is None:
             return
         entry, ids = self.entry, [m.worker_id for m in self.entry.members]
-        assert all(members.is_live(m.worker_id, m.incarnation) for m in entry.members), f"{self.name}: a dead member"
+        assert all(members.is_live(*m.identity) for m in entry.members), f"{self.name}: a dead member"
         assert len(set(ids)) == len(ids), f"{self.name}: one member twice"
         assert [m.rank for m in entry.members] == sorted(m.rank for m in entry.members), f"{self.name}: order"
         assert entry.spec.slice_elements > 0

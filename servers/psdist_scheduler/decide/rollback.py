@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from psdist.errors import ServerLostError, SnapshotCorruptError
 from psdist.types import Restore
 from psdist_scheduler.decide.cluster_state import group
-from psdist_scheduler.decide.effects import Broadcast, Close, Effect, LogEvent
+from psdist_scheduler.decide.effects import Broadcast, Effect, LogEvent
 from psdist_scheduler.decide.joins import Joins
 from psdist_scheduler.decide.leased_datasets import Datasets
 from psdist_scheduler.decide.losses import PATIENCE_SECONDS
@@ -98,20 +98,16 @@ class Rollback:
         term = max((shard.term for p in placed for shard in p.entry.shards), default=0)
         effects = self._snapshots.roll_back(now)
         self._registry.resume.go_to(found, term, epoch, now)
-        knowing = {(m.worker_id, m.incarnation) for p in placed for m in p.entry.members} | self._datasets.holders
+        knowing = {m.identity for p in placed for m in p.entry.members} | self._datasets.holders
         self._registry.reset_to_gathering()
         self._joins.clear()
         self._datasets.go_back(found.manifest.datasets)
         lost = tuple((name, first, max(first, until)) for name, first, until in lost)
         effects += [LogEvent(text, "warning", "rollback"), Broadcast(RolledBack(found.commit.directory, lost, text))]
         # A worker without a session learns of the end of its incarnation when it returns.
-        for worker in [
-            w
-            for w in self._members.workers
-            if self._members.sessions.call_of(w.member_id) or (w.member_id, w.incarnation) in knowing
-        ]:
-            _, session = self._members.end(worker.member_id, "lost", WENT_BACK, now)
-            effects += [Close(session)] if session else []
+        for worker in list(self._members.workers):
+            if self._members.sessions.call_of(worker.member_id) or worker.identity in knowing:
+                effects += self._members.end(worker.member_id, "lost", WENT_BACK, now)[1]
         return effects
 
     def _losses(self) -> str:

@@ -236,7 +236,7 @@ class CoordinatedShutdown:
         return ends
 
     def _next(self, member: ParametersMember, parameters: str) -> int:
-        said = self._workers.get((member.worker_id, member.incarnation))
+        said = self._workers.get(member.identity)
         return (said.next if said is not None and said.next is not None else {}).get(parameters, member.first_step)
 
     def _let_leave(self, ends: Mapping[str, int]) -> list[Effect]:
@@ -317,10 +317,9 @@ class ExitRequests:
     def hold(self, event: Drain | Stop, now: float) -> list[Effect]:
         """Hold a member that wants to exit. If others can take a server's shards, it is drained now instead.
 
-        Raises WrongRunError and InvalidArgumentError.
+        Raises InvalidArgumentError.
         """
         if isinstance(event, Drain):
-            self._members.check_run(event.run_id)
             others = [server for server in self._members.staying if server.member_id != event.server_id]
             if self._members.workers and others:
                 return self._scaling.drain(event)
@@ -448,7 +447,7 @@ class RunStart:
         self._report_at = self._since + REPORT_WAIT_SECONDS
 
     def give_up(self, event: GiveUp) -> list[Effect]:
-        """Process the end of an agent whose script fails. Raises WrongRunError."""
+        """Process the end of an agent whose script fails."""
         text = f"the launcher on {event.host or 'an unknown host'} gave up: {event.reason}"
         if not event.elastic:
             self._given_up = self._given_up or text

@@ -19,9 +19,7 @@ from psdist_scheduler.decide.cluster_state import ClusterSettings, Member, name_
 from psdist_scheduler.decide.members import Membership
 from psdist_scheduler.decide.parameter_sets import Registry
 from psdist_scheduler.decide.rendezvous import Rendezvous
-
-#: Interval in seconds at which a drain in progress is reported, so that a wait differs from a dead connection.
-_REPEAT_SECONDS = 2.0
+from psdist_scheduler.decide.waiting_calls import WaitingCalls
 
 
 @dataclass(slots=True)
@@ -30,8 +28,6 @@ class _Drain:
 
     server: Replica
     total: int
-    told: ef.Draining | None = None
-    told_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -42,13 +38,13 @@ class Scaling:
     _registry: Registry
     _members: Membership
     _rendezvous: Rendezvous
+    _calls: WaitingCalls
     _drains: dict[int, _Drain] = field(default_factory=dict)
     #: News last sent to each watching call.
     _watchers: dict[int, ef.ScaleNews | None] = field(default_factory=dict)
 
     def drain(self, event: ev.Drain) -> list[ef.Effect]:
-        """Start to move everything away from a server. Raises WrongRunError and InvalidArgumentError."""
-        self._members.check_run(event.run_id)
+        """Start to move everything away from a server. Raises InvalidArgumentError."""
         member = self._members.get(event.server_id)
         if member is None or member.role != "server" or not member.live:
             there = name_some([server.member_id for server in self._members.servers]) or "none"
@@ -64,9 +60,7 @@ class Scaling:
         return self._mark([member])
 
     def scale(self, event: ev.Scale) -> list[ef.Effect]:
-        """Set the wanted number of servers or workers. Raises WrongRunError, InvalidArgumentError and
-        LimitExceededError."""
-        self._members.check_run(event.run_id)
+        """Set the wanted number of servers or workers. Raises InvalidArgumentError and LimitExceededError."""
         if bool(event.servers) == bool(event.workers):
             raise InvalidArgumentError(
                 f"{event.servers} servers and {event.workers} workers: name one number, at least 1, and leave the other"
@@ -110,8 +104,7 @@ class Scaling:
         self._members.demand.want_workers(workers, max(self._members.next_rank, self._rendezvous.world_size))
 
     def watch(self, event: ev.WatchScale) -> list[ef.Effect]:
-        """Add a launcher that watches the wanted numbers. Raises WrongRunError."""
-        self._members.check_run(event.run_id)
+        """Add a launcher that watches the wanted numbers."""
         if not self._members.demand.workers_wanted:
             self._want_workers(min(event.workers_wanted, MEMBERS_MAX))
         self._watchers[event.call] = None
@@ -167,11 +160,7 @@ class Scaling:
                 ef.Answer(call, ef.Drained(drain.total)),
                 ef.LogEvent(f"{server} is drained and may be stopped", kind="scale"),
             ]
-        news = ef.Draining(self._text(server, left), left, max(left, drain.total))
-        if news == drain.told and now - drain.told_at < _REPEAT_SECONDS:
-            return []
-        drain.told, drain.told_at = news, now
-        return [ef.Answer(call, news)]
+        return self._calls.tell(call, ef.Draining(self._text(server, left), left, max(left, drain.total)), now)
 
     def _text(self, server: Member, left: int) -> str:
         if not self._members.staying:

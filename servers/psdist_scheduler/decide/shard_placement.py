@@ -12,11 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from psdist.types import (
-    Replica,
-    Shard,
-    Slicing,
-)
+from psdist.types import Replica, Shard, Slicing
 from psdist_scheduler.decide import cluster_events as ev
 from psdist_scheduler.decide import effects as ef
 from psdist_scheduler.decide.cluster_state import ClusterSettings, Member, ParametersRecord, group
@@ -298,13 +294,8 @@ def _fills(p: ParameterSet, before: tuple[Shard, ...], after: tuple[Shard, ...])
 FILLS_PER_SOURCE = 2
 
 
-@dataclass(frozen=True, slots=True)
-class ShardChange:
-    """Replacement of shard ``number`` of a parameter set by ``shard``."""
-
-    parameters: str
-    number: int
-    shard: Shard
+#: Replacement of a shard: its parameter set, its number, and the new shard.
+_Change = tuple[str, int, Shard]
 
 
 # --- one shard --------------------------------------------------------------------------------------------------------
@@ -417,8 +408,8 @@ class PlacementPlan:
                     changed[name], again = None, True
         settled = all(self._settled(shard) for _, _, shard in self._shards())
         if settled and (move := self._move()):
-            self._set(move.parameters, move.number, move.shard)
-            changed[move.parameters] = None
+            self._set(*move)
+            changed[move[0]] = None
         return {name: tuple(self._now[name]) for name in changed}
 
     def _shards(self) -> Iterator[tuple[str, int, Shard]]:
@@ -515,7 +506,7 @@ class PlacementPlan:
         distinct = len({server.host for server in self._usable})
         return max(0, min(len(hosts), distinct) - len(set(hosts))), load, memory
 
-    def _move(self) -> ShardChange | None:
+    def _move(self) -> _Change | None:
         """Return the fill that starts the move with the best balance; None if no move is worthwhile."""
         for candidates in (self._crowded(), self._loaded(self._primary, 1), self._loaded(self._held, None)):
             gains = [(gain, change) for change in candidates if (gain := self._gain(change)) is not None]
@@ -523,15 +514,16 @@ class PlacementPlan:
                 return min(gains, key=lambda pair: pair[0])[1]
         return None
 
-    def _gain(self, change: ShardChange) -> tuple[int, int, int] | None:
+    def _gain(self, change: _Change) -> tuple[int, int, int] | None:
         """Return the imbalance after the move that ``change`` starts; None if it is no better than now."""
-        name, number, shard = change.parameters, change.number, self._now[change.parameters][change.number]
-        whole = filled(shard, change.shard.filling[-1])
+        name, number, begun = change
+        shard = self._now[name][number]
+        whole = filled(shard, begun.filling[-1])
         options = [after for replica in complete(shard) for after in _dropped(whole, replica)]
         best = min(self._imbalance(name, number, shard, after) for after in options)
         return best if best < self._imbalance(name, number, shard, shard) else None
 
-    def _crowded(self) -> Iterator[ShardChange]:
+    def _crowded(self) -> Iterator[_Change]:
         """Yield moves of shards whose copies share hosts unnecessarily."""
         if len({server.host for server in self._usable}) > 1:
             for name, number, shard in self._shards():
@@ -539,7 +531,7 @@ class PlacementPlan:
                     for target in self._usable:
                         yield from self._begun(name, number, shard, target)
 
-    def _loaded(self, load: Mapping[str, int], roles: int | None) -> Iterator[ShardChange]:
+    def _loaded(self, load: Mapping[str, int], roles: int | None) -> Iterator[_Change]:
         """Yield moves from the fullest server to the emptiest, if they differ by more than the largest shard.
 
         roles: number of the first complete copies that may be taken from the fullest server; None for all.
@@ -558,12 +550,12 @@ class PlacementPlan:
             for target in others if emptiest in holding else [self._servers[emptiest]]:
                 yield from self._begun(name, number, shard, target)
 
-    def _begun(self, name: str, number: int, shard: Shard, target: Member) -> Iterator[ShardChange]:
+    def _begun(self, name: str, number: int, shard: Shard, target: Member) -> Iterator[_Change]:
         """Yield the shard with ``target`` being filled, if that is allowed."""
         unfit = target.member_id in [replica.server_id for replica in shard.replicas]
         unfit = unfit or name not in self._ready or self._tried(name, number, target.replica)
         if not unfit and not self._refused(name, number, target.replica):
-            yield ShardChange(name, number, shard.with_filling(target.replica, self._epoch))
+            yield name, number, shard.with_filling(target.replica, self._epoch)
 
 
 def shard_elements(slicing: Slicing, shards: int) -> list[int]:

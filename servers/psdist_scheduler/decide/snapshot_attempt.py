@@ -24,7 +24,7 @@ from psdist.errors import LimitExceededError, SnapshotFailedError
 from psdist.snapshots.format import Manifest, ParametersState, WorkerState, state_file_name
 from psdist.wire import limits
 from psdist_scheduler.decide import snapshot_events as sn
-from psdist_scheduler.decide.cluster_events import Caller
+from psdist_scheduler.decide.cluster_events import AttemptProgress
 from psdist_scheduler.decide.cluster_state import ClusterSettings, Identity, Member, name_some
 from psdist_scheduler.decide.effects import Answer, Effect
 from psdist_scheduler.decide.leased_datasets import Datasets
@@ -87,7 +87,7 @@ class Attempt:
     #: Workers that may have used data before the cut without having reported it.
     undecided: list[str] = field(default_factory=list)
     written: dict[tuple[str, int], sn.Written] = field(default_factory=dict)
-    progress: dict[str, sn.AttemptProgress] = field(default_factory=dict)
+    progress: dict[str, AttemptProgress] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.moved = self.began
@@ -243,7 +243,13 @@ class Attempt:
         if shard is not None and shard.primary.server_id == server and shard.term == event.term:
             self.written[event.parameters, event.shard] = event
 
-    def on_progress(self, server: str, progress: sn.AttemptProgress, now: float) -> None:
+    def takes_states_of(self, number: int, now: float) -> bool:
+        """Return True if states that were handed in for this attempt may be in it. That is progress."""
+        takes = self.phase in (AttemptPhase.MARKING, AttemptPhase.CUTTING) and number == self.number
+        self.moved = now if takes else self.moved
+        return takes
+
+    def on_progress(self, server: str, progress: AttemptProgress, now: float) -> None:
         """Record the progress in a server's heartbeat."""
         if progress.attempt == self.number and server in self.servers:
             if self.progress.get(server) != progress:
@@ -302,7 +308,7 @@ def next_pushes(attempt: Attempt, name: str, *, by_origin: bool) -> sn.Producers
 def _members_to_mark(attempt: Attempt) -> dict[Identity, None]:
     """Return the workers whose pushes are to be marked, as of now, each once."""
     marked = (attempt.parameters[name] for name in attempt.marked)
-    return {(m.worker_id, m.incarnation): None for p in marked for m in p.entry.members}
+    return {m.identity: None for p in marked for m in p.entry.members}
 
 
 def _route(p: ParameterSet) -> tuple[object, ...]:
@@ -431,7 +437,7 @@ class WorkerStateRegistry:
     def live_owners(self, parameters: Iterable[ParameterSet]) -> list[Identity]:
         """Return live members of these parameter sets that save state for them."""
         self._names = {worker: names for worker, names in self._names.items() if self._members.is_live(*worker)}
-        members = [(p.name, (m.worker_id, m.incarnation)) for p in parameters for m in p.entry.members]
+        members = [(p.name, m.identity) for p in parameters for m in p.entry.members]
         return list(dict.fromkeys(worker for name, worker in members if name in self._names.get(worker, ())))
 
     def are_new(self, attempt: Attempt) -> bool:
@@ -445,26 +451,20 @@ class WorkerStateRegistry:
             self._names[member.identity] = event.parameters
         return []
 
-    def on_upload(self, event: sn.StateOffered | sn.StateWritten, attempt: Attempt | None, now: float) -> list[Effect]:
-        """Process a worker's request to hand in a file, or a durable file. Raises FencedError, SnapshotFailedError and
-        LimitExceededError."""
-        if attempt is not None:
-            takes_states = attempt.phase in (AttemptPhase.MARKING, AttemptPhase.CUTTING)
-            attempt = attempt if takes_states and event.attempt == attempt.number else None
-        if attempt is not None:
-            attempt.moved = now
-        if isinstance(event, sn.StateWritten):
-            if attempt is not None:
-                attempt.uploads.on_written(event)
-            return []
-        worker = self._members.check_caller(Caller(event.run_id, event.worker_id, event.incarnation))
-        if attempt is None:
+    def on_offered(self, event: sn.StateOffered, worker: Member, attempt: Attempt | None, now: float) -> list[Effect]:
+        """Process a worker's request to hand in a file. Raises SnapshotFailedError and LimitExceededError."""
+        if attempt is None or not attempt.takes_states_of(event.attempt, now):
             raise SnapshotFailedError("no snapshot in progress needs the state of this worker")
         return [Answer(event.call, attempt.uploads.place(worker, event, attempt.directory))]
 
-    def get(self, event: sn.GetState, found: sn.CommitFound | None) -> list[Effect]:
-        """Return what the worker's rank handed in for the snapshot ``found``. Raises FencedError."""
-        worker = self._members.check_caller(Caller(event.run_id, event.worker_id, event.incarnation))
+    def on_written(self, event: sn.StateWritten, attempt: Attempt | None, now: float) -> list[Effect]:
+        """Process a durable file of a worker."""
+        if attempt is not None and attempt.takes_states_of(event.attempt, now):
+            attempt.uploads.on_written(event)
+        return []
+
+    def get(self, event: sn.GetState, worker: Member, found: sn.CommitFound | None) -> list[Effect]:
+        """Return what the worker's rank handed in for the snapshot ``found``."""
         if found is None:
             return [Answer(event.call, sn.StateSource())]
         state = found.manifest.worker_state(event.parameters, worker.rank)

@@ -12,10 +12,10 @@ from typing import Final
 
 from psdist.snapshots.format import CommitRecord, Manifest, ShardFile, WorkerState
 from psdist.types import Restore
+from psdist_scheduler.decide import cluster_events as ev
+from psdist_scheduler.decide.cluster_events import Numbers
 from psdist_scheduler.decide.cluster_state import Identity
 
-#: Step, or number of a worker's next push, by parameter set.
-Numbers = tuple[tuple[str, int], ...]
 #: (worker_id, incarnation, next push).
 Producers = tuple[tuple[str, int, int], ...]
 
@@ -49,79 +49,58 @@ class History:
     base: CommitFound | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class AttemptProgress:
-    """A server's progress with a snapshot, in its heartbeats."""
-
-    attempt: int
-    done: int
-    total: int
-    waiting_for: str = ""
-    loading: bool = False
-
-
 # --- events: calls and reports of members -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
+class Save(ev.RunCall):
     """A request for a snapshot. A worker that sends it makes no push until it is answered.
 
-    worker_id: the worker; empty for other callers.
+    caller: the worker; None for other callers.
     next: its next pushes.
     """
 
-    call: int
-    run_id: str
     reason: str = ""
-    worker_id: str = ""
-    incarnation: int = 0
+    caller: ev.Caller | None = None
     next: Numbers = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(ev.Call):
     """A server's answer, on its session ``call``: whether it has armed the cut.
 
     steps_next: steps that no slice has passed.
     """
 
-    call: int
     attempt: int
     accepted: bool
     steps_next: Numbers = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Marked:
+class Marked(ev.Call):
     """A worker's marks, on its session ``call``: its pushes from ``next`` on are not in the snapshot.
 
     keeps: parameter sets whose state it hands in, with the lowest push before which it can.
     """
 
-    call: int
     attempt: int
     next: Numbers = ()
     keeps: Numbers = ()
 
 
 @dataclass(frozen=True, slots=True)
-class StatesAnnounced:
+class StatesAnnounced(ev.Call):
     """A worker's announcement, on its session ``call``, that it saves state for these parameter sets."""
 
-    call: int
     parameters: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class StateOffered:
+class StateOffered(ev.WorkerCall):
     """A worker's request to hand in its state of a parameter set before push ``next``, as a file of ``length``
     bytes."""
 
-    call: int
-    run_id: str
-    worker_id: str
-    incarnation: int
     attempt: int
     parameters: str
     next: int
@@ -129,7 +108,7 @@ class StateOffered:
 
 
 @dataclass(frozen=True, slots=True)
-class StateWritten:
+class StateWritten(ev.Event):
     """The file of a worker's state is durable."""
 
     attempt: int
@@ -138,21 +117,16 @@ class StateWritten:
 
 
 @dataclass(frozen=True, slots=True)
-class GetState:
+class GetState(ev.WorkerCall):
     """A worker's request for the state that its rank handed in for the snapshot that parameters began from."""
 
-    call: int
-    run_id: str
-    worker_id: str
-    incarnation: int
     parameters: str
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class Written(ev.Call):
     """A server's report, on its session ``call``, that the file of a shard is durable."""
 
-    call: int
     attempt: int
     parameters: str
     shard: int
@@ -162,19 +136,17 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class PartFailed:
+class PartFailed(ev.Call):
     """A report on session ``call`` that a member cannot contribute its part of the snapshot."""
 
-    call: int
     attempt: int
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(ev.Call):
     """A server's report, on its session ``call``, that it has loaded shards from the snapshot."""
 
-    call: int
     parameters: str
     generation: int
     shards: tuple[int, ...]
@@ -182,13 +154,12 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadFailed:
+class LoadFailed(ev.Call):
     """A server's report, on its session ``call``, that it cannot load its shards from the snapshot.
 
     unreachable: True if the storage did not answer; otherwise something is wrong with this snapshot.
     """
 
-    call: int
     parameters: str
     generation: int
     restore: Restore
@@ -203,7 +174,7 @@ SnapshotReport = Prepared | Marked | StatesAnnounced | Written | PartFailed | Lo
 
 
 @dataclass(frozen=True)
-class Committed:
+class Committed(ev.Event):
     """The snapshot exists."""
 
     attempt: int
@@ -212,7 +183,7 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True)
-class CommitFailed:
+class CommitFailed(ev.Event):
     """The commit record was not created.
 
     replaced: True if another scheduler has committed under the same number.
@@ -226,7 +197,7 @@ class CommitFailed:
 
 
 @dataclass(frozen=True)
-class Pruned:
+class Pruned(ev.Event):
     """These snapshots are deleted. error: why no others are; empty if all are."""
 
     sequences: tuple[int, ...]
@@ -234,7 +205,7 @@ class Pruned:
 
 
 @dataclass(frozen=True)
-class HistoryRead:
+class HistoryRead(ev.Event):
     """The storage was read, or could not be read for the reason in ``error``."""
 
     history: History | None
@@ -242,7 +213,6 @@ class HistoryRead:
 
 
 StorageEvent = Committed | CommitFailed | Pruned | HistoryRead
-SnapshotEvent = Save | StateOffered | StateWritten | GetState | SnapshotReport | StorageEvent
 
 # --- answers, commands and news ---------------------------------------------------------------------------------------
 
@@ -251,16 +221,16 @@ SnapshotEvent = Save | StateOffered | StateWritten | GetState | SnapshotReport |
 class Saving:
     """Progress of a snapshot: the reason for the wait, and the bytes written so far. Other answers follow."""
 
-    text: str
-    done: int
-    total: int
+    waiting_for: str
+    bytes_done: int
+    bytes: int
 
 
 @dataclass(frozen=True)
 class Saved:
     """The snapshot is committed. unchanged: True if it already was, and nothing was trained since."""
 
-    commit: CommitRecord
+    committed: CommitRecord
     unchanged: bool = False
 
 

@@ -23,11 +23,11 @@ from psdist.snapshots.format import CommitRecord, Manifest
 from psdist.snapshots.policy import SavePolicy
 from psdist_scheduler.decide.alignment import Alignment
 from psdist_scheduler.decide.cluster_state import Member
-from psdist_scheduler.decide.effects import Answer, Draining, Effect, Refuse
+from psdist_scheduler.decide.effects import Answer, Effect, Refuse
 from psdist_scheduler.decide.leased_datasets import Datasets
 from psdist_scheduler.decide.parameter_sets import ParameterSet
 from psdist_scheduler.decide.snapshot_attempt import Attempt, AttemptPhase, DueSnapshot
-from psdist_scheduler.decide.snapshot_events import AT_THE_END, CommitFound, Saved, Saving
+from psdist_scheduler.decide.snapshot_events import AT_THE_END, CommitFound, Saved
 
 #: Name under which workers are held.
 HOLDER: Final = "snapshot"
@@ -166,10 +166,6 @@ class EndSnapshot:
         """Use an existing snapshot, which contains everything."""
         self._set(EndState.TAKEN, {}, commit)
 
-    def assign(self, attempt: int) -> None:
-        """Assign the attempt that takes it."""
-        self.attempt = attempt
-
     def on_attempt_ended(self, attempt: int, commit: CommitRecord | None) -> None:
         """Note that an attempt ended for good. commit: None if it failed."""
         if attempt == self.attempt != 0:
@@ -304,11 +300,6 @@ def _next_multiple(step: int, interval: int) -> int:
 # A waiting worker makes no push until it is answered. So it is served by a cut that is reachable without one, and
 # that contains all of its pushes. Any other caller wants the current state: a cut that is agreed after its request.
 
-#: Interval in seconds at which a waiting caller is notified, so that a wait differs from a dead connection; and the
-#: shortest pause between two notifications.
-_REPEAT_SECONDS: Final = 2.0
-_PAUSE_SECONDS: Final = 0.2
-
 
 @dataclass(slots=True)
 class SnapshotWaiter:
@@ -325,8 +316,6 @@ class SnapshotWaiter:
     drains: bool = False
     #: Number of the attempt that will answer it; 0 for the next one.
     attempt: int = 0
-    told: tuple[str, int, int] = ("", 0, 0)
-    told_at: float = float("-inf")
 
 
 class SnapshotWaiters:
@@ -362,35 +351,17 @@ class SnapshotWaiters:
         for waiter in self:
             waiter.attempt = attempt
 
-    def answer(self, waiter: SnapshotWaiter, value: Saved) -> list[Effect]:
-        """Answer a caller whose snapshot exists."""
+    def answer(self, waiter: SnapshotWaiter, result: Saved | PsdistError) -> list[Effect]:
+        """Answer a caller whose snapshot exists, or that no snapshot will serve."""
         self.end_call(waiter.call)
-        return [] if waiter.drains else [Answer(waiter.call, value)]
+        if waiter.drains:
+            return []
+        return [Refuse(waiter.call, result) if isinstance(result, PsdistError) else Answer(waiter.call, result)]
 
-    def refuse(self, waiter: SnapshotWaiter, error: PsdistError) -> list[Effect]:
-        """Refuse a caller that no snapshot will serve."""
-        self.end_call(waiter.call)
-        return [] if waiter.drains else [Refuse(waiter.call, error)]
-
-    def answer_all(self, attempt: int, value: Saved) -> list[Effect]:
-        """Answer the callers that wait for this attempt."""
-        return [effect for waiter in self if waiter.attempt == attempt for effect in self.answer(waiter, value)]
-
-    def refuse_all(self, error: PsdistError, attempt: int | None = None) -> list[Effect]:
-        """Refuse the callers that wait for this attempt; None for all."""
-        refused = [waiter for waiter in self if attempt in (None, waiter.attempt)]
-        return [effect for waiter in refused for effect in self.refuse(waiter, error)]
-
-    def notify(self, text: str, done: int, total: int, now: float) -> list[Effect]:
-        """Tell all callers the reason for the wait, and how many of ``total`` bytes are written."""
-        effects: list[Effect] = []
-        news = (text, done, total)
-        for waiter in self:
-            pause = now - waiter.told_at
-            if pause >= _REPEAT_SECONDS or (news != waiter.told and pause >= _PAUSE_SECONDS):
-                waiter.told, waiter.told_at = news, now
-                effects.append(Answer(waiter.call, Draining(text, 0, 0) if waiter.drains else Saving(*news)))
-        return effects
+    def answer_all(self, result: Saved | PsdistError, attempt: int | None = None) -> list[Effect]:
+        """Answer the callers that wait for this attempt; None for all."""
+        answered = [waiter for waiter in self if attempt in (None, waiter.attempt)]
+        return [effect for waiter in answered for effect in self.answer(waiter, result)]
 
 
 def place(waiter: SnapshotWaiter, attempt: Attempt) -> Literal["joins", "waits", "supersedes"]:

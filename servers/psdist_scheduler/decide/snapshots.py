@@ -28,9 +28,8 @@ from psdist.snapshots.format import CommitRecord, directory_name
 from psdist_scheduler.decide import snapshot_events as sn
 from psdist_scheduler.decide import snapshot_schedule
 from psdist_scheduler.decide.alignment import Alignment
-from psdist_scheduler.decide.cluster_events import Caller
 from psdist_scheduler.decide.cluster_state import ClusterSettings, Identity, Member
-from psdist_scheduler.decide.effects import Effect, LogEvent, Wait
+from psdist_scheduler.decide.effects import Draining, Effect, LogEvent, Wait
 from psdist_scheduler.decide.leased_datasets import Datasets
 from psdist_scheduler.decide.members import Membership
 from psdist_scheduler.decide.parameter_sets import ParameterSet, Registry
@@ -52,10 +51,13 @@ from psdist_scheduler.decide.snapshot_schedule import (
     SnapshotWaiter,
     SnapshotWaiters,
 )
+from psdist_scheduler.decide.waiting_calls import WaitingCalls
 
 _REASON_CHARACTERS: Final = 200
 #: Attempts per epoch. Attempt numbers begin with the epoch.
 _ATTEMPTS_PER_EPOCH: Final = 1 << 20
+#: Shortest pause in seconds between two messages to a waiting caller.
+_NEWS_SECONDS: Final = 0.2
 #: An attempt without progress for this long, in seconds, has failed: the storage is stuck.
 _SILENCE_SECONDS: Final = 120.0
 
@@ -79,6 +81,7 @@ class Snapshots:
         members: Membership,
         datasets: Datasets,
         alignment: Alignment,
+        calls: WaitingCalls,
         history: sn.History | None,
         now: float,
     ) -> None:
@@ -87,6 +90,7 @@ class Snapshots:
         self._members = members
         self._datasets = datasets
         self._alignment = alignment
+        self._calls = calls
         self.catalog = Catalog(registry.resume, history)
         self.schedule = SnapshotSchedule(settings.policy, now)
         self.waiters = SnapshotWaiters()
@@ -184,12 +188,8 @@ class Snapshots:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def save(self, event: sn.Save, now: float) -> list[Effect]:
-        """Add a caller's request for a snapshot. Raises WrongRunError, FencedError, NoStorageError and
-        SnapshotFailedError."""
-        self._members.check_run(event.run_id)
-        worker = None
-        if event.worker_id:
-            worker = self._members.check_caller(Caller(event.run_id, event.worker_id, event.incarnation))
+        """Add a caller's request for a snapshot. Raises FencedError, NoStorageError and SnapshotFailedError."""
+        worker = self._members.check_caller(event.caller) if event.caller is not None else None
         if not self.is_enabled:
             raise NoStorageError("this run has no storage: start it by psdist run, with --storage-path DIR or URL")
         if self._settings.unwritable:
@@ -359,7 +359,7 @@ class Snapshots:
         if attempt is not None:
             self._end(attempt, commit, now)
             effects += attempt.end(True, "", self._members)
-            effects += self.waiters.answer_all(attempt.number, sn.Saved(commit))
+            effects += self.waiters.answer_all(sn.Saved(commit), attempt.number)
         return effects + self.catalog.prune(self._settings.policy, {self._registry.base_in_use})
 
     # --- the attempt --------------------------------------------------------------------------------------------------
@@ -380,9 +380,11 @@ class Snapshots:
         if self.attempt is None and self.catalog.known:
             effects += self._start_due(ready, epoch, now)
         attempt = self.attempt
-        if attempt is None:
-            return effects + self.waiters.notify(self.obstacle, 0, 0, now)
-        return effects + self.waiters.notify(attempt.waiting_for, *attempt.bytes, now)
+        text, written = (self.obstacle, (0, 0)) if attempt is None else (attempt.waiting_for, attempt.bytes)
+        for waiter in self.waiters:
+            news = Draining(text, 0, 0) if waiter.drains else sn.Saving(text, *written)
+            effects += self._calls.tell(waiter.call, news, now, _NEWS_SECONDS)
+        return effects
 
     def _start_due(self, ready: list[ParameterSet], epoch: int, now: float) -> list[Effect]:
         """Answer waiting callers, and start the snapshot that is due, if any."""
@@ -400,7 +402,7 @@ class Snapshots:
         if due is not None:
             effects += self._start_attempt(due, ready, epoch, now)
         if end.state is EndState.WANTED and self.attempt is not None:
-            end.assign(self.attempt.number)
+            end.attempt = self.attempt.number
         return effects
 
     def _serve_waiters(self, ready: list[ParameterSet]) -> list[Effect]:
@@ -413,13 +415,13 @@ class Snapshots:
             elif newest is not None and (is_back or snapshot_schedule.serves(newest, waiter, ready, self._datasets)):
                 effects += self.waiters.answer(waiter, sn.Saved(newest.commit, True))
             elif hopeless is not None:
-                effects += self.waiters.refuse(waiter, hopeless)
+                effects += self.waiters.answer(waiter, hopeless)
         return effects
 
     def _start_attempt(self, due: DueSnapshot, ready: list[ParameterSet], epoch: int, now: float) -> list[Effect]:
         """Start an attempt at the due snapshot, unless it would come after the run's last snapshot."""
         if text := self.end_snapshot.check(due.steps):
-            return self.waiters.refuse_all(SnapshotFailedError(text))
+            return self.waiters.answer_all(SnapshotFailedError(text))
         self._number = max(self._number + 1, epoch * _ATTEMPTS_PER_EPOCH)
         step = max((due.steps.get(p.name, self.schedule.search.version(p)) for p in ready), default=0)
         directory = directory_name(step, epoch, self._number % _ATTEMPTS_PER_EPOCH, self._settings.salt)
@@ -443,7 +445,7 @@ class Snapshots:
         if newest is not None and may_be_same and snapshot_schedule.is_as_saved(newest.manifest, sets, self._datasets):
             self._end(attempt, newest.commit, now)
             over = attempt.end(False, "nothing was trained since the last snapshot", self._members)
-            return over + self.waiters.answer_all(attempt.number, sn.Saved(newest.commit, True))
+            return over + self.waiters.answer_all(sn.Saved(newest.commit, True), attempt.number)
         if attempt.due.reason == sn.AT_THE_END and (loss := self.catalog.loss(attempt.parameters)):
             return self._fail(attempt, loss, now)
         if attempt.unanswered:
@@ -520,7 +522,7 @@ class Snapshots:
             f"the snapshot of step {attempt.step} failed: {text}{continues}", "warning", kind="snapshot_failed"
         )
         error = SnapshotFailedError(f"the snapshot failed: {text}{continues}")
-        refused = self.waiters.refuse_all(error, attempt.number)
+        refused = self.waiters.answer_all(error, attempt.number)
         return [*self._abandon(attempt, text), log, *refused]
 
     def _abandon(self, attempt: Attempt, reason: str) -> list[Effect]:

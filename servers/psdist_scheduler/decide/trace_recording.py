@@ -18,7 +18,7 @@ from typing import Final
 
 from psdist.errors import InvalidArgumentError, NotMemberError, TraceInProgressError
 from psdist.wire.limits import TRACE_BYTES_MAX, TRACE_SECONDS_MAX, TRACE_STEPS_MAX
-from psdist_scheduler.decide.cluster_events import ClockReported, SpansReported, TraceEvent, TraceRequested
+from psdist_scheduler.decide.cluster_events import ClockReported, SpansReported, TraceRequested
 from psdist_scheduler.decide.cluster_state import name_some
 from psdist_scheduler.decide.effects import (
     Answer,
@@ -27,7 +27,7 @@ from psdist_scheduler.decide.effects import (
     TraceCommand,
     TracedMember,
     TraceEnded,
-    TraceProgress,
+    Waiting,
 )
 from psdist_scheduler.decide.members import Membership
 
@@ -74,19 +74,6 @@ class Traces:
         self._numbers = 0
         self._recording: _Recording | None = None
 
-    def on(self, event: TraceEvent, now: float) -> list[Effect]:
-        """Process a request, or a report of a member.
-
-        Raises WrongRunError, InvalidArgumentError, NotMemberError without live members, and TraceInProgressError.
-        """
-        match event:
-            case TraceRequested():
-                return self._start(event, now)
-            case SpansReported():
-                return self._on_spans(event, now)
-            case ClockReported():
-                return self._on_clock(event)
-
     def tick(self, now: float) -> list[Effect]:
         """Notice members that are gone or silent, and the time limit."""
         recording = self._recording
@@ -102,7 +89,7 @@ class Traces:
         progress = _progress(recording)
         if self._recording is not None and progress != recording.progress:
             recording.progress = progress
-            effects.append(Answer(recording.call, TraceProgress(progress)))
+            effects.append(Answer(recording.call, Waiting(progress)))
         return effects
 
     def end_call(self, call: int) -> list[Effect]:
@@ -113,8 +100,9 @@ class Traces:
         self._recording = None
         return _commands(recording, "end")
 
-    def _start(self, event: TraceRequested, now: float) -> list[Effect]:
-        self._members.check_run(event.run_id)
+    def start(self, event: TraceRequested, now: float) -> list[Effect]:
+        """Start a recording. Raises InvalidArgumentError, NotMemberError without live members, and
+        TraceInProgressError."""
         if not 1 <= event.steps <= TRACE_STEPS_MAX:
             raise InvalidArgumentError(f"{event.steps} steps cannot be recorded: give 1 to {TRACE_STEPS_MAX}")
         if (earlier := self._recording) is not None:
@@ -141,7 +129,8 @@ class Traces:
         part = recording.parts.get(member_id)
         return part if part is not None and part.session == call and not part.state.done else None
 
-    def _on_spans(self, event: SpansReported, now: float) -> list[Effect]:
+    def on_spans(self, event: SpansReported, now: float) -> list[Effect]:
+        """Process a member's spans."""
         part, recording = self._part_of(event.call, event.number), self._recording
         if part is None or recording is None:
             return []
@@ -154,15 +143,16 @@ class Traces:
             effects += self._end_all(recording, f"its spans take over {TRACE_BYTES_MAX} bytes, which is the limit", now)
         return effects + (self._advance(recording, now) if event.done else [])
 
-    def _on_clock(self, event: ClockReported) -> list[Effect]:
+    def on_clock(self, event: ClockReported) -> list[Effect]:
+        """Process a member's answer about its clock."""
         part, recording = self._part_of(event.call, event.number), self._recording
         if part is None or recording is None or event.received < event.sent:
             return []
         part.rounds += 1
         uncertainty = (event.received - event.sent + 1) // 2
-        if part.state.offset is None or uncertainty < part.state.uncertainty:
+        if part.state.offset_ns is None or uncertainty < part.state.uncertainty_ns:
             offset = event.member - (event.sent + event.received) // 2
-            part.state = replace(part.state, offset=offset, uncertainty=uncertainty, clock_id=event.clock_id)
+            part.state = replace(part.state, offset_ns=offset, uncertainty_ns=uncertainty, clock_id=event.clock_id)
         if part.rounds < CLOCK_ROUNDS:
             return [Answer(event.call, TraceCommand(recording.number, "clock"))]
         return [Answer(recording.call, part.state)] if part.rounds == CLOCK_ROUNDS else []

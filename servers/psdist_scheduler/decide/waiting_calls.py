@@ -1,9 +1,7 @@
 """Calls that wait for an answer: their owners, and the last reason sent to each. Pure.
 
-A waiting call is sent its reason when the reason changes, and every ``REPEAT_SECONDS``, so that its peer can tell a
-wait from a dead connection. Long waits are logged.
-
-Invariant: Only waiting calls were told to wait.
+A waiting call is sent its reason, or its progress, when that changes, and every ``REPEAT_SECONDS``, so that its peer
+can tell a wait from a dead connection. Long waits are logged.
 
 The reasons come from the machines that the calls wait in.
 """
@@ -18,8 +16,6 @@ from psdist.errors import LimitExceededError
 from psdist.wire.limits import REPORT_WAIT_SECONDS, WAITS_PER_MEMBER_MAX
 from psdist_scheduler.decide import effects as ef
 from psdist_scheduler.decide.cluster_state import Member
-from psdist_scheduler.decide.effects import MemberSpans, TracedMember, TraceProgress
-from psdist_scheduler.decide.snapshot_events import Saving
 
 REPEAT_SECONDS = 2.0
 
@@ -38,8 +34,8 @@ class WaitingCalls:
 
     def __init__(self) -> None:
         self._owners: dict[int, str] = {}
-        #: Reason that each call was last sent, and the time.
-        self._told: dict[int, tuple[str, float]] = {}
+        #: News that each call was last sent, and the time.
+        self._told: dict[int, tuple[ef.Interim | None, float]] = {}
         self._waits: dict[str, _Wait] = {}
 
     @property
@@ -73,9 +69,7 @@ class WaitingCalls:
         """Remove the calls that these effects answer for good."""
         for effect in effects:
             match effect:
-                case ef.Answer(_, ef.Upload() | ef.Draining() | ef.ScaleNews() | Saving()):
-                    pass
-                case ef.Answer(_, MemberSpans() | TracedMember() | TraceProgress()):
+                case ef.Answer(_, value) if isinstance(value, ef.Interim):
                     pass
                 case ef.Answer(call) | ef.Refuse(call):
                     self.end_call(call)
@@ -93,11 +87,13 @@ class WaitingCalls:
                 level: Literal["wait", "call"] = "call" if calls else "wait"
                 effects.append(ef.LogEvent(f"{key}: waiting {text}, {now - wait.since:.0f} s so far", level))
             for call in calls:
-                told, at = self._told.get(call, ("", float("-inf")))
-                if told != text or now - at >= REPEAT_SECONDS:
-                    self._told[call] = text, now
-                    effects.append(ef.Answer(call, ef.Waiting(text)))
+                effects += self.tell(call, ef.Waiting(text), now)
         return effects
 
-    def validate(self) -> None:
-        assert self._told.keys() <= self._owners.keys(), "a call was told to wait that does not wait"
+    def tell(self, call: int, news: ef.Interim, now: float, pause: float = 0.0) -> list[ef.Effect]:
+        """Send a call its news, unless it knows them. pause: shortest time between two messages."""
+        told, at = self._told.get(call, (None, float("-inf")))
+        if now - at < (pause if news != told else REPEAT_SECONDS):
+            return []
+        self._told[call] = news, now
+        return [ef.Answer(call, news)]

@@ -20,7 +20,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from psdist.addresses import parse_address
 from psdist.errors import ConfigurationError, InvalidArgumentError, LimitExceededError, StorageError
-from psdist.snapshots.format import CommitRecord, ShardFile
+from psdist.snapshots.format import ShardFile
 from psdist.tracing.member import check_spans
 from psdist.types import check_name
 from psdist.v1 import common_pb2 as common
@@ -45,7 +45,7 @@ from psdist.wire.limits import (
 from psdist_scheduler.decide import cluster_events as ev
 from psdist_scheduler.decide import effects as ef
 from psdist_scheduler.decide import snapshot_events as sn
-from psdist_scheduler.decide.cluster_state import EventRecord, Role
+from psdist_scheduler.decide.cluster_state import Role
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -62,9 +62,27 @@ _DIGEST_BYTES = 16
 # --- fields of the same name ------------------------------------------------------------------------------------------
 
 
+#: Longest texts and lists in requests and reports. Longer ones are refused.
+_LIMITS: Final[dict[type[Message], dict[str, int]]] = {
+    pb.RegisterRequest: dict.fromkeys(("run_id", "host", "address"), TEXT_CHARACTERS_MAX),
+    pb.RendezvousRequest: dict.fromkeys(("host", "gave_up", "master_address"), TEXT_CHARACTERS_MAX),
+    pb.LeaseRangeRequest: dict.fromkeys(("done", "held", "done_at"), LEASES_MAX),
+    pb.EndRangesRequest: dict.fromkeys(("done", "returned", "done_at", "used"), LEASES_MAX),
+    pb.SessionRequest.EqualContributions: {"worker_ids": MEMBERS_MAX},
+    pb.TraceReport.Clock: {"clock_id": CLOCK_CHARACTERS_MAX},
+}
+
+
+def _check(message: Message) -> None:
+    """Raise LimitExceededError if the message has a text or a list that is too long."""
+    for name, limit in _LIMITS.get(type(message), {}).items():
+        if (length := len(getattr(message, name))) > limit:
+            raise LimitExceededError(f"{name} of length {length} is over the limit of {limit}")
+
+
 @cache
 def _readers(cls: type[DataclassInstance], message: type[Message]) -> dict[str, Callable[[Any], Any]]:
-    found = convert.field_readers(cls, message, {})
+    found = convert.field_readers(cls, message, _DIFFERENT.get(message, {}))
     if any(field.name == "caller" for field in fields(cls)):
         found["caller"] = lambda request: ev.Caller(request.run_id, request.worker_id, request.incarnation)
     return found
@@ -77,12 +95,17 @@ def make_event(cls: type[T], call: int, message: Message, **others: Any) -> T:
     Unset fields keep the event's default. Raises the errors of the conversions of the fields' types:
     InvalidArgumentError, InvalidNameError and LimitExceededError.
     """
+    _check(message)
     readers = _readers(cls, cast(Any, type(message)))
     values = {name: read(message) for name, read in readers.items() if name not in others}
     return cls(**{"call": call} | values | others)
 
 
-def _next_pushes(numbers: Mapping[str, int]) -> sn.Numbers:
+def _cut(text: str) -> str:
+    return text[:TEXT_CHARACTERS_MAX]
+
+
+def _next_pushes(numbers: Mapping[str, int]) -> ev.Numbers:
     if len(numbers) > PARAMETERS_MAX:
         raise LimitExceededError(f"next pushes of {len(numbers)} parameters are over the limit of {PARAMETERS_MAX}")
     return tuple(sorted((check_name(name, "parameters name"), number) for name, number in numbers.items()))
@@ -127,9 +150,16 @@ def _role(number: int) -> Role:
 
 convert.register(common.ErrorDetail, status.to_detail, status.from_detail)
 convert.register(pb.Role, ROLES.__getitem__, _role)
+convert.register(pb.SnapshotInfo, partial(make_message, pb.SnapshotInfo), None)
 convert.register(pb.Activity, None, _activity)
 convert.register(pb.NextPushes, None, lambda message: convert.numbers_from_proto(message.next))
 convert.pair(ev.ResumePush, pb.ResumePush)
+#: Conversions of fields that differ from those of their types.
+_DIFFERENT: Final[dict[type[Message], dict[str, tuple[Any, Callable[[Any], Any]]]]] = {
+    pb.AlignReport: {"next": (None, _next_pushes)},
+    pb.ReplicaUnreachable: {"reason": (None, _cut)},
+    pb.SaveSnapshotRequest: {"reason": (None, _cut)},
+}
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------
@@ -137,41 +167,25 @@ convert.pair(ev.ResumePush, pb.ResumePush)
 
 def register_event(call: int, request: pb.RegisterRequest) -> ev.Register:
     """Convert a registration. Raises InvalidArgumentError and LimitExceededError."""
-    role = _role(request.role)
-    _check_texts(request, "run_id", "host", "address")
-    if role == "server" or request.address:
-        parse_address(request.address)
-    return make_event(ev.Register, call, request, role=role)
+    event = make_event(ev.Register, call, request)
+    if event.role == "server" or event.address:
+        parse_address(event.address)
+    return event
 
 
 def _rendezvous_event(call: int, request: pb.RendezvousRequest) -> ev.EnterRendezvous | ev.GiveUp:
-    _check_texts(request, "host", "gave_up", "master_address")
-    if request.gave_up:
-        elastic = request.nodes_min < request.nodes_max
-        return ev.GiveUp(call, request.run_id, request.host, request.gave_up, elastic)
-    return make_event(ev.EnterRendezvous, call, request)
-
-
-def _check_texts(request: Any, *names: str) -> None:
-    for name in names:
-        if len(getattr(request, name)) > TEXT_CHARACTERS_MAX:
-            raise LimitExceededError(f"{name} is longer than {TEXT_CHARACTERS_MAX} characters")
+    if not request.gave_up:
+        return make_event(ev.EnterRendezvous, call, request)
+    elastic = request.nodes_min < request.nodes_max
+    return make_event(ev.GiveUp, call, request, reason=request.gave_up, elastic=elastic)
 
 
 def _leave_event(call: int, request: pb.LeaveRequest) -> ev.Leave:
     return make_event(ev.Leave, call, request, caller=ev.Caller("", request.member_id, request.incarnation))
 
 
-def _leases_event(cls: type[T], call: int, request: pb.LeaseRangeRequest | pb.EndRangesRequest) -> T:
-    for name in ("done", "held", "returned", "done_at", "used"):
-        if (count := len(getattr(request, name, ()))) > LEASES_MAX:
-            raise LimitExceededError(f"{count} leases in one request are over the limit of {LEASES_MAX}")
-    return make_event(cls, call, request)
-
-
 def _save_event(call: int, request: pb.SaveSnapshotRequest) -> sn.Save:
-    incarnation = request.incarnation if request.worker_id else 0
-    return make_event(sn.Save, call, request, reason=request.reason[:TEXT_CHARACTERS_MAX], incarnation=incarnation)
+    return make_event(sn.Save, call, request, **({} if request.worker_id else {"caller": None}))
 
 
 #: Conversion of each method's request to an event. Methods that do more are implemented in ``service``.
@@ -186,8 +200,8 @@ REQUESTS: dict[str, Callable[[int, Any], ev.Event]] = {
     "Scale": partial(make_event, ev.Scale),
     "WatchScale": partial(make_event, ev.WatchScale),
     "OpenDataset": partial(make_event, ev.OpenDataset),
-    "LeaseRange": partial(_leases_event, ev.LeaseRange),
-    "EndRanges": partial(_leases_event, ev.EndRanges),
+    "LeaseRange": partial(make_event, ev.LeaseRange),
+    "EndRanges": partial(make_event, ev.EndRanges),
     "GetDataPosition": partial(make_event, ev.GetPosition),
     "SetDataPosition": partial(make_event, ev.SetPosition),
     "SaveSnapshot": _save_event,
@@ -198,22 +212,8 @@ REQUESTS: dict[str, Callable[[int, Any], ev.Event]] = {
 # --- what members send on their sessions ------------------------------------------------------------------------------
 
 
-def _unreachable_replica(call: int, report: pb.ReplicaUnreachable) -> ev.ReplicaUnreachable:
-    return make_event(ev.ReplicaUnreachable, call, report, reason=report.reason[:TEXT_CHARACTERS_MAX])
-
-
 def _stop(call: int, report: pb.StopReport) -> ev.StopReported:
     return make_event(ev.StopReported, call, report, next=_next_pushes(report.next) if report.holding else None)
-
-
-def _equal_contributions(call: int, report: pb.SessionRequest.EqualContributions) -> ev.EqualContributions:
-    if (count := len(report.worker_ids)) > MEMBERS_MAX:
-        raise LimitExceededError(f"{count} workers in one report are over the limit of {MEMBERS_MAX}")
-    return make_event(ev.EqualContributions, call, report)
-
-
-def _align(call: int, report: pb.AlignReport) -> ev.AlignReported:
-    return make_event(ev.AlignReported, call, report, next=_next_pushes(report.next))
 
 
 def heartbeat_event(call: int, heartbeat: pb.SessionRequest.Heartbeat) -> ev.Heartbeat:
@@ -230,8 +230,8 @@ def heartbeat_event(call: int, heartbeat: pb.SessionRequest.Heartbeat) -> ev.Hea
         activity = _activity(heartbeat.activity)
     if heartbeat.HasField("snapshot"):
         report = heartbeat.snapshot
-        waiting_for = report.waiting_for[:TEXT_CHARACTERS_MAX]
-        progress = sn.AttemptProgress(report.attempt, report.bytes_done, report.bytes, waiting_for, report.loading)
+        waiting_for = _cut(report.waiting_for)
+        progress = ev.AttemptProgress(report.attempt, report.bytes_done, report.bytes, waiting_for, report.loading)
     if heartbeat.HasField("statistics"):
         versions = tuple((p.parameters, p.version_max) for p in heartbeat.statistics.parameters)
     if heartbeat.heard:
@@ -253,8 +253,7 @@ def _unreachable(report: pb.UnreachableServer) -> ev.UnreachableServer:
 
 def _trace_report(call: int, report: pb.TraceReport) -> ev.SpansReported | ev.ClockReported:
     if report.WhichOneof("kind") == "clock":
-        if len(report.clock.clock_id) > CLOCK_CHARACTERS_MAX:
-            raise LimitExceededError(f"the name of a clock is longer than {CLOCK_CHARACTERS_MAX} characters")
+        _check(report.clock)
         sent, member, clock_id = report.clock.clock_ns, report.clock.member_ns, report.clock.clock_id
         return ev.ClockReported(call, report.number, sent, member, time.monotonic_ns(), clock_id)
     spans = check_spans(report.spans)
@@ -271,13 +270,13 @@ def _written(call: int, report: pb.SnapshotReport) -> sn.Written:
 
 
 def _failed(call: int, report: pb.SnapshotReport) -> sn.PartFailed:
-    return sn.PartFailed(call, report.attempt, report.failed.error.message[:TEXT_CHARACTERS_MAX])
+    return sn.PartFailed(call, report.attempt, _cut(report.failed.error.message))
 
 
 def _load_failed(call: int, report: pb.SnapshotReport) -> sn.LoadFailed:
     error = report.load_failed.error
-    text, unreachable = error.message[:TEXT_CHARACTERS_MAX], error.code == StorageError.code
-    return make_event(sn.LoadFailed, call, report.load_failed, text=text, unreachable=unreachable)
+    is_silent = error.code == StorageError.code
+    return make_event(sn.LoadFailed, call, report.load_failed, text=_cut(error.message), unreachable=is_silent)
 
 
 def _file(written: pb.SnapshotReport.Written) -> ShardFile:
@@ -304,12 +303,12 @@ _REPORTS: Final[dict[str, tuple[str, Callable[[int, Any], ev.Event]]]] = {
     "join_answer": ("server", partial(make_event, ev.JoinAnswered)),
     "values_answer": ("server", partial(make_event, ev.ValuesAnswered)),
     "replica_filled": ("server", partial(make_event, ev.ReplicaFilled)),
-    "replica_unreachable": ("server", _unreachable_replica),
-    "equal_contributions": ("server", _equal_contributions),
+    "replica_unreachable": ("server", partial(make_event, ev.ReplicaUnreachable)),
+    "equal_contributions": ("server", partial(make_event, ev.EqualContributions)),
     "stop": ("worker", _stop),
     "server_checked": ("worker", partial(make_event, ev.ServerChecked)),
     "call_checked": ("worker", partial(make_event, ev.CallChecked)),
-    "align": ("worker", _align),
+    "align": ("worker", partial(make_event, ev.AlignReported)),
     "snapshot": ("", _no_content),
     "failed": ("", _failed),
     "prepared": ("server", partial(_of_attempt, sn.Prepared)),
@@ -350,7 +349,7 @@ def connections(message: pb.Connections) -> list[pb.Connection]:
     """Return a worker's report of its connections to servers, limited to what is kept."""
     names = ("server_id", "parameters", "transport", "reason", "compression")
     return [
-        pb.Connection(**{name: getattr(one, name)[:TEXT_CHARACTERS_MAX] for name in names})
+        pb.Connection(**{name: _cut(getattr(one, name)) for name in names})
         for one in message.connections[:CONNECTIONS_KEPT]
     ]
 
@@ -386,28 +385,11 @@ def metrics_address(value: str) -> str:
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-def event(record: EventRecord) -> pb.EventStatus:
-    """Return an event of the run's history as a message."""
-    return make_message(pb.EventStatus, record)
-
-
-def dataset(value: ef.DatasetStanding) -> pb.DatasetStatus:
-    """Return the state of a data set as a message."""
-    return make_message(pb.DatasetStatus, value)
-
-
-def info(commit: CommitRecord) -> pb.SnapshotInfo:
-    """Return a snapshot as a message."""
-    return make_message(pb.SnapshotInfo, commit)
-
-
 def response(cls: Any, value: ef.Value, cluster_map: common.ClusterMap) -> Any:
     """Return the answer ``value`` as a response of type ``cls``."""
     match value:
-        case ef.Waiting(text) if cls is pb.CreateParametersResponse:
-            return cls(state=cls.STATE_WAITING, waiting_for=text)
-        case ef.Waiting(text) | ef.TraceProgress(text):
-            return cls(waiting_for=text)
+        case ef.Waiting() if cls is pb.CreateParametersResponse:
+            return make_message(cls, value, state=cls.STATE_WAITING)
         case ef.Upload():
             return cls(state=cls.STATE_UPLOAD, map=cluster_map)
         case ef.ParametersReady():
@@ -424,27 +406,18 @@ def response(cls: Any, value: ef.Value, cluster_map: common.ClusterMap) -> Any:
             ranks = {"node_rank": node.node_rank, "first_rank": node.first_rank}
             return make_message(cls, value, formed=True, run_id=cluster_map.run_id, **ranks)
         case ef.RangeGiven(lease):
-            counts = {"repeated_ranges": value.repeated, "failed_ranges": value.failed}
-            if lease is None:
-                return cls(finished=True, **counts)
-            return make_message(cls, lease, data_epoch=value.data_epoch, range=value.range, **counts)
-        case ef.Draining(text):
-            return make_message(cls, value, waiting_for=text)
+            given = {"lease_id": lease.lease_id, "attempt": lease.attempt} if lease else {"finished": True}
+            return make_message(cls, value, **given)
         case ef.Drained():
             return make_message(cls, value, drained=True)
         case ef.MemberSpans(data=data):
             return make_message(cls, value, spans=pb.TraceSpans.FromString(data))
         case ef.TracedMember(member):
-            offset, uncertainty = value.offset, value.uncertainty
             own = make_message(pb.TraceMember, value)
-            own.MergeFrom(make_message(pb.TraceMember, member, offset_ns=offset, uncertainty_ns=uncertainty))
+            own.MergeFrom(make_message(pb.TraceMember, member))
             return cls(member=own)
         case ef.TraceEnded():
             return make_message(cls, value, ended=True)
-        case sn.Saving(text, done, total):
-            return cls(waiting_for=text, bytes_done=done, bytes=total)
-        case sn.Saved(commit, unchanged):
-            return cls(committed=info(commit), unchanged=unchanged)
     return make_message(cls, value)
 
 
@@ -476,18 +449,16 @@ def command(value: ef.Value | ef.News) -> pb.SessionResponse:
                 # "from" is a Python keyword.
                 rolled_back.lost.add(**{"parameters": name, "from": first, "until": until})
             return message(rolled_back=rolled_back)
-        case ef.StopCommand(number, "leave", numbers):
-            leave = pb.StopCommand.Leave(next=dict(numbers))
-            return message(stop=pb.StopCommand(number=number, leave=leave))
-        case ef.StopCommand(number, question):
-            asks, holds = question == "ask" or None, question == "hold" or None
-            return message(stop=pb.StopCommand(number=number, ask=asks, hold=holds))
-        case ef.TraceCommand(number, "start", steps):
-            return message(trace=pb.TraceCommand(number=number, start_steps=steps))
-        case ef.TraceCommand(number, "clock"):
-            return message(trace=pb.TraceCommand(number=number, clock_ns=time.monotonic_ns()))
-        case ef.TraceCommand(number):
-            return message(trace=pb.TraceCommand(number=number, end=True))
+        case ef.StopCommand(number, kind, numbers):
+            asked: Any = {kind: pb.StopCommand.Leave(next=dict(numbers)) if kind == "leave" else True}
+            return message(stop=pb.StopCommand(number=number, **asked))
+        case ef.TraceCommand(number, kind, steps):
+            told: Any = {
+                "start": {"start_steps": steps},
+                "clock": {"clock_ns": time.monotonic_ns()},
+                "end": {"end": True},
+            }
+            return message(trace=pb.TraceCommand(number=number, **told[kind]))
         case ef.CheckServer(server):
             return message(check_server=convert.replica_to_proto(server))
         case ef.AlignCommand(number, until, release):
@@ -504,8 +475,8 @@ def _snapshot_command(value: sn.SnapshotCommand) -> pb.SnapshotCommand:
         case sn.Prepare(attempt, directory, steps):
             parameters = [commands.Prepare.Parameters(parameters=name, step=step) for name, step in steps]
             return commands(attempt=attempt, prepare=commands.Prepare(parameters=parameters, directory=directory))
-        case sn.Mark(attempt, steps):
-            return commands(attempt=attempt, mark=commands.Mark(steps=dict(steps)))
+        case sn.Mark():
+            return commands(attempt=value.attempt, mark=make_message(commands.Mark, value))
         case sn.TakeCut(attempt, next_pushes, final):
             cut = commands.Cut()
             for name, step in final:

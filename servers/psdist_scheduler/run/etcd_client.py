@@ -360,19 +360,6 @@ class Leadership:
                 self._client.revoke(self._lease, _END_SECONDS)
 
 
-def await_leadership(
-    take: Callable[[], Leader | None], wait: Callable[[Leader], None], on_leader: Callable[[Leader], None]
-) -> None:
-    """Return once ``take`` has returned None. wait: waits a little while another scheduler leads, or raises what ends
-    this one. on_leader: called with the leader when it is another one than before."""
-    before = None
-    while (leader := take()) is not None:
-        if leader != before:
-            on_leader(leader)
-            before = leader
-        wait(leader)
-
-
 def _leader(value: bytes) -> Leader:
     """Return the leader that a leader key names. Somebody else may have written it."""
     try:

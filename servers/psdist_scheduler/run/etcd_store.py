@@ -181,21 +181,11 @@ class EtcdStore(Store):
         if found is None:
             return _Head(""), 0
         try:
-            version = msgspec.json.decode(found.value, type=_Format).format
-            head = msgspec.json.decode(found.value, type=_Head) if version == FORMAT else None
+            log.check_format(self._location, msgspec.json.decode(found.value, type=_Format).format, FORMAT, "prefix")
+            head = msgspec.json.decode(found.value, type=_Head)
         except (ValueError, msgspec.MsgspecError) as error:
             raise self._unusable(f"its head does not parse: {error}") from None
-        if head is None:
-            raise ConfigurationError(
-                f"--store {self._location} has format {version}, this release of psdist reads {FORMAT}: use the "
-                "release that wrote it, or another prefix"
-            )
-        if run_id and head.run_id != run_id:
-            raise ConfigurationError(
-                f"--store {self._location} belongs to run {head.run_id!r}, not {run_id!r}: pass --run-id "
-                f"{head.run_id}, or another prefix",
-                run_id=head.run_id,
-            )
+        log.check_run(self._location, head.run_id, run_id, "prefix")
         check_run_id(head.run_id)
         return head, found.mod_revision
 

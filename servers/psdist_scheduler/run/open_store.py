@@ -71,33 +71,29 @@ def _open_etcd(
     claim = etcd_client.Leadership(client, f"{place.prefix}/leader".encode(), mine)
     until = time.monotonic() + 2 * etcd_client.LEASE_SECONDS
 
-    seen: list[etcd_client.Leader] = []
-
-    def on_leader(leader: etcd_client.Leader) -> None:
-        seen.append(leader)
-        logger.info("waiting to lead the run at %s: %s leads it", place, leader)
-
-    def take() -> etcd_client.Leader | None:
-        try:
-            return claim.take()
-        except StorageError as error:
-            # The leader ends, too, if etcd does not answer for long: a standby that ended could not follow it.
-            if not (standby and seen):
-                raise
-            logger.warning("still waiting to lead the run at %s: %s", place, error)
-            return seen[-1]
-
-    def wait_for(leader: etcd_client.Leader) -> None:
-        if not standby and time.monotonic() > until:
-            raise ConfigurationError(
-                f"{leader} leads the run at --store {place}: end that scheduler first, or wait for its end with "
-                "--standby"
-            )
-        wait(etcd_client.POLL_SECONDS)
-
+    before: etcd_client.Leader | None = None
     try:
-        etcd_client.await_leadership(take, wait_for, on_leader)
-        if seen and client.get(f"{place.prefix}/".encode() + ENDED, etcd_client.START_SECONDS) is not None:
+        while True:
+            try:
+                leader = claim.take()
+            except StorageError as error:
+                # The leader ends, too, if etcd does not answer for long: a standby that ended could not follow it.
+                if not standby or before is None:
+                    raise
+                logger.warning("still waiting to lead the run at %s: %s", place, error)
+                leader = before
+            if leader is None:
+                break
+            if leader != before:
+                logger.info("waiting to lead the run at %s: %s leads it", place, leader)
+            before = leader
+            if not standby and time.monotonic() > until:
+                raise ConfigurationError(
+                    f"{leader} leads the run at --store {place}: end that scheduler first, or wait for its end with "
+                    "--standby"
+                )
+            wait(etcd_client.POLL_SECONDS)
+        if before and client.get(f"{place.prefix}/".encode() + ENDED, etcd_client.START_SECONDS) is not None:
             logger.info("the run at %s has ended", place)
             raise SystemExit(exit_codes.OK)
         store = EtcdStore(client, place, claim, run_id, new_run_id)

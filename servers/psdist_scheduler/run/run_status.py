@@ -14,6 +14,7 @@ from itertools import islice
 from psdist.consistency import kind_of
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import convert
+from psdist.wire.convert import make_message
 from psdist.wire.limits import EVENTS_MAX
 from psdist_scheduler.decide.cluster import Cluster
 from psdist_scheduler.decide.cluster_state import EventRecord, Member
@@ -90,7 +91,7 @@ def status(cluster: Cluster, reports: Reports, now: float) -> pb.GetStatusRespon
             for p in cluster.registry.all
         ],
         waiting_for=cluster.waits,
-        datasets=[conversions.dataset(standing) for standing in cluster.datasets.standings],
+        datasets=[make_message(pb.DatasetStatus, standing) for standing in cluster.datasets.standings],
         snapshots=_snapshots(cluster, now) if cluster.snapshots.is_enabled else None,
     )
 
@@ -101,11 +102,11 @@ def _snapshots(cluster: Cluster, now: float) -> pb.SnapshotsStatus:
     report = pb.SnapshotsStatus(
         storage=cluster.settings.storage,
         policy=cluster.settings.policy.text,
-        committed=[conversions.info(commit) for commit in snapshots.catalog.commits],
+        committed=[make_message(pb.SnapshotInfo, commit) for commit in snapshots.catalog.commits],
         failed=failures.count,
         last_failure=snapshots.catalog.replaced or failures.text,
         last_failure_time=time.time() - (now - failures.at) if failures.count else 0.0,
-        restored=conversions.info(found.commit) if found is not None else None,
+        restored=make_message(pb.SnapshotInfo, found.commit) if found is not None else None,
     )
     if attempt is not None:
         report.attempt, report.phase, report.waiting_for = attempt.number, _stage(attempt), attempt.waiting_for
@@ -125,7 +126,7 @@ def _member(
     reported: pb.MemberStatus | None,
     now: float,
 ) -> pb.MemberStatus:
-    report = convert.make_message(pb.MemberStatus, member, draining=member.draining and member.live)
+    report = make_message(pb.MemberStatus, member, draining=member.draining and member.live)
     if reported is not None:
         report.MergeFrom(reported)
     if not member.live:

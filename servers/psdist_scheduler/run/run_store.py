@@ -13,15 +13,10 @@ from typing import TYPE_CHECKING, Any, Final, get_type_hints
 import msgspec
 from google.protobuf.message import DecodeError
 
+from psdist.errors import ConfigurationError
 from psdist.v1 import common_pb2, scheduler_pb2
 from psdist.wire import convert
-from psdist_scheduler.decide.cluster_state import (
-    DataLease,
-    DatasetRecord,
-    EventRecord,
-    ParametersRecord,
-    StoredState,
-)
+from psdist_scheduler.decide.cluster_state import DataLease, DatasetRecord, EventRecord, ParametersRecord, StoredState
 from psdist_scheduler.decide.effects import Persist
 
 if TYPE_CHECKING:
@@ -57,6 +52,24 @@ class Store:
 
     def check(self) -> None:
         """Return if this process may still write. Raises LeadershipLostError; does not block."""
+
+
+def check_format(place: object, version: int, known: int, kind: str) -> None:
+    """Raise ConfigurationError if the store at ``place`` has another format. kind: what such a store is in."""
+    if version != known:
+        raise ConfigurationError(
+            f"--store {place} has format {version}, this release of psdist reads {known}: use the release that wrote "
+            f"it, or another {kind}"
+        )
+
+
+def check_run(place: object, held: str, run_id: str, kind: str) -> None:
+    """Raise ConfigurationError if the store at ``place`` holds another run. An empty ``run_id`` is any."""
+    if run_id and held != run_id:
+        raise ConfigurationError(
+            f"--store {place} belongs to run {held!r}, not {run_id!r}: pass --run-id {held}, or another {kind}",
+            run_id=held,
+        )
 
 
 # --- changes ----------------------------------------------------------------------------------------------------------

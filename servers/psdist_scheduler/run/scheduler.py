@@ -27,13 +27,14 @@ from psdist.errors import ConfigurationError, NoStorageError
 from psdist.monitoring import run_json
 from psdist.snapshots.storage import Storage
 from psdist.v1 import scheduler_pb2 as pb
+from psdist.wire.convert import make_message
 from psdist.wire.limits import EVENTS_MAX
 from psdist_scheduler.decide.cluster import Cluster
 from psdist_scheduler.decide.cluster_events import Event, Probed, Register, Tick
 from psdist_scheduler.decide.cluster_state import EventRecord, ParametersRecord, ProbeResult
 from psdist_scheduler.decide.effects import Broadcast, Effect, LogEvent, MemberLost, Persist, Probe
 from psdist_scheduler.decide.snapshot_events import Prune, ReadHistory, RemoveDirectory, WriteCommit
-from psdist_scheduler.run import conversions, run_status
+from psdist_scheduler.run import run_status
 from psdist_scheduler.run.open_calls import OpenCalls
 from psdist_scheduler.run.run_status import EventHistory
 from psdist_scheduler.run.run_store import Store
@@ -170,7 +171,7 @@ class Scheduler:
         status = run_status.status(self.cluster, self.reports, now)
         status.psdist_version, status.epoch = __version__, self.calls.published.cluster.epoch
         status.uptime_seconds = now - self.started
-        status.events.extend(map(conversions.event, self.history.newest(EVENTS_SHOWN)))
+        status.events.extend(make_message(pb.EventStatus, one) for one in self.history.newest(EVENTS_SHOWN))
         return status
 
     def summary(self, state: str = "running", reason: str = "") -> bytes:

@@ -31,15 +31,8 @@ from psdist.wire.limits import EVENTS_PER_MESSAGE, PARAMETERS_MAX
 from psdist.wire.services import service_handler
 from psdist_scheduler.decide import cluster_events as ev
 from psdist_scheduler.decide import effects as ef
-from psdist_scheduler.decide.cluster_events import Heard, Heartbeat
-from psdist_scheduler.decide.snapshot_events import (
-    GetState,
-    Numbers,
-    StateOffered,
-    StatePlace,
-    StateSource,
-    StateWritten,
-)
+from psdist_scheduler.decide.cluster_events import Heard, Heartbeat, Numbers
+from psdist_scheduler.decide.snapshot_events import GetState, StateOffered, StatePlace, StateSource, StateWritten
 from psdist_scheduler.run import conversions, snapshot_io
 from psdist_scheduler.run.open_calls import Outbox, PublishedMap, SessionMessage
 from psdist_scheduler.run.scheduler import Scheduler, background
@@ -212,7 +205,9 @@ class Service:
         while True:
             if records := await self._scheduler.events_after(number, EVENTS_PER_MESSAGE):
                 number = records[-1].number
-                await context.write(pb.WatchEventsResponse(events=map(conversions.event, records)))
+                await context.write(
+                    pb.WatchEventsResponse(events=[convert.make_message(pb.EventStatus, record) for record in records])
+                )
             elif request.follow:
                 await history.changed()
             else:

@@ -12,9 +12,9 @@ import logging
 import sqlite3
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from dataclasses import astuple, fields, replace
+from dataclasses import astuple, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, get_type_hints
 
 from google.protobuf.message import DecodeError
 
@@ -33,7 +33,15 @@ from psdist_scheduler.decide.cluster_state import (
     StoredState,
 )
 from psdist_scheduler.decide.effects import Persist
-from psdist_scheduler.run.run_store import Store, dataset_of, dataset_row, entry_bytes, parameters_of
+from psdist_scheduler.run.run_store import (
+    Store,
+    check_format,
+    check_run,
+    dataset_of,
+    dataset_row,
+    entry_bytes,
+    parameters_of,
+)
 
 logger = logging.getLogger("psdist.scheduler")
 
@@ -46,34 +54,25 @@ CREATE TABLE run (
   servers_wanted INTEGER NOT NULL, base_directory TEXT NOT NULL, base_digest BLOB NOT NULL,
   generation INTEGER NOT NULL, term INTEGER NOT NULL, base_epoch INTEGER NOT NULL, began INTEGER NOT NULL,
   run_lost TEXT NOT NULL);
-CREATE TABLE schedulers (scheduler_id TEXT PRIMARY KEY, last_epoch INTEGER NOT NULL);
-CREATE TABLE members (
-  member_id TEXT PRIMARY KEY, role TEXT NOT NULL, incarnation INTEGER NOT NULL, rank INTEGER NOT NULL,
-  world_size INTEGER NOT NULL, address TEXT NOT NULL, host TEXT NOT NULL, pid INTEGER NOT NULL, state TEXT NOT NULL,
-  reason TEXT NOT NULL, draining INTEGER NOT NULL);
 CREATE TABLE parameters (
   number INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, entry BLOB NOT NULL,
   uploader TEXT NOT NULL, committed INTEGER NOT NULL, layout BLOB NOT NULL);
-CREATE TABLE nodes (
-  agent_id TEXT PRIMARY KEY, host TEXT NOT NULL, processes INTEGER NOT NULL, node_rank INTEGER NOT NULL,
-  first_rank INTEGER NOT NULL, nodes_min INTEGER NOT NULL, nodes_max INTEGER NOT NULL,
-  master_address TEXT NOT NULL);
-CREATE TABLE barriers (
-  worker_id TEXT NOT NULL, name TEXT NOT NULL, origin INTEGER NOT NULL, passed INTEGER NOT NULL,
-  PRIMARY KEY (worker_id, name));
 CREATE TABLE datasets (name TEXT PRIMARY KEY, spec BLOB NOT NULL, state TEXT NOT NULL);
 """
-_EVENTS = (
-    "CREATE TABLE IF NOT EXISTS events (number INTEGER PRIMARY KEY, time REAL NOT NULL, kind TEXT NOT NULL, "
-    "warning INTEGER NOT NULL, text TEXT NOT NULL)"
-)
+#: Tables whose rows are values of a class, in the order of its fields, and their keys.
+_TABLES: Final[dict[str, tuple[type, str]]] = {
+    "schedulers": (SchedulerProcess, "scheduler_id"),
+    "members": (Member, "member_id"),
+    "nodes": (Node, "agent_id"),
+    "barriers": (BarrierRecord, "worker_id, name"),
+    "events": (EventRecord, "number"),
+}
+_TYPES: Final[dict[Any, str]] = {int: "INTEGER", bool: "INTEGER", float: "REAL"}
 _BASE = "base_directory, base_digest, generation, term, base_epoch, began"
 _READ_PARAMETERS = "SELECT entry, uploader, committed, layout FROM parameters ORDER BY number"
 _READ_DATASETS = "SELECT spec, state FROM datasets ORDER BY rowid"
 #: The settings of a data set never change.
 _WRITE_DATASET = "INSERT INTO datasets VALUES (?, ?, ?) ON CONFLICT (name) DO UPDATE SET state = excluded.state"
-#: The newest rows get the highest rowid.
-_WRITE_BARRIER = "INSERT OR REPLACE INTO barriers (worker_id, name, origin, passed) VALUES (?, ?, ?, ?)"
 #: Same rule as in ``Barriers``.
 _FORGET_BARRIERS = (
     "DELETE FROM barriers WHERE worker_id = ? AND rowid NOT IN "
@@ -115,14 +114,14 @@ class SqliteStore(Store):
             return StoredState(
                 run_id=self.run_id,
                 epoch=epoch,
-                members=tuple(_member(*row) for row in self._rows("members", Member)),
+                members=self._read("members"),
                 parameters=tuple(parameters_of(*row) for row in self._db.execute(_READ_PARAMETERS)),
-                nodes=tuple(Node(*row) for row in self._rows("nodes", Node)),
+                nodes=self._read("nodes"),
                 datasets=tuple(dataset_of(*row) for row in self._db.execute(_READ_DATASETS)),
                 servers_wanted=servers_wanted,
                 base=_base(*base),
-                barriers=tuple(BarrierRecord(*row) for row in self._rows("barriers", BarrierRecord)),
-                schedulers=tuple(SchedulerProcess(*row) for row in self._rows("schedulers", SchedulerProcess)),
+                barriers=self._read("barriers"),
+                schedulers=self._read("schedulers"),
                 run_lost=run_lost,
             )
         except (sqlite3.Error, DecodeError, ValueError, LookupError, TypeError) as error:
@@ -135,16 +134,16 @@ class SqliteStore(Store):
                 "UPDATE run SET epoch = ?, servers_wanted = coalesce(?, servers_wanted)",
                 (changes.epoch, changes.servers_wanted),
             )
-            self._db.executemany(_upsert("members", Member), map(astuple, changes.members))
-            self._db.executemany(_upsert("nodes", Node), map(astuple, changes.nodes))
-            self._db.executemany(_WRITE_BARRIER, map(astuple, changes.barriers))
+            self._write("members", changes.members)
+            self._write("nodes", changes.nodes)
+            self._write("barriers", changes.barriers)
             self._db.executemany(_FORGET_BARRIERS, [(r.worker_id, r.worker_id) for r in changes.barriers])
             self._db.executemany(_WRITE_DATASET, [dataset_row(dataset) for dataset in changes.datasets])
             if (base := changes.base) is not None:
                 self._db.execute(f"UPDATE run SET ({_BASE}) = (?, ?, ?, ?, ?, ?)", _base_row(base))
             if changes.schedulers:
                 self._db.execute("DELETE FROM schedulers")
-                self._db.executemany("INSERT INTO schedulers VALUES (?, ?)", map(astuple, changes.schedulers))
+                self._write("schedulers", changes.schedulers)
             if changes.run_lost:
                 self._db.execute("UPDATE run SET run_lost = ?", (changes.run_lost,))
             self._db.executemany("DELETE FROM parameters WHERE name = ?", [(name,) for name in changes.forgotten])
@@ -155,8 +154,7 @@ class SqliteStore(Store):
 
     def load_events(self) -> list[EventRecord]:
         try:
-            rows = self._db.execute("SELECT number, time, kind, warning, text FROM events ORDER BY number")
-            return [EventRecord(number, time, kind, bool(warning), text) for number, time, kind, warning, text in rows]
+            return list(self._read("events"))
         except sqlite3.Error as error:
             raise _unusable(self._path, error) from None
 
@@ -166,7 +164,7 @@ class SqliteStore(Store):
             self._db.execute("PRAGMA synchronous = NORMAL")
             with self._db:
                 self._db.execute("BEGIN IMMEDIATE")
-                self._db.executemany(_upsert("events", EventRecord), map(astuple, records))
+                self._write("events", records)
                 self._db.execute("DELETE FROM events WHERE number <= ?", (records[-1].number - EVENTS_MAX,))
         except sqlite3.Error as error:
             logger.warning("events of the run's history are not stored (--store %s): %s", self._path, error)
@@ -196,22 +194,34 @@ class SqliteStore(Store):
                 self._db.execute(statement)
             self._db.execute("INSERT INTO run VALUES (1, ?, 0, 0, '', x'', 0, 1, 0, 0, '')", (run_id or new_run_id(),))
             self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-        # Releases without this table ignore it.
-        self._db.execute(_EVENTS)
+        for table in _TABLES:  # Files of some releases have no events.
+            self._db.execute(_create(table))
         self._db.execute("COMMIT")
         (state,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
         if state != "ok":
             raise sqlite3.DatabaseError(f"it is damaged: {' '.join(state.split())}")
         (kept,) = self._db.execute("SELECT run_id FROM run").fetchone()
-        if run_id and kept != run_id:
-            raise ConfigurationError(
-                f"--store {self._path} belongs to run {kept!r}, not {run_id!r}: pass --run-id {kept}, or another file",
-                run_id=kept,
-            )
+        check_run(self._path, kept, run_id, "file")
         return str(kept)
 
-    def _rows(self, table: str, cls: type) -> sqlite3.Cursor:
-        return self._db.execute(f"SELECT {_columns(cls)} FROM {table} ORDER BY rowid")
+    def _read(self, table: str) -> tuple[Any, ...]:
+        """Return the rows of a table as values of its class, in the order in which they were added."""
+        cls, _ = _TABLES[table]
+        hints = get_type_hints(cls)
+        rows = self._db.execute(f"SELECT {', '.join(hints)} FROM {table} ORDER BY rowid")
+        return tuple(cls(*map(_value, hints.values(), row)) for row in rows)
+
+    def _write(self, table: str, values: Sequence[Any]) -> None:
+        """Add or change rows of a table."""
+        cls, key = _TABLES[table]
+        names = [field.name for field in fields(cls)]
+        columns, marks = ", ".join(names), ", ".join("?" * len(names))
+        updates = ", ".join(f"{name} = excluded.{name}" for name in names)
+        # The newest barriers get the highest rowid. Other rows keep theirs.
+        place, update = (
+            (" OR REPLACE", "") if table == "barriers" else ("", f"ON CONFLICT ({key}) DO UPDATE SET {updates}")
+        )
+        self._db.executemany(f"INSERT{place} INTO {table} ({columns}) VALUES ({marks}) {update}", map(astuple, values))
 
     def _write_parameters(self, record: ParametersRecord, forgotten: bool) -> None:
         name = record.entry.spec.name
@@ -242,11 +252,7 @@ def _refuse_unread(path: Path) -> None:
 def _check_format(path: Path, db: sqlite3.Connection) -> int:
     """Return the version of the file's format, 0 for a new file."""
     (version,) = db.execute("PRAGMA user_version").fetchone()
-    if version not in (0, SCHEMA_VERSION):
-        raise ConfigurationError(
-            f"--store {path} has format {version}, this release of psdist reads {SCHEMA_VERSION}: use the release "
-            "that wrote it, or another file"
-        )
+    check_format(path, version or SCHEMA_VERSION, SCHEMA_VERSION, "file")
     return int(version)
 
 
@@ -269,15 +275,14 @@ def _unusable(path: Path, error: Exception) -> ConfigurationError:
     )
 
 
-def _columns(cls: type) -> str:
-    return ", ".join(field.name for field in fields(cls))
+def _value(kind: type, value: Any) -> Any:
+    return bool(value) if kind is bool else value
 
 
-def _upsert(table: str, cls: type) -> str:
-    marks = ", ".join("?" for _ in fields(cls))
-    key, *others = [field.name for field in fields(cls)]
-    updates = ", ".join(f"{name} = excluded.{name}" for name in others)
-    return f"INSERT INTO {table} ({_columns(cls)}) VALUES ({marks}) ON CONFLICT ({key}) DO UPDATE SET {updates}"
+def _create(table: str) -> str:
+    cls, key = _TABLES[table]
+    columns = ", ".join(f"{name} {_TYPES.get(kind, 'TEXT')} NOT NULL" for name, kind in get_type_hints(cls).items())
+    return f"CREATE TABLE IF NOT EXISTS {table} ({columns}, PRIMARY KEY ({key}))"
 
 
 def _base_row(base: RestorePoint) -> tuple[str, bytes, int, int, int, int]:
@@ -288,8 +293,3 @@ def _base_row(base: RestorePoint) -> tuple[str, bytes, int, int, int, int]:
 
 def _base(directory: str, digest: bytes, *numbers: int) -> RestorePoint:
     return RestorePoint(Restore(check_directory(directory), digest) if directory else None, *numbers)
-
-
-def _member(*row: Any) -> Member:
-    member = Member(*row)
-    return replace(member, draining=bool(member.draining))

@@ -65,26 +65,32 @@ class DataScheduler(FakeScheduler):
     async def OpenDataset(self, request: Any, context: Any) -> Any:
         spec = convert.dataset_from_proto(request.spec)
         value = await self._ask(request, context, lambda who, _: self.data.open(ev.OpenDataset(1, who, spec)))
-        return pb.OpenDatasetResponse(spec=request.spec, position=conversions.dataset(value).position)
+        return pb.OpenDatasetResponse(
+            spec=request.spec, position=convert.make_message(pb.DatasetStatus, value).position
+        )
 
     async def LeaseRange(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        ids = tuple(request.done), tuple(request.held)
+        done, held = tuple(request.done), tuple(request.held)
         value = await self._ask(
-            request, context, lambda who, mine: self.data.lease(ev.LeaseRange(1, who, request.dataset, *ids), mine)
+            request,
+            context,
+            lambda who, mine: self.data.lease(ev.LeaseRange(1, who, request.dataset, done, held=held), mine),
         )
         yield conversions.response(pb.LeaseRangeResponse, value, ClusterMap())
 
     async def EndRanges(self, request: Any, context: Any) -> Any:
-        ids, used = (tuple(request.done), tuple(request.returned)), tuple(request.used)
+        done, returned, used = tuple(request.done), tuple(request.returned), tuple(request.used)
         await self._ask(
             request,
             context,
-            lambda who, mine: self.data.end(ev.EndRanges(1, who, request.dataset, *ids, used=used), mine),
+            lambda who, mine: self.data.end(
+                ev.EndRanges(1, who, request.dataset, done, returned=returned, used=used), mine
+            ),
         )
         return pb.EndRangesResponse()
 
     async def GetDataPosition(self, request: Any, context: Any) -> Any:
-        (standing,) = (conversions.dataset(standing) for standing in self.data.standings)
+        (standing,) = (convert.make_message(pb.DatasetStatus, standing) for standing in self.data.standings)
         return pb.GetDataPositionResponse(spec=standing.spec, position=standing.position, leased=standing.leased)
 
 

@@ -233,7 +233,7 @@ def test_a_worker_that_returns_alone_continues_its_pushes() -> None:
     asked = len(run.proposals(run.servers[0][1]))
     call = run.returns(one, "D", 3)
     assert len(run.proposals(run.servers[0][1])) == asked, "it waits until the other one has joined all sets"
-    assert run.state(call).text.startswith("for another worker to join all of its sets")
+    assert run.state(call).waiting_for.startswith("for another worker to join all of its sets")
     run.returns(zero, "G", 2)
     run.answer(1)
     assert run.first_steps(zero) == {"D": 3, "G": 2} and not run.first_steps(one)

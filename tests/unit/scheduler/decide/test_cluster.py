@@ -238,7 +238,7 @@ def test_a_restart_while_uploading_asks_the_same_uploader() -> None:
     again = Driver(d.stored, workers_min=2, servers_min=2)
     late, first = again.create(workers[1]), again.create(workers[0])
     assert again.state(first) == ef.Upload()
-    assert "worker-0 to upload" in again.state(late).text
+    assert "worker-0 to upload" in again.state(late).waiting_for
 
 
 # --- creating ---------------------------------------------------------------------------------------------------------

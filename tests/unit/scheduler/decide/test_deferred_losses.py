@@ -304,7 +304,8 @@ def test_no_two_commits_are_under_way() -> None:
     d.go_on()
     assert [type(work) for work in d.works] == [sn.WriteCommit]
     assert (
-        d.state(call).text == f"for the storage to say whether snapshot {in_hand(d).manifest.directory} was committed"
+        d.state(call).waiting_for
+        == f"for the storage to say whether snapshot {in_hand(d).manifest.directory} was committed"
     )
     d.storing = True
     d.go_on()

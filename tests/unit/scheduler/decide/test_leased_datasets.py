@@ -28,15 +28,15 @@ class Desk:
         (self.first, self.session), (self.second, self.other_session) = self.driver.join(), self.driver.join()
         assert isinstance(self.ask(ev.OpenDataset, self.first, spec), ef.DatasetStanding)
 
-    def ask(self, kind: Any, member: Member, *values: Any) -> Any:
+    def ask(self, kind: Any, member: Member, *values: Any, **named: Any) -> Any:
         """A request's answer, or how it was refused."""
         call = self.driver.number()
-        self.driver.on(kind(call, caller(member), *values))
+        self.driver.on(kind(call, caller(member), *values, **named))
         return self.driver.state(call)
 
     def lease(self, member: Member, done: tuple[int, ...] = (), held: tuple[int, ...] = ()) -> Any:
         """Asks for a range."""
-        return self.ask(ev.LeaseRange, member, "train", done, held)
+        return self.ask(ev.LeaseRange, member, "train", done, held=held)
 
     @property
     def standing(self) -> ef.DatasetStanding:
@@ -82,7 +82,7 @@ def test_at_the_end_nobody_waits_for_those_who_still_hold_ranges() -> None:
     assert desk.standing.leased == 1
     desk.kill()
     again = desk.lease(desk.second)
-    assert (again.lease.place, again.lease.attempt, again.repeated) == (slow.lease.place, 1, 1)
+    assert (again.lease.place, again.lease.attempt, again.repeated_ranges) == (slow.lease.place, 1, 1)
     assert desk.lease(desk.second, (again.lease.lease_id,)).lease is None
     assert desk.standing.position == DataPosition(1, (), 1, 0)
     assert "data set 'train' is finished: 1 ranges handed out again, 0 given up" in desk.driver.notes

@@ -9,6 +9,7 @@ import pytest
 from psdist.snapshots.format import WorkerState
 from psdist_scheduler.decide import snapshot_events as sn
 from psdist_scheduler.decide.cluster_state import Member
+from tests.support.scheduler_driver import caller
 from tests.support.snapshot_driver import DIGEST, SnapshotDriver
 
 
@@ -40,7 +41,7 @@ class JoinerDriver(SnapshotDriver):
 
     def _hand_in(self, worker: Member, attempt: int, before: int) -> None:
         call = self.number()
-        self.on(sn.StateOffered(call, "", worker.member_id, worker.incarnation, attempt, "mlp", before, 100))
+        self.on(sn.StateOffered(call, caller(worker), attempt, "mlp", before, 100))
         if call not in self.errors:
             place = self.told[call][-1]
             state = WorkerState("mlp", place.rank, before, place.file, 100, DIGEST)

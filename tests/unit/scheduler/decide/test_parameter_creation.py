@@ -66,7 +66,7 @@ def test_others_that_have_not_come_yet_are_waited_for() -> None:
     d.join()  # In the place of the one that ended.
     assert d.state(call) == ef.Waiting("for 1 of 3 workers to register")
     d.join()
-    assert "to create 'mlp'" in d.state(call).text
+    assert "to create 'mlp'" in d.state(call).waiting_for
 
 
 def test_an_override_that_matches_no_tensor_is_refused() -> None:

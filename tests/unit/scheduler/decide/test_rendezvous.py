@@ -44,7 +44,7 @@ def test_all_are_told_where_the_script_of_rank_0_may_listen() -> None:
 def test_an_elastic_world_forms_after_the_grace_and_grows() -> None:
     d = Driver(join_grace_seconds=1.0)
     first, second = enter(d, "a", 2, (1, 4)), enter(d, "b", 2, (1, 4))
-    assert "join grace" in d.state(first).text
+    assert "join grace" in d.state(first).waiting_for
     d.tick(1.25)
     assert ranks(d, first) == (0, 2, 0, 4)
     assert ranks(d, second) == (1, 2, 2, 4)

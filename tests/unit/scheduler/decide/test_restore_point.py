@@ -87,7 +87,7 @@ def test_a_scheduler_without_its_storage_makes_nothing_anew() -> None:
     again.open(d.cluster.members.servers[0])
     worker, _ = again.join()
     call = again.create(worker)
-    assert again.state(call).text == "for the storage to be read"
+    assert again.state(call).waiting_for == "for the storage to be read"
     dataset = again.number()
     again.on(ev.OpenDataset(dataset, caller(worker), DATA))
     assert isinstance(again.errors[dataset], errors.StorageError)
@@ -331,7 +331,8 @@ def test_ranges_of_a_worker_that_left_during_an_attempt_are_in_the_snapshot() ->
     call = d.save()
     first = lease(d, two, 2)
     second = lease(d, two, 3, {first.lease.lease_id: 3})
-    d.on(ev.EndRanges(d.number(), caller(two), "train", (), (second.lease.lease_id,), (), (), (second.lease.lease_id,)))
+    returned = (second.lease.lease_id,)
+    d.on(ev.EndRanges(d.number(), caller(two), "train", returned=returned, used=returned))
     d.ask(ev.Leave, two)
     d.answering = True
     pass_time(d, 2.5)
@@ -426,7 +427,7 @@ def test_a_worker_that_comes_while_values_are_loaded_begins_at_the_cut() -> None
     d.begin()
     worker, _ = d.join()
     call = d.create(worker)
-    assert d.state(call).text == "for server-0 to load shards 0, 2 of 'mlp' from the snapshot"
+    assert d.state(call).waiting_for == "for server-0 to load shards 0, 2 of 'mlp' from the snapshot"
     d.loading = True
     d.go_on()
     assert d.state(call) == ef.ParametersReady(7) and [m.first_step for m in d.entry().members] == [7, 7]

@@ -249,7 +249,7 @@ def test_what_went_on_otherwise_is_saved_though_nothing_was_trained() -> None:
             d.go_on()
             d.versions["mlp"] = 7
             saved = d.state(d.save(worker, mlp=7) if waits else d.save())
-            assert saved.unchanged == (settings == {"optimizer": ADAM}) and saved.commit.steps == {"mlp": 7}
+            assert saved.unchanged == (settings == {"optimizer": ADAM}) and saved.committed.steps == {"mlp": 7}
 
 
 @pytest.mark.parametrize("after", [BSP(), ASP()])
@@ -262,7 +262,7 @@ def test_steps_of_one_mode_are_not_taken_for_pushes_of_the_other(after: Any) -> 
     d.versions["mlp"] = 14
     d.beat_versions()
     saved = d.state(d.save(worker, mlp=14 if after == BSP() else 7))
-    assert isinstance(saved, sn.Saved) and not saved.unchanged and saved.commit.steps == {"mlp": 14}
+    assert isinstance(saved, sn.Saved) and not saved.unchanged and saved.committed.steps == {"mlp": 14}
 
 
 # --- later snapshots, and going back ----------------------------------------------------------------------------------
@@ -410,7 +410,7 @@ def test_who_asked_before_the_snapshot_was_known_is_refused_when_it_is() -> None
     again.open(d.cluster.members.servers[0])
     worker, _ = again.join()
     call = again.create(worker, optimizer=ADAM)
-    assert again.state(call).text == "for the storage to be read"
+    assert again.state(call).waiting_for == "for the storage to be read"
     again.storing = True
     again.go_on()
     assert isinstance(again.errors[call], SettingsMismatchError) and again.cluster.registry.all == ()

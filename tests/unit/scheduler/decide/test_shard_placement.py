@@ -27,8 +27,8 @@ def test_backups_are_filled_before_anything_is_ready() -> None:
     assert all(shard.filling and not shard.backups for shard in run.shards)
     assert all(shard.filling[0].server_id != shard.primary.server_id for shard in run.shards)
     assert run.d.map.parameters[0].ready is False
-    assert run.d.state(run.calls[0]).text.startswith("for server-")
-    assert "to hold a copy of shard" in run.d.state(run.calls[0]).text
+    assert run.d.state(run.calls[0]).waiting_for.startswith("for server-")
+    assert "to hold a copy of shard" in run.d.state(run.calls[0]).waiting_for
     run.d.fill()
     assert run.d.map.parameters[0].ready
     assert run.d.state(run.calls[0]) == ef.ParametersReady(0)
@@ -63,7 +63,7 @@ def test_a_commit_outlives_the_scheduler() -> None:
     for server in again.cluster.members.servers:
         again.open(server)
     call = again.create(run.workers[0], slice_elements=400)
-    assert "to hold a copy" in again.state(call).text
+    assert "to hold a copy" in again.state(call).waiting_for
     again.fill()
     assert again.state(call) == ef.ParametersReady(0)
 
@@ -93,7 +93,7 @@ def test_values_that_went_with_all_servers_are_uploaded_when_there_are_others(re
         run.d.ask(ev.CommitParameters, run.workers[0])
     for server in ("server-0", "server-1"):
         run.kill(server)
-    assert "register" in run.d.state(run.calls[0]).text
+    assert "register" in run.d.state(run.calls[0]).waiting_for
     assert not run.d.shards_lost and "register" in run.d.cluster.phase
     epoch = run.d.map.epoch
     run.d.tick(2.0)
@@ -226,7 +226,7 @@ def test_reports_on_an_earlier_filling_of_the_same_server_have_no_effect() -> No
     session, epoch = run.sessions["server-1"], run.d.map.epoch
     for late in (ev.ReplicaFilled, ev.ReplicaUnreachable):
         text = ("silent",) if late is ev.ReplicaUnreachable else ()
-        run.d.on(late(session, "mlp", 0, first.term, target, *text, fill=first.fill_of(target)))
+        run.d.on(late(session, "mlp", 0, first.term, target, first.fill_of(target), *text))
     assert run.shards[0] == second and run.d.map.epoch == epoch
     run.filled(0)
     assert run.shards[0].backups == (target,)
@@ -248,7 +248,7 @@ def test_a_backup_is_kept_while_its_primary_does_not_show_that_it_hears() -> Non
     shard, behind = run.shards[0], run.d.map.epoch
     session = run.sessions[shard.primary.server_id]
     (backup,) = shard.backups
-    run.d.on(ev.ReplicaUnreachable(session, "mlp", 0, shard.term, backup, "silent", shard.fill_of(backup)))
+    run.d.on(ev.ReplicaUnreachable(session, "mlp", 0, shard.term, backup, shard.fill_of(backup), "silent"))
     for _ in range(8):
         run.d.beat(*(other for server, other in run.sessions.items() if server != shard.primary.server_id))
         run.d.on(ev.Heartbeat(session, behind))

@@ -51,7 +51,7 @@ def test_marked_attempts_are_given_up_when_pushes_could_wait_for_ever(change: st
         d.create(worker, consistency=ASP())
     else:
         sessions = [d.cluster.members.sessions.call_of(m) for m in ("worker-0", "worker-1", "server-0", "server-1")]
-        held = sn.AttemptProgress(number, 0, 100, "for slice 0 to reach the cut")
+        held = ev.AttemptProgress(number, 0, 100, "for slice 0 to reach the cut")
         for _ in range(12):
             d.beat(*sessions)
             d.on(ev.Heartbeat(sessions[2], d.map.epoch, progress=held))

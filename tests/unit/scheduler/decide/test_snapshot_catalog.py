@@ -26,7 +26,7 @@ def test_a_storage_that_cannot_be_read_is_read_again() -> None:
     for member in (*d.cluster.members.servers, *d.cluster.members.workers):
         again.open(member)
     call = again.save()
-    assert again.state(call).text == "for the storage to be read"
+    assert again.state(call).waiting_for == "for the storage to be read"
     again.history = sn.History(highest=3)
     again.now += 6
     again.beat(*again.cluster.members.sessions.by_call)

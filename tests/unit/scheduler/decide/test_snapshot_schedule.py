@@ -80,7 +80,7 @@ def test_workers_that_wait_are_served_at_the_step_where_they_wait() -> None:
     d.train(4)
     first = d.save(one, mlp=5)
     d.tick()
-    assert d.state(first).text == "for step 5 of 'mlp'"
+    assert d.state(first).waiting_for == "for step 5 of 'mlp'"
     second = d.save(two, mlp=5)
     d.train(5)
     assert d.saved(first) == d.saved(second) and d.steps == [{"mlp": 5}]
@@ -138,8 +138,8 @@ def test_a_worker_that_dies_is_not_answered() -> None:
     ("fields", "error"),
     [
         ({"run_id": "other"}, errors.WrongRunError),
-        ({"worker_id": "worker-0", "incarnation": 9}, errors.FencedError),
-        ({"worker_id": "server-0", "incarnation": 1}, errors.InvalidArgumentError),
+        ({"caller": ev.Caller("", "worker-0", 9)}, errors.FencedError),
+        ({"caller": ev.Caller("", "server-0", 1)}, errors.InvalidArgumentError),
     ],
 )
 def test_bad_requests_change_nothing(fields: dict[str, Any], error: type[Exception]) -> None:
@@ -359,7 +359,7 @@ def test_it_is_wanted_then_taken_and_no_later_step_is_saved() -> None:
     end = EndSnapshot()
     end.want({"mlp": 7})
     assert end.state is EndState.WANTED and not end.is_safe(None)
-    end.assign(3)
+    end.attempt = 3
     end.on_attempt_ended(2, commit)  # Of another attempt.
     assert end.state is EndState.WANTED
     end.on_attempt_ended(3, commit)
@@ -370,7 +370,7 @@ def test_it_is_wanted_then_taken_and_no_later_step_is_saved() -> None:
 def test_one_that_fails_stays_the_last_until_somebody_trains_again() -> None:
     end = EndSnapshot()
     end.want({"mlp": 7})
-    end.assign(3)
+    end.attempt = 3
     end.on_attempt_ended(3, None)
     assert end.state is EndState.FAILED and end.commit is None and end.is_safe(None)
     assert end.check({"mlp": 8})

@@ -40,4 +40,3 @@ def test_an_answer_for_good_ends_the_wait_and_upload_does_not() -> None:
         calls.add(call, "worker-0")
     calls.drop_answered([ef.Answer(1, ef.Upload()), ef.Answer(2, ef.Done()), ef.Refuse(3, ClosedError("over"))])
     assert calls.of_members({"worker-0"}) == [(1, "worker-0")]
-    calls.validate()

@@ -61,7 +61,7 @@ class KeeperDriver(SnapshotDriver):
     def hand_in(self, worker: Member, attempt: int, before: int, name: str = "mlp") -> None:
         """Asks where a file goes, and writes it. Raises how that was refused."""
         call = self.number()
-        self.on(sn.StateOffered(call, "", worker.member_id, worker.incarnation, attempt, name, before, 100))
+        self.on(sn.StateOffered(call, caller(worker), attempt, name, before, 100))
         if call in self.errors:
             raise self.errors[call]
         place = self.told[call][-1]
@@ -135,7 +135,7 @@ def test_it_is_waited_for() -> None:
     call = driver.save()
     attempt, worker = driver.attempt, driver.workers[0]
     driver.tick(1.0)
-    assert not driver.steps and driver.told[call][-1].text == "for worker-0 to hand in its state"
+    assert not driver.steps and driver.told[call][-1].waiting_for == "for worker-0 to hand in its state"
     with pytest.raises(SnapshotFailedError, match=r"'mlp' before push 4 is not the one that the snapshot needs"):
         driver.hand_in(worker, attempt, 4)
     with pytest.raises(SnapshotFailedError, match="'another' before push 5 is not"):
@@ -227,14 +227,14 @@ def test_a_resumed_run_gives_it_back_by_rank() -> None:
     driver = SnapshotDriver(history=history_of(before))
     for worker in driver.begin(workers=2):
         call = driver.number()
-        driver.on(sn.GetState(call, "", worker.member_id, worker.incarnation, "mlp"))
+        driver.on(sn.GetState(call, caller(worker), "mlp"))
         source = driver.told[call][-1]
         assert source.state.rank == worker.rank and source.manifest.states == before.states
     call = driver.number()
-    driver.on(sn.GetState(call, "", worker.member_id, worker.incarnation, "other"))
+    driver.on(sn.GetState(call, caller(worker), "other"))
     assert driver.told[call][-1].state is None
     call = driver.number()
-    driver.on(sn.GetState(call, "", worker.member_id, worker.incarnation + 1, "mlp"))
+    driver.on(sn.GetState(call, replace(caller(worker), incarnation=worker.incarnation + 1), "mlp"))
     assert isinstance(driver.errors[call], PsdistError)
 
 
@@ -243,7 +243,7 @@ def test_a_worker_that_leaves_has_its_snapshot_if_the_run_takes_one_at_its_end(a
     driver = KeeperDriver(policy=SavePolicy(at_end=at_end))
     driver.train(5)
     worker, call = driver.workers[0], driver.number()
-    driver.on(sn.Save(call, "", "at the end", worker.member_id, worker.incarnation, (("mlp", 5),)))
+    driver.on(sn.Save(call, "", "at the end", caller(worker), (("mlp", 5),)))
     driver.go_on()
     assert driver.steps == [{"mlp": 5}] * at_end
     assert at_end or "no snapshot at its end" in driver.errors[call].message
