@@ -1,4 +1,4 @@
-"""What Accelerate, Transformers and Lightning have in common: optimizers of their scripts that the servers run.
+"""Adapter of Accelerate, Transformers and Lightning: the servers run the optimizers of their scripts.
 
 A framework makes models, optimizers and schedulers as usual; ``serve`` wraps an optimizer, and the framework's loop
 steps the result. Between two steps frameworks evaluate and write checkpoints by collectives of torch, so they mark
