@@ -25,20 +25,15 @@ def usable_cores() -> int:
 
 def cpu_limit() -> float | None:
     """Return the processor time per second that the cgroups allow; None if they do not limit it."""
-    pairs = [read(directory / "cpu.max").split() for directory in directories()]
-    pairs += [[read(one / _QUOTA).strip(), read(one / _PERIOD).strip()] for one in _cpu_directories()]
+    own = next((line[4:] for line in _read(MEMBERSHIP).splitlines() if line.startswith("0::/")), "")
+    pairs = [_read(directory / "cpu.max").split() for directory in _with_parents(ROOT, own)]
+    pairs += [[_read(one / _QUOTA).strip(), _read(one / _PERIOD).strip()] for one in _cpu_directories()]
     # "max" and -1 are no limits.
     limits = [int(pair[0]) / int(pair[1]) for pair in pairs if len(pair) == 2 and all(map(_is_positive, pair))]
     return min(limits, default=None)
 
 
-def directories() -> list[Path]:
-    """Return the directories of this process's cgroup (version 2) and of all above it, which limit it, too."""
-    own = next((line[4:] for line in read(MEMBERSHIP).splitlines() if line.startswith("0::/")), "")
-    return _with_parents(ROOT, own)
-
-
-def read(path: Path) -> str:
+def _read(path: Path) -> str:
     """Return the text of a file; empty if it cannot be read."""
     try:
         return path.read_text()
@@ -47,8 +42,8 @@ def read(path: Path) -> str:
 
 
 def _cpu_directories() -> Iterator[Path]:
-    """Yield the same for version 1, whose controllers have hierarchies of their own."""
-    for line in read(MEMBERSHIP).splitlines():
+    """Yield the directories of version 1, whose controllers have hierarchies of their own."""
+    for line in _read(MEMBERSHIP).splitlines():
         _, controllers, own = line.split(":", 2)
         if "cpu" in controllers.split(","):
             for mounted in dict.fromkeys((controllers, "cpu")):
@@ -56,6 +51,7 @@ def _cpu_directories() -> Iterator[Path]:
 
 
 def _with_parents(root: Path, own: str) -> list[Path]:
+    """Return the directories of a cgroup and of all above it, which limit it, too."""
     # In a container the path may be the host's, which does not exist here. Its own directory is the root then.
     directory = root / own
     return [path for path in (directory, *directory.parents) if path.is_relative_to(root)]

@@ -1,316 +1,47 @@
-"""Checks of this machine for ``psdist doctor``: versions, cores, memory, limits, directories, ports, names and storage.
+"""Checks of ``psdist doctor``: what a user cannot see otherwise, and what leads to a wrong or dead run.
 
-Each check is one finding, and has a time limit: a dead disk or name server would block it for ever.
+Limits that the system or a program of psdist reports itself, when it meets them, are not checked.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
-import platform
-import queue
-import re
-import resource
-import secrets
 import shutil
-import socket
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from importlib import metadata
-from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from statistics import median
+from typing import Any, Final, Literal
 
-from psdist import addresses, cgroups
-from psdist.errors import PsdistError
-from psdist.snapshots.format import SNAPSHOTS, directory_path
-from psdist.snapshots.local import missing_directories
-from psdist.snapshots.opening import open_storage
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-_GIB: Final = 1 << 30
+from psdist import addresses
+from psdist.errors import InsecureConnectError, PermissionDeniedError, PsdistError, UnauthenticatedError
+from psdist.security.handshake import explain
+from psdist.security.tls import Credentials
+from psdist.security.tokens import Audience
+from psdist.v1 import scheduler_pb2
+from psdist.version import __version__
+from psdist.wire import auth, status
+from psdist.wire.channels import open_channel
+from psdist.wire.scheduler_connection import scheduler_at
+
 _MIB: Final = 1 << 20
-#: Below this a scheduler, a server and a worker do not fit; below the second, only small models do.
-_MEMORY_LEAST: Final = 256 * _MIB
-_MEMORY_FEW: Final = 2 * _GIB
-#: Container engines give 64 MiB, which data loaders of torch with several processes exceed.
+#: Container engines give 64 MiB, which data loaders of torch with several processes exceed: they die of SIGBUS.
 _SHM_FEW: Final = 128 * _MIB
-_TEMPORARY_LEAST: Final = 8 * _MIB
-_FILES_LEAST: Final = 128
-_FILES_FEW: Final = 1024
-_LOCKED_FEW: Final = 8 * _MIB
-#: For checks that read a disk.
-_DISK_REMEDY: Final = "is a disk or network file system dead? See mount and dmesg, and remount or unmount it"
-
-
-def machine_checks(ports: Iterable[int], device: str = "") -> Iterator[Check]:
-    """Yield the checks of this machine.
-
-    ports: ports that must be free.
-    device: a CUDA device that a server is to use; empty looks for none.
-    """
-    yield Check("python", lambda: [check_python()], _DISK_REMEDY)
-    yield Check("packages", check_packages, _DISK_REMEDY)
-    yield Check("machine", _check_limits, "is the machine overloaded, or /sys/fs/cgroup blocked?")
-    yield Check(
-        "temporary files", lambda: [check_temporary_directory()], f"set TMPDIR to another disk, or: {_DISK_REMEDY}"
-    )
-    yield Check("home", lambda: [check_home()], f"set HOME to another disk, or: {_DISK_REMEDY}")
-    yield Check("host name", check_names, "add this host to /etc/hosts, or correct the name server in /etc/resolv.conf")
-    for port in ports:
-        yield Check(f"port {port}", partial(_check_ports, port), "is the machine overloaded?")
-    if device or Path("/dev/nvidiactl").exists():
-        yield Check(
-            "device",
-            lambda: [check_device(device or "cuda", required=device != "")],
-            "the driver does not answer: see nvidia-smi and dmesg, or train without --server-device",
-        )
-
-
-def _check_limits() -> list[Finding]:
-    return [
-        check_cores(),
-        check_memory(),
-        check_shared_directory(),
-        check_memory_files(),
-        check_open_files(),
-        check_locked_memory(),
-        check_addresses(),
-    ]
-
-
-def _check_ports(port: int) -> list[Finding]:
-    return [check_port(port)]
-
-
-def check_python() -> Finding:
-    """Check the version of Python."""
-    version = platform.python_version()
-    if tuple(map(int, version.split(".")[:2])) < (3, 11):
-        return fail("python", version, "use Python 3.11 or later")
-    return ok("python", f"{version}, {platform.system()} {platform.release()} {platform.machine()}")
-
-
-def check_packages() -> Iterator[Finding]:
-    """Check the versions of the packages that psdist requires."""
-    try:
-        required, version = metadata.requires("psdist") or [], metadata.version("psdist")
-    except metadata.PackageNotFoundError:
-        yield warn("packages", "psdist is not installed as a package", "pip install psdist, or pip install -e .")
-        return
-    wrong = []
-    for text in required:
-        found = re.match(r"([A-Za-z0-9._-]+)\s*>=\s*([0-9.]+)", text)
-        if found is None or "extra ==" in text:
-            continue
-        name, least = found.groups()
-        try:
-            installed = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            wrong.append(name)
-            yield fail(name, "not installed", f"pip install '{name}>={least}'")
-            continue
-        if numbers(installed) < numbers(least):
-            wrong.append(name)
-            yield fail(name, f"version {installed}, older than {least}", f"pip install -U '{name}>={least}'")
-    if not wrong:
-        yield ok("packages", f"psdist {version}, and all packages that it requires")
-
-
-def numbers(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version, without suffixes such as ``rc1``."""
-    return tuple(int(part) for part in re.split(r"[^0-9.]", version)[0].split(".") if part)
-
-
-def check_cores() -> Finding:
-    """Check the cores that this process may use, and the limit of its cgroup."""
-    cores, limit = len(os.sched_getaffinity(0)), cgroups.cpu_limit()
-    text = f"{cores} of {os.cpu_count()} cores"
-    if limit is None:
-        return ok("cores", text)
-    text = f"{text}, limited to the time of {limit:.1f} (cgroup)"
-    if limit < 1:
-        remedy = "give it at least one core: --cpus of a container, resources.limits.cpu, CPUQuota= of a systemd unit"
-        return warn("cores", text, remedy)
-    if limit < cores:
-        return ok("cores", f"{text}: servers start no more threads than that")
-    return ok("cores", text)
-
-
-def check_memory() -> Finding:
-    """Check the free memory, within the limit of the cgroup."""
-    import psutil
-
-    whole: int = psutil.virtual_memory().available
-    below_limit = _memory_below_limit()
-    is_limited = below_limit is not None and below_limit < whole
-    available = min(whole, whole if below_limit is None else below_limit)
-    text = f"{available / _GIB:.1f} GiB available{' (cgroup)' if is_limited else ''}"
-    remedy = "end other programs, or raise the limit: --memory of a container, resources.limits.memory, MemoryMax="
-    if available < _MEMORY_LEAST:
-        return fail("memory", text, remedy)
-    return warn("memory", text, remedy) if available < _MEMORY_FEW else ok("memory", text)
-
-
-def check_shared_directory() -> Finding:
-    """Check the space in /dev/shm. psdist does not need it, but torch's data loaders do."""
-    remedy = "delete files there, or enlarge it: --shm-size 1g of a container, or an emptyDir of medium Memory"
-    try:
-        usage = shutil.disk_usage("/dev/shm")
-    except OSError as error:
-        return warn("/dev/shm", f"{error.strerror}; data loaders of torch need it", remedy)
-    text = f"{usage.free / _MIB:,.0f} of {usage.total / _MIB:,.0f} MiB free"
-    if usage.free < _SHM_FEW:
-        return warn("/dev/shm", f"{text}; data loaders of torch with several processes need more", remedy)
-    return ok("/dev/shm", text)
-
-
-def check_memory_files() -> Finding:
-    """Check that this process can make the sealed memory files of the shared-memory transport."""
-    try:
-        descriptor = os.memfd_create("psdist-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    except OSError as error:
-        remedy = "allow memfd_create in the container's seccomp profile; until then psdist uses TCP on one host, too"
-        return warn("shared memory", f"no memory files: {error.strerror}", remedy)
-    os.close(descriptor)
-    return ok("shared memory", "memory files can be made")
-
-
-def check_open_files() -> Finding:
-    """Check the limit of open files."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    remedy = "ulimit -n 4096, LimitNOFILE= of a systemd unit, or --ulimit nofile=4096 of a container"
-    # Programs of psdist raise the soft limit themselves.
-    if resource.RLIM_INFINITY != hard < _FILES_LEAST:
-        return fail("open files", f"at most {hard}", remedy)
-    if resource.RLIM_INFINITY != hard < _FILES_FEW:
-        return warn("open files", f"at most {hard}, enough for a few members only", remedy)
-    return ok("open files", f"{_limit(soft)}, may be raised to {_limit(hard)}")
-
-
-def check_locked_memory() -> Finding:
-    """Check the limit of locked memory."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if resource.RLIM_INFINITY != soft < _LOCKED_FEW:
-        remedy = "ulimit -l unlimited, LimitMEMLOCK=infinity of a systemd unit, or --ulimit memlock=-1 of a container"
-        return warn("locked memory", f"at most {soft // 1024:,} KiB; NCCL, RDMA and io_uring need more", remedy)
-    return ok("locked memory", "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / _MIB:,.0f} MiB")
-
-
-def check_addresses() -> Finding:
-    """Check the limit of the address space."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if resource.RLIM_INFINITY != soft < 64 * _GIB:
-        remedy = "ulimit -v unlimited; to bound memory use a cgroup, as MemoryMax= of a systemd unit"
-        level = fail if soft < _GIB else warn
-        return level("address space", f"at most {soft / _GIB:.1f} GiB, and servers map whole models", remedy)
-    return ok("address space", "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / _GIB:,.0f} GiB")
-
-
-def check_temporary_directory() -> Finding:
-    """Check that the directory of temporary files can be written."""
-    remedy = "free some space, or set TMPDIR to a directory on another disk"
-    try:
-        with tempfile.TemporaryFile() as file:
-            file.write(b"psdist")
-        directory = tempfile.gettempdir()
-        free = shutil.disk_usage(directory).free
-    except OSError as error:
-        return fail("temporary files", error.strerror or str(error), remedy)
-    text = f"{directory}, {free / _MIB:,.0f} MiB free"
-    return fail("temporary files", text, remedy) if free < _TEMPORARY_LEAST else ok("temporary files", text)
-
-
-def check_home() -> Finding:
-    """Check that this user's directories can be written: for compiled kernels, and the scheduler's record of runs."""
-    home = Path.home()
-    wrong = []
-    for variable, default in (("XDG_CACHE_HOME", ".cache"), ("XDG_STATE_HOME", ".local/state")):
-        directory = Path(os.environ.get(variable) or home / default)
-        if reason := _unwritable(directory):
-            wrong.append(f"{directory}: {reason}")
-    if wrong:
-        remedy = (
-            "set HOME, or XDG_CACHE_HOME and XDG_STATE_HOME, to directories that can be written. Otherwise kernels may "
-            "be compiled in each process, and a scheduler needs --store FILE to be restartable"
-        )
-        return warn("home", "; ".join(wrong), remedy)
-    return ok("home", f"{home} can be written")
-
-
-def _unwritable(directory: Path) -> str:
-    """Return why files cannot be created in a directory, or in the nearest one above it that exists."""
-    existing = next((path for path in (directory, *directory.parents) if path.is_dir()), directory)
-    try:
-        with tempfile.TemporaryFile(dir=existing):
-            return ""
-    except OSError as error:
-        return error.strerror or str(error)
-
-
-def check_names() -> Iterator[Finding]:
-    """Check that this host's name leads to an address of this host, and back."""
-    name, own = socket.gethostname(), addresses.own_address()
-    try:
-        found = sorted({str(place[4][0]) for place in socket.getaddrinfo(name, None)})
-    except OSError as error:
-        remedy = f"add it to /etc/hosts or DNS, or start with --advertise {own}:PORT"
-        yield warn("host name", f"{name} does not resolve: {error.strerror}", remedy)
-        return
-    text = f"{name} is {', '.join(found)}; others reach this host at {own}"
-    # Many systems name a loopback address in /etc/hosts. psdist then shows others the address that it sends from.
-    if own not in found and not any(map(addresses.is_loopback, (own, *found))):
-        remedy = f"correct /etc/hosts or DNS, or start with --advertise {own}:PORT"
-        yield warn("host name", f"{name} is {', '.join(found)}, but this host sends from {own}", remedy)
-    else:
-        yield ok("host name", text)
-    try:
-        yield ok("reverse name", f"{own} is {socket.gethostbyaddr(own)[0]}")
-    except OSError:
-        yield ok("reverse name", f"{own} has none, and psdist needs none")
-
-
-def check_port(port: int) -> Finding:
-    """Check that a port can be bound on all addresses."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("", port))
-    except OSError as error:
-        remedy = "end the program that uses it (ss -tlnp), or choose another port; below 1024 root is needed"
-        return fail(f"port {port}", error.strerror or str(error), remedy)
-    return ok(f"port {port}", "free")
-
-
-def check_device(name: str, *, required: bool = True) -> Finding:
-    """Check that a server could use a CUDA device. required: False only warns."""
-    from psdist.device.device import open_device
-
-    try:
-        return ok("device", f"{open_device(name).name}")
-    except PsdistError as error:
-        level = fail if required else warn
-        return level("device", error.message, "see docs/gpu.md, or train without --server-device")
-
-
-def _memory_below_limit() -> int | None:
-    """Return the bytes that the cgroups still allow; None if they do not limit memory. The kernel drops cached files
-    first, so these count as free."""
-    found = []
-    for directory in cgroups.directories():
-        if (limit := cgroups.read(directory / "memory.max").strip()).isdigit():
-            cached = re.search(r"^inactive_file (\d+)$", cgroups.read(directory / "memory.stat"), re.MULTILINE)
-            used = int(cgroups.read(directory / "memory.current").strip() or 0) - int(cached[1] if cached else 0)
-            found.append(int(limit) - used)
-    return min(found, default=None)
-
-
-def _limit(value: int) -> str:
-    return "unlimited" if value == resource.RLIM_INFINITY else str(value)
-
+#: Differences of clocks that confuse logs, and that break signed requests to buckets and certificates.
+_CLOCK_WARN_SECONDS: Final = 2.0
+_CLOCK_FAIL_SECONDS: Final = 300.0
+_PINGS: Final = 7
+_PROBE_BYTES: Final = 1 << 20
+_PROBES: Final = 8
+#: Slower links make float32 gradients of ordinary models the bottleneck.
+_SLOW_BYTES_PER_SECOND: Final = 50e6
+_SLOW_PING_SECONDS: Final = 0.02
 
 Level = Literal["ok", "warn", "fail"]
 
@@ -349,85 +80,190 @@ def worst(findings: Iterable[Finding]) -> Level:
     return max((finding.level for finding in findings), key=_ORDER.index, default="ok")
 
 
-class Check(NamedTuple):
-    """A check, and the remedy if it does not end."""
-
-    name: str
-    run: Callable[[], Iterable[Finding]]
-    remedy: str
-
-
-class TimeLimit:
-    """Runs checks one after the other, each for at most ``seconds``. has_abandoned: True if a check still runs."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self.has_abandoned = False
-
-    def run(self, check: Check) -> list[Finding]:
-        """Return the findings of a check, or that it did not end. Its errors propagate."""
-        results: queue.SimpleQueue[list[Finding] | Exception] = queue.SimpleQueue()
-
-        def work() -> None:
-            try:
-                results.put(list(check.run()))
-            except Exception as error:  # The caller raises it.
-                results.put(error)
-
-        # Nothing can interrupt a thread that waits for a disk, so nobody waits for it.
-        threading.Thread(target=work, name=f"doctor {check.name}", daemon=True).start()
-        try:
-            result = results.get(timeout=self._seconds)
-        except queue.Empty:
-            self.has_abandoned = True
-            return [fail(check.name, f"no answer within {self._seconds:g} s", check.remedy)]
-        if isinstance(result, Exception):
-            raise result
-        return result
+def check_shared_directory() -> Finding:
+    """Check the space in /dev/shm. psdist does not need it, but torch's data loaders do."""
+    remedy = "delete files there, or enlarge it: --shm-size 1g of a container, or an emptyDir of medium Memory"
+    try:
+        usage = shutil.disk_usage("/dev/shm")
+    except OSError as error:
+        return warn("/dev/shm", f"{error.strerror}; data loaders of torch need it", remedy)
+    text = f"{usage.free / _MIB:,.0f} of {usage.total / _MIB:,.0f} MiB free"
+    if usage.free < _SHM_FEW:
+        return warn("/dev/shm", f"{text}; data loaders of torch with several processes need more", remedy)
+    return ok("/dev/shm", text)
 
 
-_SIZE: Final = 8 << 20
-_SLOW_BYTES_PER_SECOND: Final = 20e6
+async def check_cluster(address: str, credentials: Credentials, timeout_seconds: float) -> AsyncIterator[Finding]:
+    """Yield the findings about the scheduler at ``address`` (of several, the leading one) and its servers."""
+    places = addresses.split_addresses(address)
+    ways = await asyncio.gather(*(_way(place, len(places) > 1, timeout_seconds) for place in places))
+    reached = any(way[-1].level != "fail" for way in ways)
+    for finding in (one for way in ways for one in way):
+        yield _as_standby(finding) if reached and finding.level == "fail" else finding
+    if not reached:
+        return
+    before, answer = time.time(), await _status(address, credentials, timeout_seconds)
+    if isinstance(answer, Finding):
+        yield answer
+        return
+    yield ok("token", "accepted by the scheduler")
+    yield check_version(answer.psdist_version)
+    yield check_clock(answer.time, before, time.time())
+    servers = [one for one in answer.members if one.role == scheduler_pb2.ROLE_SERVER and one.state == "live"]
+    if not servers:
+        yield warn("servers", "none is live", "start psdist-server --scheduler " + address)
+    for server in servers:
+        async for finding in check_server(server.member_id, server.address, credentials, timeout_seconds):
+            yield finding
 
 
-async def check_storage(path_or_url: str, timeout_seconds: float) -> Finding:
-    """Write a file as a snapshot's, read it back, and delete it. Nothing remains of it."""
-    remedy = "correct the path, its owner or mode, the mount (ro?), free space, or the bucket's credentials"
+async def _way(place: str, is_one_of_several: bool, timeout_seconds: float) -> list[Finding]:
+    """Return the findings about the name and the port of one scheduler, up to the first that fails."""
+    host, port = addresses.parse_address(place)
+    name = await check_name(host, timeout_seconds)
+    if name.level == "fail":
+        return [name]
+    what = f"scheduler {place}" if is_one_of_several else "scheduler"
+    return [name, await check_connection(what, host, port, timeout_seconds)]
+
+
+def _as_standby(finding: Finding) -> Finding:
+    """Soften the failure of one scheduler if another one was reached: a standby listens only once it leads."""
+    if os.strerror(errno.ECONNREFUSED) in finding.text:
+        return ok(finding.check, f"{finding.text}, as is right for a standby: it listens once it leads")
+    return warn(finding.check, finding.text, finding.remedy)
+
+
+async def check_name(host: str, timeout_seconds: float) -> Finding:
+    """Check that a name resolves."""
+    check, remedy = "scheduler's name", "correct the name, /etc/hosts or DNS, or use an address"
     try:
         async with asyncio.timeout(timeout_seconds):
-            written, read = await _use(path_or_url)
+            found = await addresses.look_up(host)
     except TimeoutError:
-        return fail("storage", f"{path_or_url} does not answer within {timeout_seconds:g} s", remedy)
-    except PsdistError as error:
-        return fail("storage", error.message, remedy)
-    text = f"{path_or_url}: written and synced at {written / 1e6:,.0f} MB/s, read at {read / 1e6:,.0f} MB/s"
-    if written < _SLOW_BYTES_PER_SECOND:
-        return warn("storage", text, "snapshots will take long: use a faster disk or bucket, or save less often")
-    return ok("storage", text)
+        return fail(check, f"the resolver does not answer for {host} within {timeout_seconds:g} s", remedy)
+    except OSError as error:
+        return fail(check, f"{host} does not resolve: {error.strerror or error}", remedy)
+    return ok(check, f"{host} is {', '.join(found)}")
 
 
-async def _use(path_or_url: str) -> tuple[float, float]:
-    """Return the speed of writing and reading, in bytes per second. Raises PsdistError."""
-    storage, directory, content = (
-        open_storage(path_or_url),
-        directory_path(f"probe-{secrets.token_hex(8)}"),
-        secrets.token_bytes(_SIZE),
-    )
-    missing = [] if "://" in storage.url else missing_directories(os.path.join(storage.url, SNAPSHOTS))
-    await storage.check_writable(directory)
-    path = f"{directory}/doctor"
-    began = time.perf_counter()
+async def check_connection(what: str, host: str, port: int, timeout_seconds: float) -> Finding:
+    """Check that a TCP connection can be opened."""
+    check, place = f"port of {what}", addresses.format_address(host, port)
     try:
-        async with storage.writer(path) as file:
-            await file.write(content)
-        written = time.perf_counter()
-        same = await storage.read(path) == content
-        ended = time.perf_counter()
-    finally:
-        await storage.delete([path])
-        for made in missing:
-            with suppress(OSError):  # A run that started meanwhile uses it.
-                os.rmdir(made)
-    if not same:
-        raise PsdistError(f"{path_or_url} returns other bytes than were written")
-    return _SIZE / (written - began), _SIZE / (ended - written)
+        async with asyncio.timeout(timeout_seconds):
+            _, writer = await asyncio.open_connection(host, port)
+    except TimeoutError:
+        remedy = f"a firewall drops packets to port {port}, or the host is down: open the port (nft, security group)"
+        return fail(check, f"no answer from {place} within {timeout_seconds:g} s", remedy)
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)  # asyncio's own text only repeats the place.
+        remedy = (
+            "nothing listens there, or only on its loopback address: start it, with --host 0.0.0.0 if it is on another "
+            "machine; or a firewall rejects connections"
+        )
+        return fail(check, f"{place} cannot be reached: {reason}", remedy)
+    writer.close()
+    with suppress(OSError):
+        await writer.wait_closed()
+    return ok(check, f"{place} can be reached")
+
+
+async def _status(address: str, credentials: Credentials, timeout_seconds: float) -> Any:
+    """Return the scheduler's status, or the finding that it gives none."""
+    try:
+        async with scheduler_at(address, credentials) as call:
+            return await call("GetStatus", scheduler_pb2.GetStatusRequest(), timeout_seconds)
+    except InsecureConnectError as refused:
+        return fail("token", f"not sent: {refused.message}", "use TLS; or --insecure, on a private network")
+    except grpc.aio.AioRpcError as failure:
+        error: PsdistError = status.from_call(failure, f"the scheduler at {address}")
+        if isinstance(error, PermissionDeniedError):
+            return fail("token", error.message, "use the token of another role")
+        if isinstance(error, UnauthenticatedError):
+            return fail("token", error.message, "set PSDIST_TOKEN, or --token-file with the file of the scheduler")
+        if (cause := await explain(address, credentials)) is not None:
+            return fail("tls", cause.message, "see docs/secure.md, and compare both sides by 'psdist certs show'")
+        remedy = "is it a psdist scheduler, of this version, and not frozen?"
+        return fail("scheduler", f"{address} gives no status: {error.message}", remedy)
+
+
+def check_version(version: str) -> Finding:
+    """Compare the scheduler's version with this one."""
+    if version == __version__:
+        return ok("version", f"{version}, as here")
+    return fail("version", f"the scheduler has {version}, this machine {__version__}", "install the same on all")
+
+
+def check_clock(theirs: float, before: float, after: float) -> Finding:
+    """Compare the scheduler's clock with this one's, read before and after the call. All in seconds since 1970."""
+    if not theirs:
+        return ok("clock", "not compared: the scheduler does not show its own")
+    ahead = theirs - (before + after) / 2
+    uncertain = (after - before) / 2
+    off = max(0.0, abs(ahead) - uncertain)
+    text = f"the scheduler's is {abs(ahead):.1f} s {'ahead' if ahead > 0 else 'behind'}"
+    remedy = "synchronize both by NTP: timedatectl set-ntp true, or start chronyd"
+    if off > _CLOCK_FAIL_SECONDS:
+        return fail(
+            "clock", f"{text}: buckets and certificates refuse such clocks, and logs cannot be compared", remedy
+        )
+    if off > _CLOCK_WARN_SECONDS:
+        return warn("clock", f"{text}: logs of several machines cannot be compared", remedy)
+    return ok("clock", f"within {max(abs(ahead), uncertain):.1f} s of the scheduler's")
+
+
+async def check_server(
+    server_id: str, address: str, credentials: Credentials, timeout_seconds: float
+) -> AsyncIterator[Finding]:
+    """Yield the findings about the link to a server."""
+    host, port = addresses.parse_address(address)
+    finding = await check_connection(server_id, host, port, timeout_seconds)
+    yield finding
+    if finding.level == "fail":
+        return
+    check = f"link to {server_id}"
+    try:
+        async with asyncio.timeout(timeout_seconds):
+            latency, speed = await _measure(address, credentials)
+    except InsecureConnectError as refused:
+        yield fail(check, f"not measured: {refused.message}", "use TLS; or --insecure, on a private network")
+        return
+    except (TimeoutError, grpc.aio.AioRpcError) as error:
+        reason = f"within {timeout_seconds:g} s" if isinstance(error, TimeoutError) else error.code().name
+        yield fail(
+            check, f"{address} does not answer calls: {reason}", "is the server frozen, or its machine overloaded?"
+        )
+        return
+    text = f"{1e3 * latency:.1f} ms a call, {speed / 1e6:,.0f} MB/s to it"
+    if speed < _SLOW_BYTES_PER_SECOND:
+        yield warn(check, text, 'compress gradients: compression="auto", pull_compression="int8"')
+    elif latency > _SLOW_PING_SECONDS:
+        yield warn(check, text, "place servers closer, or make fewer and larger steps")
+    else:
+        yield ok(check, text)
+
+
+async def _measure(address: str, credentials: Credentials) -> tuple[float, float]:
+    """Return the time of a small call in seconds, and the speed of large ones in bytes per second.
+
+    The health service answers any name, and its calls change nothing.
+    """
+    async with open_channel(address, credentials) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+
+        async def call(size: int) -> float:
+            request, began = health_pb2.HealthCheckRequest(service="-" * size), time.perf_counter()
+            try:
+                await stub.Check(request, metadata=auth.metadata(credentials.token, Audience.SERVER))
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.NOT_FOUND:
+                    raise
+            return time.perf_counter() - began
+
+        latency = median([await call(0) for _ in range(_PINGS)])
+        # In flight together, as the slices of a step.
+        began = time.perf_counter()
+        await asyncio.gather(*(call(_PROBE_BYTES) for _ in range(_PROBES)))
+        seconds = max(1e-9, time.perf_counter() - began - latency)
+        return latency, _PROBES * _PROBE_BYTES / seconds

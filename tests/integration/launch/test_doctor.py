@@ -5,8 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 
 from psdist.addresses import free_port
-from psdist.cli.doctor_checks import Finding
-from psdist.cli.doctor_cluster import check_cluster
+from psdist.cli.doctor_checks import Finding, check_cluster
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.security.tls import Credentials
 from psdist.wire.channels import make_server
