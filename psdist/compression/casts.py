@@ -24,6 +24,7 @@ from psdist.compression.kernel_runtime import (
     shared_compiler,
 )
 from psdist.errors import DTypeMismatchError
+from psdist.types import DType
 
 Floats = NDArray[np.float32]
 AnyArray = NDArray[Any]
@@ -162,6 +163,11 @@ def narrow(values: Floats, out: AnyArray) -> None:
         raise DTypeMismatchError(f"out has dtype {out.dtype}: use float16 or bfloat16", dtype=out.dtype)
     check_output("out", out)
     _NARROW[out.dtype](values.view(np.uint32), out.view(np.uint16))
+
+
+def empty(size: int, dtype: DType) -> AnyArray:
+    """Return a new array of one of the wire's dtypes."""
+    return np.empty(size, NUMPY_DTYPES[dtype])
 
 
 def widen(values: AnyArray, out: Floats) -> None:

@@ -50,7 +50,7 @@ import numpy as np
 import psutil
 
 from psdist.errors import ConfigurationError
-from psdist.interpreter import python
+from psdist.machine import python
 
 F = TypeVar("F", bound=Callable[..., Any])
 

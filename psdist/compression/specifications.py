@@ -10,15 +10,14 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
-from psdist.compression import casts
-from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.errors import InvalidArgumentError, LimitExceededError, UnknownCodecError, check_integer
 from psdist.types import DType
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 ErrorFeedback = bool | Literal["ef21"]
 
@@ -51,9 +50,10 @@ class Cast(Codec):
         """
         if self.dtype == "float32":
             return values
-        if out is None:
-            out = np.empty(values.size, NUMPY_DTYPES[self.dtype])
+        from psdist.compression import casts  # The scheduler knows codecs, and casts nothing: it needs no numpy.
+
         casts.interpret_first()
+        out = casts.empty(values.size, self.dtype) if out is None else out
         casts.narrow(values, out)
         return out
 
