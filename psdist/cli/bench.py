@@ -26,13 +26,13 @@ from psdist import optim
 from psdist.cli.commands import show
 from psdist.consistency import ASP, BSP, SSP, Consistency
 from psdist.errors import InvalidArgumentError
-from psdist.interpreter import python
 from psdist.launcher.output import stamped
+from psdist.machine import python
 from psdist.settings.config import INSECURE_VARIABLE, TransportName, find_scheduler, given_credentials
 from psdist.settings.exit_codes import OK
 from psdist.settings.flags import CommandLine, Flag, flags_of, integer, one_of, read, seconds, setting
 from psdist.settings.other_launchers import check_alone
-from psdist.settings.preflight import require_working_directory
+from psdist.settings.own_process import require_working_directory
 from psdist.settings.programs import CREDENTIAL_FLAGS, FORMAT_FLAG, SCHEDULER_FLAG, run_id_flag
 from psdist.types import WIRE_DTYPES, DType
 

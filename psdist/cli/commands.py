@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -120,7 +119,7 @@ def written_whole(path: Path, remedy: str = "") -> Iterator[IO[str]]:
     """
     if path.exists() and not path.is_file():  # The file would take the place of a device, such as /dev/stdout.
         raise ConfigurationError(f"--out {path} exists and is no file: give the name of a file{remedy}")
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    draft = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
     try:
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     except OSError as error:

@@ -7,17 +7,18 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import Final, NoReturn
 
 from psdist.cli.commands import Command, Group, Leaf, call
 from psdist.cli.terminal import UnwritableError, open_closed_streams, tell_errors_apart
-from psdist.launcher.output import discard
 from psdist.settings import exit_codes
 from psdist.settings.flags import CommandLine
 
 
 def _version(given: Namespace, environ: Mapping[str, str]) -> int:
+    from importlib import metadata
+
     try:
         print(f"psdist {metadata.version('psdist')}")
     except metadata.PackageNotFoundError:
@@ -26,7 +27,7 @@ def _version(given: Namespace, environ: Mapping[str, str]) -> int:
 
 
 def _warm_up(given: Namespace, environ: Mapping[str, str]) -> int:
-    from psdist.settings.preflight import require_working_directory
+    from psdist.settings.own_process import require_working_directory
 
     require_working_directory()
     _become("psdist_server.kernels", ())
@@ -130,6 +131,8 @@ def _end(command: Callable[[], int]) -> NoReturn:
         try:
             stream.flush()
         except OSError:
+            from psdist.launcher.output import discard
+
             # Otherwise Python reports the error again when it closes the stream, and changes the status.
             discard(stream)
     raise SystemExit(status)

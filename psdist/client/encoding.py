@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from psdist.cgroups import usable_cores
 from psdist.client.core.flat_vector import Flat, join_names
 from psdist.client.core.push_sequence import ReadySlices
 from psdist.client.participation import Participation
@@ -32,6 +31,7 @@ from psdist.client.session.worker_state import OWN, SavedState, State
 from psdist.compression import Cast, Codec, Compressor, PerTensor
 from psdist.compression.regions import regions, send_differences
 from psdist.errors import FencedError, InternalError, InvalidArgumentError
+from psdist.machine import usable_cores
 from psdist.off_loop import LARGE_ELEMENTS, in_thread, off_loop, until_done
 from psdist.tracing.spans import SpanKind
 from psdist.types import ITEM_BYTES, GradientDifference, Layout, Slicing

@@ -47,7 +47,7 @@ from psdist.client.transport.shm import ShmTransport
 from psdist.client.transport.tcp import TcpTransport
 from psdist.compression import Cast, Codec, Float32
 from psdist.consistency import BSP, SSP
-from psdist.data.batch_position import BATCHES
+from psdist.data.sample_source import BATCHES
 from psdist.errors import FencedError, NotMemberError, WaitTimeoutError, WrittenWeightsError
 from psdist.settings.config import TransportName
 from psdist.snapshots.model_tensors import BUFFERS

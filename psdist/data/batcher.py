@@ -17,9 +17,17 @@ from typing import Any, Final, Protocol
 from numpy.typing import NDArray
 
 from psdist.data.batch_machine import BatchLimits, BatchMachine, Item, Padding, SampleGroup, default_bounds
-from psdist.data.batch_position import BATCHES, Position, PositionKeeper
 from psdist.data.padding import Batch, Sample, arrays_of, length_of, pad
-from psdist.data.sample_source import IndexedSamples, Lengths, ReadSample, Source, is_indexed
+from psdist.data.sample_source import (
+    BATCHES,
+    IndexedSamples,
+    Lengths,
+    Position,
+    PositionKeeper,
+    ReadSample,
+    Source,
+    is_indexed,
+)
 from psdist.errors import ClosedError, InvalidArgumentError, check_integer
 from psdist.wire.limits import BATCH_SAMPLES_MAX
 

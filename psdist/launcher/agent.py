@@ -23,20 +23,19 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from psdist import addresses, loop_monitor
+from psdist import addresses
 from psdist.addresses import parse_address
 from psdist.errors import BY_CODE, ConfigurationError, InternalError
-from psdist.launcher.events import Finish, plural
+from psdist.launcher.events import Finish, Place, RankRequest, plural
 from psdist.launcher.output import stamped
 from psdist.launcher.plan import SchedulerAddress, ScriptSettings, WorkersPlan, program
 from psdist.launcher.process import spawn
 from psdist.launcher.run_metrics import RunMetrics
 from psdist.launcher.run_record import DIRECTORY_PREFIX
-from psdist.launcher.runner import ProcessPlan, Runner, open_metrics, open_output
-from psdist.launcher.scheduler_calls import Place, RankRequest
+from psdist.launcher.runner import ProcessPlan, open_metrics, open_runner
 from psdist.launcher.shutdown import RunPolicy
 from psdist.security.tls import Credentials
-from psdist.settings import exit_codes, preflight, signals
+from psdist.settings import exit_codes, own_process
 from psdist.settings.config import await_address, find_token, make_tls
 from psdist.settings.flags import integer, text, torchrun_setting
 from psdist.settings.other_launchers import LauncherTask, first_node
@@ -145,16 +144,16 @@ def run_agent(settings: AgentSettings, environ: Mapping[str, str] | None = None)
     SchedulerUnreachableError, or the scheduler's error, if it assigns no ranks.
     """
     environ = dict(os.environ if environ is None else environ)
-    preflight.require_working_directory()
+    own_process.require_working_directory()
     settings.check()
-    preflight.require_for_launcher(settings.processes)
-    signals.exit_on(settings.signals)
+    own_process.require_for_launcher(settings.processes)
+    own_process.exit_on(settings.signals)
     link = _link(settings, environ)
     place = _place(settings, link, environ)
     link = replace(link, run_id=settings.run_id or place.run_id)
     first, node, name = place.first_rank, f"node-{place.node_rank}", link.run_id or _unknown_run()
     metrics = open_metrics(settings, name, range(first, first + settings.processes), node)
-    directory = preflight.make_private_directory(DIRECTORY_PREFIX)
+    directory = own_process.make_private_directory(DIRECTORY_PREFIX)
     try:
         workers = WorkersPlan(
             script=settings,
@@ -169,7 +168,7 @@ def run_agent(settings: AgentSettings, environ: Mapping[str, str] | None = None)
             host=settings.local_address,
             metrics=metrics.environment,
         )
-        finish, has_connected = asyncio.run(_supervise(settings, environ, workers, place, metrics, name))
+        finish, has_connected = asyncio.run(_run_workers(settings, environ, workers, place, metrics, name))
     finally:
         metrics.close()
         shutil.rmtree(directory, ignore_errors=True)
@@ -302,7 +301,7 @@ def ask_for_place(request: RankRequest, environment: Mapping[str, str]) -> Place
     raise InternalError(f"the rendezvous at {request.scheduler} ended without an answer")
 
 
-async def _supervise(
+async def _run_workers(
     settings: AgentSettings,
     environ: Mapping[str, str],
     workers: WorkersPlan,
@@ -311,22 +310,17 @@ async def _supervise(
     name: str,
 ) -> tuple[Finish, bool]:
     """Run the workers. Returns how they ended, and True if any of them ever registered."""
-    loop_monitor.watch("agent", environ)
-    # Nodes may share the file system, so file names contain the ranks.
-    output = open_output(workers, name)
     policy = RunPolicy(
         settings.restarts_max,
         stop_timeout_seconds=settings.stop_timeout_seconds,
         elastic=settings.nodes_min < settings.nodes_max,
     )
-    runner = Runner(ProcessPlan(workers, environ, policy), output, metrics)
-    try:
+    # Nodes may share the file system, so file names contain the ranks.
+    with open_runner(ProcessPlan(workers, environ, policy), name, metrics) as runner:
         last = workers.ranks[-1]
         ranks = f"rank {last}" if settings.processes == 1 else f"ranks {workers.first_rank} to {last}"
-        output.say(
+        runner.output.say(
             f"node {place.node_rank} of {place.nodes}: {plural(settings.processes, 'worker')}, {ranks} of "
             f"{place.world_size}; scheduler {workers.link.address}"
         )
         return await runner.run(), runner.has_connected
-    finally:
-        output.close()

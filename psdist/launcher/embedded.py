@@ -17,12 +17,12 @@ from typing import Final
 
 from psdist import addresses
 from psdist.errors import ConfigurationError, SchedulerUnreachableError
-from psdist.interpreter import python
 from psdist.launcher.plan import SchedulerAddress, ServicesPlan, ServicesSettings
 from psdist.launcher.process import Lifeline, ProcessSpec
 from psdist.launcher.run_record import DIRECTORY_PREFIX
+from psdist.machine import python
 from psdist.security.tls import TlsFiles
-from psdist.settings import preflight
+from psdist.settings import own_process
 from psdist.settings.config import START_TIMEOUT_SECONDS, await_address, check_run_id, storage_text
 from psdist.snapshots.policy import DEFAULT_POLICY, SavePolicy
 
@@ -89,7 +89,7 @@ class EmbeddedCluster:
             no_save_at_end=place != "",  # at the end of this process the servers are already gone
             fresh=fresh and place != "",
         )
-        self._directory = preflight.make_private_directory(DIRECTORY_PREFIX)
+        self._directory = own_process.make_private_directory(DIRECTORY_PREFIX)
         self._lifeline = Lifeline()
         self._ends_when_idle = ends_when_idle
         self.processes: list[subprocess.Popen[bytes]] = []  # the scheduler, then the servers

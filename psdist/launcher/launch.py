@@ -29,7 +29,7 @@ from psdist.launcher.function_calls import WORKER_MODULE, read_values, write_cal
 from psdist.launcher.local import LocalSettings
 from psdist.launcher.plan import program
 from psdist.launcher.process import Lifeline
-from psdist.settings import preflight
+from psdist.settings import own_process
 from psdist.settings.flags import CommandLine, flags_of, read
 from psdist.settings.launcher_reports import RunReport
 
@@ -87,10 +87,10 @@ def launch(
     that failed first; WaitTimeoutError.
     """
     _check_outside()
-    preflight.require_working_directory()
+    own_process.require_working_directory()
     if timeout is not None and not timeout > 0:
         raise InvalidArgumentError(f"timeout={timeout!r:.40} is not possible: pass seconds above 0, or None")
-    directory = preflight.make_private_directory(_DIRECTORY_PREFIX)
+    directory = own_process.make_private_directory(_DIRECTORY_PREFIX)
     try:
         flags, command = _command(target, args, kwargs, settings, directory)
         argv = (*program("psdist"), "run", *flags, f"--report-file={directory / _REPORT}")

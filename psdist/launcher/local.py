@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import secrets
 import shlex
@@ -18,15 +19,25 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from psdist import addresses, loop_monitor
+from psdist import addresses
 from psdist.addresses import free_port, parse_address
 from psdist.errors import ConfigurationError
-from psdist.launcher.events import Event, Finish, ProcessKey, RunFailed, ServersWanted, WorkersWanted, plural
+from psdist.launcher.events import (
+    Event,
+    Finish,
+    ProcessKey,
+    RunFailed,
+    ScaleRequest,
+    ServersWanted,
+    WorkersWanted,
+    plural,
+)
 from psdist.launcher.output import STDOUT, Output
 from psdist.launcher.plan import (
     SchedulerAddress,
@@ -39,15 +50,12 @@ from psdist.launcher.plan import (
     server_number,
 )
 from psdist.launcher.process import Child, ProcessSpec
-from psdist.launcher.run_metrics import RunMetrics
 from psdist.launcher.run_record import ADDRESS_FILE, DIRECTORY_PREFIX, RunRegistry, records_directory
-from psdist.launcher.runner import ProcessPlan, Runner, open_metrics, open_output
-from psdist.launcher.scheduler_calls import ScaleRequest
+from psdist.launcher.runner import ProcessPlan, Runner, open_metrics, open_runner
 from psdist.launcher.shutdown import RunPolicy
 from psdist.link import fd_passing
-from psdist.monitoring.dashboard_link import dashboard_link, listen, require_dashboard, view_key
 from psdist.security.tokens import require_root
-from psdist.settings import exit_codes, preflight, signals
+from psdist.settings import exit_codes, own_process
 from psdist.settings.config import find_token, read_address
 from psdist.settings.flags import integer, setting
 from psdist.settings.launcher_reports import RunReport
@@ -126,12 +134,10 @@ def run_local(settings: LocalSettings, environ: Mapping[str, str] | None = None)
     Raises ConfigurationError, before anything was started, if it cannot be run.
     """
     environ = dict(os.environ if environ is None else environ)
-    preflight.require_working_directory()
+    own_process.require_working_directory()
     check_one_run(environ)
     settings.check()
-    if settings.has_dashboard:
-        require_dashboard()
-    signals.exit_on(settings.signals)
+    own_process.exit_on(settings.signals)
     if settings.log_format == "auto":
         settings = replace(settings, log_format="console" if sys.stderr.isatty() else "json")
     environ["PSDIST_LOG_FORMAT"] = settings.log_format  # for the library in scripts
@@ -139,14 +145,15 @@ def run_local(settings: LocalSettings, environ: Mapping[str, str] | None = None)
     require_root(token)
     # Generated names sort by time.
     run_id = settings.run_id or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
-    preflight.require_for_launcher(settings.processes + settings.servers + 2)  # the scheduler, and what watches it
-    directory = preflight.make_private_directory(DIRECTORY_PREFIX)
+    own_process.require_for_launcher(settings.processes + settings.servers + 2)  # the scheduler, and what watches it
+    directory = own_process.make_private_directory(DIRECTORY_PREFIX)
     try:
         link = _make_link(directory, token, run_id)
         registry = RunRegistry(records_directory(environ))
         record = registry.claim(run_id, directory / "token", directory)
         try:
-            return asyncio.run(_run(settings, environ, link, lambda address: registry.listening(record, address)))
+            on_address = partial(registry.listening, record)
+            return asyncio.run(_run(settings, environ, link, token, on_address))
         finally:
             registry.remove(run_id)
     finally:
@@ -165,113 +172,87 @@ def _make_link(directory: Path, token: str, run_id: str) -> SchedulerAddress:
 
 
 async def _run(
-    settings: LocalSettings, environ: Mapping[str, str], link: SchedulerAddress, on_address: Callable[[str], object]
-) -> int:
-    loop_monitor.watch("launcher", environ)
-    assert link.file is not None
-    directory, host = link.file.parent, addresses.loopback()
-    metrics = open_metrics(settings, link.run_id, range(settings.processes))
-    workers = WorkersPlan(
-        script=settings if settings.metrics_port is None else replace(settings, metrics_port=0),
-        link=link,
-        connected_directory=directory / "connected",
-        # For torch.distributed in a user's script; nothing of psdist listens there.
-        master=(host, free_port(host)),
-        world_size=settings.processes,
-        metrics=metrics.environment,
-    )
-    dashboard = (
-        listen(settings.dashboard_host or host, settings.dashboard_port or 0) if settings.has_dashboard else None
-    )
-    lifeline, lifeline_end = os.pipe()
-    services = ServicesPlan(
-        settings=settings.resolved(link.run_id),
-        directory=directory,
-        link=link,
-        lifeline=lifeline,
-        workers=settings.processes,
-        start_timeout_seconds=settings.start_timeout_seconds,
-        storage_optional=settings.storage_path is None,
-        host=host,
-        metrics_port=settings.metrics_port,
-        metrics_host=settings.metrics_host,
-        dashboard=dashboard.fileno() if dashboard is not None else None,
-        dashboard_host=settings.dashboard_host,
-    )
-    try:
-        return await _supervise(settings, environ, workers, services, on_address, metrics)
-    finally:
-        metrics.close()
-        if dashboard is not None:
-            dashboard.close()
-        os.close(lifeline)
-        os.close(lifeline_end)
-
-
-async def _supervise(
     settings: LocalSettings,
     environ: Mapping[str, str],
-    workers: WorkersPlan,
-    services: ServicesPlan,
+    link: SchedulerAddress,
+    token: str,
     on_address: Callable[[str], object],
-    metrics: RunMetrics,
 ) -> int:
-    run_id, storage = workers.link.run_id, services.settings.storage_path or ""
-    mute = settings.log_level in ("warning", "error")
-    output = open_output(workers, run_id, mute)
-    watch = _AddressWatch(services, on_address)
-
-    def service(key: ProcessKey) -> ProcessSpec:
-        if key.role == "server":
-            return services.server(key.number, environ)
-        if key.role == "snapshot":
-            return services.snapshot(environ)
-        return services.scheduler(environ, watch.port)
-
-    runner = Runner(
-        ProcessPlan(
-            workers, environ, settings.run_policy, settings.servers, 1, service=service, lifeline=services.lifeline
-        ),
-        output,
-        metrics,
-        watch.tick,
-    )
-    requests = _ScaleRequests(services, environ, lambda event: runner.handle(event))
-    watch.on_found = requests.start
-    try:
-        copies = f", {settings.replicas} copies of each shard" if settings.replicas > 1 else ""
-        output.say(
-            f"run {run_id}: {plural(settings.servers, 'server')}, {plural(settings.processes, 'worker')}{copies}; "
-            f"to watch it: psdist status --run-id {run_id}"
+    assert link.file is not None
+    run_id, directory, host = link.run_id, link.file.parent, addresses.loopback()
+    with ExitStack() as opened:
+        metrics = opened.enter_context(closing(open_metrics(settings, run_id, range(settings.processes))))
+        dashboard, dashboard_link = None, ""
+        if settings.has_dashboard:
+            dashboard, dashboard_link = _open_dashboard(settings, host, token, run_id)
+            opened.enter_context(dashboard)
+        workers = WorkersPlan(
+            script=settings if settings.metrics_port is None else replace(settings, metrics_port=0),
+            link=link,
+            connected_directory=directory / "connected",
+            # For torch.distributed in a user's script; nothing of psdist listens there.
+            master=(host, free_port(host)),
+            world_size=settings.processes,
+            metrics=metrics.environment,
         )
-        told = storage != "" and _report_storage(output, services.settings, storage, asked=bool(settings.storage_path))
-        if services.dashboard is not None:
-            output.say(f"dashboard: {_dashboard_link(services, workers.link, environ)}")
-        output.say(_how_to_join(run_id, settings, RunRegistry(records_directory(environ))))
-        with _ending_with(settings.lifeline_fd, runner):
-            finish = await runner.run()
-        status = finish.status
+        lifeline, lifeline_end = os.pipe()
+        opened.callback(os.close, lifeline)
+        opened.callback(os.close, lifeline_end)
+        services = ServicesPlan(
+            settings=settings.resolved(run_id),
+            directory=directory,
+            link=link,
+            lifeline=lifeline,
+            workers=settings.processes,
+            start_timeout_seconds=settings.start_timeout_seconds,
+            storage_optional=settings.storage_path is None,
+            host=host,
+            metrics_port=settings.metrics_port,
+            metrics_host=settings.metrics_host,
+            dashboard=dashboard.fileno() if dashboard is not None else None,
+            dashboard_host=settings.dashboard_host,
+        )
+        watch = _SchedulerWatch(services, environ, on_address, lambda event: runner.handle(event))
+
+        def service(key: ProcessKey) -> ProcessSpec:
+            if key.role == "server":
+                return services.server(key.number, environ)
+            return services.snapshot(environ) if key.role == "snapshot" else services.scheduler(environ, watch.port)
+
+        plan = ProcessPlan(workers, environ, settings.run_policy, settings.servers, 1, service, lifeline)
+        mute = settings.log_level in ("warning", "error")
+        runner = opened.enter_context(open_runner(plan, run_id, metrics, mute=mute, on_tick=watch.tick))
+        storage = services.settings.storage_path or ""
+        runner.output.say(_headline(run_id, settings))
+        shown = _report_storage(runner.output, services.settings, storage, asked=bool(settings.storage_path))
+        if dashboard_link:
+            runner.output.say(f"dashboard: {dashboard_link}")
+        runner.output.say(_how_to_join(run_id, settings, RunRegistry(records_directory(environ))))
+        try:
+            with _ending_with(settings.lifeline_fd, runner):
+                finish = await runner.run()
+        finally:
+            await watch.close()
         if settings.report_file is not None:
-            _report(finish, run_id, output).write(settings.report_file)
+            _report(finish, run_id, runner.output).write(settings.report_file)
         if has_commits(storage):
-            if status > exit_codes.SIGNAL_BASE:
-                output.say(how_to_resume(storage, run_id))
-            elif not told:
-                output.say(f"snapshots are in {storage}")
-        return status
-    finally:
-        await requests.close()
-        output.close()
+            if finish.status > exit_codes.SIGNAL_BASE:
+                runner.output.say(how_to_resume(storage, run_id))
+            elif not shown:
+                runner.output.say(f"snapshots are in {storage}")
+        return finish.status
 
 
-def _dashboard_link(services: ServicesPlan, link: SchedulerAddress, environ: Mapping[str, str]) -> str:
-    assert services.dashboard is not None
-    chosen = services.dashboard_host or services.host
+def _open_dashboard(settings: LocalSettings, host: str, token: str, run_id: str) -> tuple[socket.socket, str]:
+    """Return the socket on which the scheduler serves the dashboard, and the link to it. Raises ConfigurationError."""
+    from psdist.monitoring.dashboard_link import dashboard_link, listen, require_dashboard, view_key
+
+    require_dashboard()
+    chosen = settings.dashboard_host or host
+    listening = listen(chosen, settings.dashboard_port or 0)
     shown = addresses.own_address() if addresses.is_wildcard(chosen) else chosen
-    with socket.socket(fileno=os.dup(services.dashboard)) as listening:
-        port = listening.getsockname()[1]
-    token = find_token(link.environment(environ))
-    return dashboard_link(addresses.format_address(shown, port), view_key(token, link.run_id))
+    place = addresses.format_address(shown, listening.getsockname()[1])
+    return listening, dashboard_link(place, view_key(token, run_id))
 
 
 @contextmanager
@@ -301,6 +282,12 @@ def _report(finish: Finish, run_id: str, output: Output) -> RunReport:
     return RunReport(run_id, finish.status, finish.message, str(culprit), rank, tuple(output.last_words(culprit)))
 
 
+def _headline(run_id: str, settings: LocalSettings) -> str:
+    copies = f", {settings.replicas} copies of each shard" if settings.replicas > 1 else ""
+    members = f"{plural(settings.servers, 'server')}, {plural(settings.processes, 'worker')}{copies}"
+    return f"run {run_id}: {members}; to watch it: psdist status --run-id {run_id}"
+
+
 def _how_to_join(run_id: str, script: ScriptSettings, registry: RunRegistry) -> str:
     """Return the command by which another terminal adds workers to the run, or why there is none."""
     if all(record.run_id != run_id for record in registry.live()):
@@ -315,7 +302,9 @@ def _how_to_join(run_id: str, script: ScriptSettings, registry: RunRegistry) -> 
 
 def _report_storage(output: Output, settings: ServicesSettings, storage: str, asked: bool) -> bool:
     """Print the location of snapshots if the user ``asked`` for them, or if a directory has some. Returns True if
-    printed."""
+    printed. storage: empty for none."""
+    if not storage:
+        return False
     has_any = has_commits(storage)
     if asked or has_any:
         resumes = ""
@@ -326,21 +315,49 @@ def _report_storage(output: Output, settings: ServicesSettings, storage: str, as
     return asked or has_any
 
 
-class _ScaleRequests:
-    """Receiver of the scheduler's requests to this launcher: start or stop servers and workers, or end the run."""
+class _SchedulerWatch:
+    """Watch for the scheduler's address, which is recorded once it is known, and from then on for its requests: to
+    start or stop servers and workers, or to end the run.
 
-    def __init__(self, services: ServicesPlan, environ: Mapping[str, str], on_event: Callable[[Event], None]) -> None:
-        self._link = services.link
-        self._servers = services.settings.servers
+    port: the scheduler's; 0 until it is known.
+    """
+
+    def __init__(
+        self,
+        services: ServicesPlan,
+        environ: Mapping[str, str],
+        on_address: Callable[[str], object],
+        on_event: Callable[[Event], None],
+    ) -> None:
+        self._services = services
         self._environ = environ
+        self._on_address = on_address
         self._on_event = on_event
+        self.port = 0
+        #: When the wait for the address ends; infinite once it has ended.
+        self._deadline: float | None = None
         self._child: Child | None = None
         self._ended = asyncio.Event()
         self._closed = False
 
-    def start(self, address: str) -> None:
-        """Start watching after ``_LISTEN_DELAY_SECONDS``, until ``close``."""
-        asyncio.get_running_loop().call_later(_LISTEN_DELAY_SECONDS, self._start, address)
+    def tick(self, now: float) -> RunFailed | None:
+        """Look for the address. Returns the run's failure once that has taken too long."""
+        if self._deadline is None:
+            self._deadline = now + self._services.start_timeout_seconds
+        if self._deadline == math.inf:
+            return None
+        assert self._services.link.file is not None
+        if address := read_address(self._services.link.file):
+            self._deadline = math.inf
+            self.port = parse_address(address)[1]
+            self._on_address(address)
+            self._start_later(address)
+        elif now >= self._deadline:
+            self._deadline = math.inf
+            waited = f"{self._services.start_timeout_seconds:g} s"
+            message = f"the scheduler did not come up within {waited} (--start-timeout)"
+            return RunFailed(message, exit_codes.INFRASTRUCTURE, ProcessKey("scheduler", 0))
+        return None
 
     async def close(self) -> None:
         """Stop watching."""
@@ -349,14 +366,15 @@ class _ScaleRequests:
             self._child.kill(signal.SIGKILL)
             await self._ended.wait()
 
+    def _start_later(self, address: str) -> None:
+        asyncio.get_running_loop().call_later(_LISTEN_DELAY_SECONDS, self._start, address)
+
     def _start(self, address: str) -> None:
         if self._closed:
             return
-        spec = ProcessSpec(
-            ProcessKey("watch", 0),
-            (*program("psdist.launcher.scheduler_calls"), "watch", address, self._link.run_id),
-            self._link.environment(self._environ),
-        )
+        link = self._services.link
+        argv = (*program("psdist.launcher.scheduler_calls"), "watch", address, link.run_id)
+        spec = ProcessSpec(ProcessKey("watch", 0), argv, link.environment(self._environ))
         self._ended.clear()
         self._child = Child(spec, self._on_lines, lambda returncode: self._exited(address))
 
@@ -364,7 +382,7 @@ class _ScaleRequests:
         self._child = None
         self._ended.set()
         if not self._closed:
-            self.start(address)
+            self._start_later(address)
 
     def _on_lines(self, stream: int, lines: list[str]) -> None:
         for wanted in (ScaleRequest.from_line(line) for line in lines if stream == STDOUT):
@@ -374,7 +392,7 @@ class _ScaleRequests:
                 self._on_event(RunFailed(wanted.lost, exit_codes.INFRASTRUCTURE))
             else:
                 # 0: no number was set, so the initial one holds.
-                servers = wanted.servers or self._servers
+                servers = wanted.servers or self._services.settings.servers
                 self._on_event(ServersWanted(servers, _numbers(wanted.draining), _numbers(wanted.stop)))
                 if wanted.workers:
                     self._on_event(WorkersWanted(wanted.workers, wanted.next_rank))
@@ -382,38 +400,6 @@ class _ScaleRequests:
 
 def _numbers(server_ids: list[str]) -> tuple[int, ...]:
     return tuple(number for server_id in server_ids if (number := server_number(server_id)) is not None)
-
-
-class _AddressWatch:
-    """Watch for the scheduler's address, which is recorded once it is known."""
-
-    def __init__(self, services: ServicesPlan, on_address: Callable[[str], object]) -> None:
-        self._services = services
-        self._on_address = on_address
-        self._deadline: float | None = None
-        self._found = False
-        #: The scheduler's port; 0 until it is known.
-        self.port = 0
-        self.on_found: Callable[[str], None] = lambda address: None
-
-    def tick(self, now: float) -> RunFailed | None:
-        if self._found:
-            return None
-        if self._deadline is None:
-            self._deadline = now + self._services.start_timeout_seconds
-        assert self._services.link.file is not None
-        address = read_address(self._services.link.file)
-        if address:
-            self._found = True
-            self.port = parse_address(address)[1]
-            self._on_address(address)
-            self.on_found(address)
-        elif now >= self._deadline:
-            self._found = True
-            waited = f"{self._services.start_timeout_seconds:g} s"
-            message = f"the scheduler did not come up within {waited} (--start-timeout)"
-            return RunFailed(message, exit_codes.INFRASTRUCTURE, ProcessKey("scheduler", 0))
-        return None
 
 
 # --- snapshots to resume from, read as plain JSON: the launcher imports neither numpy nor an object-store client ---

@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from psdist.addresses import is_loopback
-from psdist.cgroups import usable_cores
 from psdist.errors import ConfigurationError
-from psdist.interpreter import python
 from psdist.launcher.events import ProcessKey
 from psdist.launcher.output import Routing
 from psdist.launcher.process import ProcessSpec
 from psdist.launcher.run_metrics import MetricsOptions
 from psdist.launcher.shutdown import STOP_TIMEOUT_SECONDS
+from psdist.machine import python, usable_cores
 from psdist.security.tls import TlsFiles
 from psdist.settings.config import (
     INSECURE_VARIABLE,

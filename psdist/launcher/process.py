@@ -20,15 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
-from psdist.interpreter import python
-from psdist.launcher import reaper
 from psdist.launcher.events import ProcessKey
+from psdist.machine import python
 from psdist.wire.limits import OUTPUT_LINE_BYTES_MAX
 
 _READ_BYTES: Final = 64 << 10
 #: Longest time that output is read after the exit: a descendant outside the process group may hold the pipes open.
 _DRAIN_SECONDS: Final = 0.5
 _PR_SET_PDEATHSIG: Final = 1
+#: Run as a file, by its own process: this one needs nothing of it.
+_REAPER: Final = Path(__file__).with_name("reaper.py")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -152,6 +153,14 @@ class Child:
             with contextlib.suppress(OSError):
                 send(self.pid, signum)
 
+    @property
+    def is_suspended(self) -> bool:
+        """True if the process was stopped by a signal: not by a debugger."""
+        with contextlib.suppress(OSError):
+            # The name of the program, in parentheses, may contain anything.
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        return False
+
     def _read_stream(self, number: int, stream: IO[bytes]) -> None:
         descriptor, splitter = stream.fileno(), LineSplitter()
         os.set_blocking(descriptor, False)
@@ -231,7 +240,7 @@ class ReaperProcess:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [python(), "-I", "-S", str(Path(reaper.__file__))],
+            [python(), "-I", "-S", str(_REAPER)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from psdist import loop_monitor
 from psdist.errors import ConfigurationError
 from psdist.launcher.events import (
     Connected,
@@ -35,8 +37,7 @@ from psdist.launcher.process import Child, ProcessSpec, ReaperProcess
 from psdist.launcher.run_metrics import RunMetrics
 from psdist.launcher.shutdown import RunPolicy
 from psdist.launcher.supervisor import Supervisor
-from psdist.link import processes
-from psdist.settings import launcher_reports, signals
+from psdist.settings import launcher_reports, own_process
 
 #: First notice about workers that have not called ``psdist.init()``, and the longest pause between two.
 FIRST_SECONDS: Final = 5.0
@@ -93,7 +94,7 @@ class Runner:
         on_tick: Callable[[float], RunFailed | None] = lambda now: None,
     ) -> None:
         self._plan = plan
-        self._output = output
+        self.output = output
         self._metrics = metrics
         self._script = plan.workers.script
         output.on_broken = lambda: self.interrupt(signal.SIGPIPE)
@@ -109,7 +110,7 @@ class Runner:
     async def run(self) -> Finish:
         """Run everything to its end and return how it ended. Prints the cause of a failure."""
         self._announce()
-        self._metrics.start(self._output)
+        self._metrics.start(self.output)
         self._loop = asyncio.get_running_loop()
         self._finished: asyncio.Future[Finish] = self._loop.create_future()
         for signum in self._signals:
@@ -121,23 +122,23 @@ class Runner:
                 self._start(self._plan.spec(key, 0))
             self._tick()
             finish = await self._finished
-            signals.ignore(self._signals)  # Otherwise one would end the program with a status other than the run's.
+            own_process.ignore(self._signals)  # Otherwise one would end the program with a status other than the run's.
         finally:
             self._kill_all()
             self._reaper.close()
         if finish.culprit is not None:
-            self._output.report(finish.culprit)
+            self.output.report(finish.culprit)
         if finish.message:
-            self._output.say(finish.message)
+            self.output.say(finish.message)
         self._metrics.close()
         return finish
 
     def _announce(self) -> None:
         """Print the location of the logs, and settings that the user did not ask for."""
-        if self._output.directory is not None:
-            self._output.say(f"logs in {self._output.directory}")
+        if self.output.directory is not None:
+            self.output.say(f"logs in {self.output.directory}")
         if self._plan.workers.limits_threads(self._plan.environ):
-            self._output.say(
+            self.output.say(
                 "OMP_NUM_THREADS=1 for each worker, as several share the cores; set it to choose another number"
             )
 
@@ -160,7 +161,7 @@ class Runner:
         try:
             while self._events:
                 effects = self._supervisor.on(self._events.popleft(), self._loop.time())
-                self._output.stopping = self._supervisor.stopping
+                self.output.stopping = self._supervisor.stopping
                 for effect in effects:
                     self._try(effect)
         finally:
@@ -176,7 +177,7 @@ class Runner:
     def _carry_out(self, effect: Start | Kill | Say | Finish) -> None:
         match effect:
             case Say(message):
-                self._output.say(message)
+                self.output.say(message)
             case Start(key, attempt):
                 self._start(self._plan.spec(key, attempt))
             case Kill(key, signum):
@@ -189,17 +190,17 @@ class Runner:
 
     def _start(self, spec: ProcessSpec) -> None:
         key = spec.key
-        self._output.clear_lines(key)
+        self.output.clear_lines(key)
         pipes = {"server": self._plan.lifeline, "scheduler": self._plan.lifeline, "worker": self._metrics.descriptor}
         try:
             child = Child(
                 spec,
-                lambda stream, lines: self._output.show_lines(key, stream, lines),
+                lambda stream, lines: self.output.show_lines(key, stream, lines),
                 lambda returncode: self._exited(key, returncode),
                 pipes.get(key.role),
             )
         except OSError as error:
-            self._output.say(f"{key} cannot be started: {spec.argv[0]}: {error.strerror}")
+            self.output.say(f"{key} cannot be started: {spec.argv[0]}: {error.strerror}")
             # A shell gives 126 and 127 for a program that cannot be run.
             self._loop.call_soon(self.handle, Exited(key, 127 if isinstance(error, FileNotFoundError) else 126))
             return
@@ -225,13 +226,13 @@ class Runner:
                 self.handle(Connected(key))
         self._say_who_is_missing()
         failure = self._on_tick(self._loop.time())
-        suspended = frozenset(key for key, child in self._children.items() if processes.is_suspended(child.pid))
+        suspended = frozenset(key for key, child in self._children.items() if child.is_suspended)
         self.handle(failure if failure is not None else TimePassed(suspended))
 
     def _say_who_is_missing(self) -> None:
         missing = [key.number for key, _ in self._supervisor.waiting_to_connect()]
         if text := self._notice.text([] if self._supervisor.stopping else missing, self._loop.time()):
-            self._output.say(text)
+            self.output.say(text)
 
     def _kill_all(self) -> None:
         # Children are left only after a defect of the launcher itself.
@@ -274,14 +275,30 @@ def _names(ranks: Sequence[int]) -> str:
 # --- output and metrics of this node ----------------------------------------------------------------------------------
 
 
-def open_output(workers: WorkersPlan, run_id: str, mute: bool = True) -> Output:
-    """Open console and files of this node. Raises ConfigurationError if the log directory cannot be made."""
-    script = workers.script
-    routing = script if script.log_dir is None else replace(script, log_dir=script.log_dir / run_id)
+@contextmanager
+def open_runner(
+    plan: ProcessPlan,
+    name: str,
+    metrics: RunMetrics,
+    *,
+    mute: bool = True,
+    on_tick: Callable[[float], RunFailed | None] = lambda now: None,
+) -> Iterator[Runner]:
+    """Open console and files of this node, and yield the runner of its processes. Raises ConfigurationError if the log
+    directory cannot be made.
+
+    name: name of the directory for the log files.
+    mute: True to drop what servers and the scheduler write while the run ends.
+    """
+    loop_monitor.watch("launcher", plan.environ)
+    workers, script = plan.workers, plan.workers.script
+    routing = script if script.log_dir is None else replace(script, log_dir=script.log_dir / name)
     try:
-        return Output(routing, lambda rank: rank - workers.first_rank, script.role, mute)
+        output = Output(routing, lambda rank: rank - workers.first_rank, script.role, mute)
     except OSError as error:
         raise _unusable(routing.log_dir, error) from None
+    with closing(output):
+        yield Runner(plan, output, metrics, on_tick)
 
 
 def open_metrics(script: ScriptSettings, name: str, ranks: Iterable[int], part: str = "") -> RunMetrics:

@@ -22,9 +22,11 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+from psdist.launcher.events import Place, RankRequest, ScaleRequest
 
 if TYPE_CHECKING:
     from psdist.security.tls import Credentials
@@ -46,33 +48,6 @@ def _print(values: dict[str, Any]) -> None:
 
 
 # --- watch ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class ScaleRequest:
-    """The number of servers and workers that the scheduler wants from the launcher.
-
-    servers, workers: their numbers; 0 if none was set.
-    draining: ids of servers that are being drained; they are not counted in ``servers``.
-    stop: ids of drained servers to be stopped.
-    lost: why the run cannot continue; empty while it can.
-    next_rank: the rank of the next worker that is started.
-    """
-
-    servers: int
-    draining: list[str]
-    stop: list[str]
-    lost: str
-    workers: int = 0
-    next_rank: int = 0
-
-    @classmethod
-    def from_line(cls, line: str) -> ScaleRequest | None:
-        """Parse a line of this process; returns None for any other line."""
-        try:
-            return cls(**json.loads(line))
-        except (ValueError, TypeError):
-            return None
 
 
 async def _watch(scheduler: str, run_id: str, credentials: Credentials) -> None:
@@ -99,45 +74,6 @@ async def _watch(scheduler: str, run_id: str, credentials: Credentials) -> None:
 
 
 # --- rendezvous -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class RankRequest:
-    """An agent's request: ``processes`` ranks in a world of ``nodes_min`` to ``nodes_max`` nodes.
-
-    scheduler: its address, host:port; several divided by commas.
-    agent_id: name of the agent, unique in the run.
-    timeout_seconds: longest search for the scheduler. The wait for other nodes has no limit.
-    local_address: this node's address for the other nodes; empty to detect it.
-    gave_up: why the agent ends; then the request reports this and asks for no ranks.
-    """
-
-    scheduler: str
-    run_id: str
-    agent_id: str
-    processes: int
-    nodes_min: int
-    nodes_max: int
-    host: str
-    timeout_seconds: float
-    local_address: str = ""
-    gave_up: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The place of a node in the world.
-
-    master_address: host:port where the script of rank 0 may listen, for torch.distributed; empty if unknown.
-    run_id: of the scheduler's run.
-    """
-
-    node_rank: int
-    nodes: int
-    first_rank: int
-    world_size: int
-    master_address: str = ""
-    run_id: str = ""
 
 
 class _Silence:

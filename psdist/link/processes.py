@@ -39,11 +39,6 @@ def is_stopped(pid: int) -> bool:
     return _state(pid) in _STOPPED
 
 
-def is_suspended(pid: int) -> bool:
-    """True if a process of this scope exists, and was stopped by a signal: not by a debugger."""
-    return _state(pid) == "T"
-
-
 def _state(pid: int) -> str:
     """Return the state of a process in /proc: X if it is gone, empty if it is unknown."""
     try:

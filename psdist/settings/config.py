@@ -33,7 +33,7 @@ from psdist.errors import ConfigurationError, InvalidArgumentError, SchedulerUnr
 from psdist.security.tls import Credentials, TlsFiles
 from psdist.settings.flags import is_switched_on
 from psdist.settings.other_launchers import find_task
-from psdist.settings.preflight import require_working_directory
+from psdist.settings.own_process import require_working_directory
 from psdist.wire.limits import ADDRESS_FILE_BYTES_MAX, RUN_ID, TOKEN_CHARACTERS_MAX
 
 #: Transport of gradients and weights. "auto": shared memory with servers on this host; TCP to others, or gRPC if a TCP

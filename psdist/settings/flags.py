@@ -15,18 +15,17 @@ another process.
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeVar
 
 from psdist.errors import ConfigurationError, InvalidArgumentError
 from psdist.settings import exit_codes
-from psdist.settings.config_file import SourcedText, read_config
+from psdist.wire.limits import CONFIG_FILE_BYTES_MAX
 
 #: The flag that names a configuration file.
 CONFIG_NAME: Final = "--config"
@@ -276,7 +275,7 @@ class CommandLine:
                 path: Path | None = _resolve(flag, given.get(flag.dest), environ).value
                 names = {one.name.lstrip("-"): one.dest for one in self.flags if one.is_in_file}
                 switches = {one.dest for one in self.flags if one.convert is None}
-                return {} if path is None else read_config(path, names, switches)
+                return {} if path is None else _read_config(path, names, switches)
         return {}
 
     def split(self, argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -312,7 +311,7 @@ class CommandLine:
         if word in self.elsewhere:
             return f": {self.elsewhere[word]}"
         names = [flag.name for flag in self.flags]
-        near = [name for name in names if name.startswith(word)] or difflib.get_close_matches(word, names, 1)
+        near = [name for name in names if name.startswith(word)] or _similar(word, names)
         return f": did you mean {near[0]}?" if near else ""
 
     def misplaced(self, command: Iterable[str]) -> list[str]:
@@ -352,6 +351,12 @@ class CommandLine:
         return groups
 
 
+def _similar(word: str, names: Iterable[str]) -> list[str]:
+    import difflib  # For errors alone.
+
+    return difflib.get_close_matches(word, list(names), 1)
+
+
 def _visible_first(flag: Flag) -> list[tuple[str, ...]]:
     shown = tuple(name for name in flag.spellings if name != "--" + flag.dest or name == flag.name)
     hidden = tuple(name for name in flag.spellings if name not in shown)
@@ -381,6 +386,13 @@ class _Joined(argparse.Action):
         setattr(namespace, self.dest, f"{before},{values}" if before else values)
 
 
+class SourcedText(NamedTuple):
+    """Text of a setting, with its source for messages: a flag, a variable, or a file and its key."""
+
+    source: str
+    text: str
+
+
 class _Resolved(NamedTuple):
     """A flag's value, and its source; None for a default."""
 
@@ -401,6 +413,74 @@ def _resolve(flag: Flag, given: str | None, environ: Mapping[str, str], filed: S
                 raise ConfigurationError(f"{source}: {error}") from None
     return _Resolved(flag.default if flag.convert is not None else bool(flag.default), None)
 
+
+# --- configuration files: TOML with one key per flag, such as ``keep-last = 3`` ---------------------------------------
+
+
+def _read_config(path: Path, names: Mapping[str, str], switches: Collection[str]) -> dict[str, SourcedText]:
+    """Return the values of a configuration file by the flags' names as attributes. An empty text is no value.
+
+    names: from each accepted key to the flag's name as an attribute.
+    switches: those of these names that take a boolean.
+
+    Raises ConfigurationError if the file cannot be read or is too large, a key is unknown or given twice, a value is no
+    text, number or boolean, or a boolean is given to a flag that is no switch.
+    """
+    found: dict[str, SourcedText] = {}
+    for key, value in _load(path).items():
+        name = names.get(key.replace("_", "-"))
+        if name is None:
+            near = _similar(key.replace("_", "-"), names)
+            raise ConfigurationError(
+                f"{path} has an unknown key {key!r:.80}" + (f": did you mean {near[0]}?" if near else _known(names))
+            )
+        if name in found:
+            raise ConfigurationError(f"{path} sets {key} twice, once as {found[name].source.rpartition(' ')[2]}")
+        if isinstance(value, bool) and name not in switches:
+            # As a text it would be 1 or 0, and dashboard-port = false would open a port.
+            raise ConfigurationError(
+                f"{path}: {key} is no switch, so it cannot be {str(value).lower()}: give its value, or leave it out"
+            )
+        found[name] = SourcedText(f"{path}: {key}", _text(path, key, value))
+    return {name: value for name, value in found.items() if value.text}
+
+
+def _load(path: Path) -> dict[str, Any]:
+    import tomllib  # Most programs are started without a file.
+
+    try:
+        with path.open("rb") as file:
+            content = file.read(CONFIG_FILE_BYTES_MAX + 1)
+        if len(content) <= CONFIG_FILE_BYTES_MAX:
+            return tomllib.loads(content.decode())
+    except OSError as error:
+        raise ConfigurationError(f"the configuration file {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # Of the encoding, or of TOML.
+        raise ConfigurationError(
+            f"the configuration file {path} is not valid TOML: {error}. psdist config template prints a valid one"
+        ) from None
+    raise ConfigurationError(
+        f"the configuration file {path} has more than {CONFIG_FILE_BYTES_MAX} bytes: pass another one"
+    )
+
+
+def _known(names: Mapping[str, str]) -> str:
+    return f": the keys are {', '.join(names)}"
+
+
+def _text(path: Path, key: str, value: Any) -> str:
+    """Return a value as it would be written on the command line."""
+    if isinstance(value, bool):
+        return "1" if value else "0"
+    if isinstance(value, str | int | float):
+        return str(value)
+    raise ConfigurationError(
+        f"{path}: {key} is neither a text, a number nor a boolean: write the flag's text in quotes, such as "
+        f'{key} = "a,b"'
+    )
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -18,7 +18,7 @@ from psdist.addresses import is_loopback, loopback, parse_address
 from psdist.errors import ConfigurationError, InsecureBindError, InsecureConnectError, InvalidArgumentError
 from psdist.security.tls import Credentials
 from psdist.security.tokens import require_root
-from psdist.settings import exit_codes, preflight
+from psdist.settings import exit_codes, own_process
 from psdist.settings.config import (
     START_TIMEOUT_SECONDS,
     DashboardEndpoint,
@@ -476,7 +476,7 @@ def server_settings(argv: Sequence[str], environ: Mapping[str, str] | None = Non
 def check_machine(program: str) -> None:
     """End the program with status 69 if this machine's limits do not allow a service to run."""
     try:
-        preflight.require_for_service()
+        own_process.require_for_service()
     except ConfigurationError as error:
         fail(program, str(error), exit_codes.UNAVAILABLE)
 

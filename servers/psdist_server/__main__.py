@@ -4,14 +4,14 @@ import gc
 import os
 import sys
 
-from psdist.settings import signals, standard_error
+from psdist.settings import own_process
 from psdist.settings.programs import check_machine, server_settings
 
 
 def main() -> int:
     """Read the command line and run; returns the exit status."""
-    standard_error.lose_unwritable_lines()
-    signals.end_on(signals.SERVICE_SIGNALS)
+    own_process.lose_unwritable_lines()
+    own_process.end_on(own_process.SERVICE_SIGNALS)
     gc.disable()  # Imported objects stay alive: traversing them would take a tenth of the start, and of the exit.
     settings = server_settings(sys.argv[1:])
     check_machine("psdist-server")

@@ -23,7 +23,6 @@ from grpc_health.v1.health import aio as health
 
 from psdist import addresses, logs, loop_monitor
 from psdist.addresses import is_loopback
-from psdist.cgroups import usable_cores
 from psdist.compression.kernel_runtime import BackgroundCompiler
 from psdist.device.device import open_device
 from psdist.errors import (
@@ -36,8 +35,9 @@ from psdist.errors import (
     UnauthenticatedError,
 )
 from psdist.link.listening import TcpListener
+from psdist.machine import usable_cores
 from psdist.security.tokens import Audience, Verifier
-from psdist.settings import exit_codes, signals
+from psdist.settings import exit_codes, own_process
 from psdist.settings.programs import ServerSettings
 from psdist.types import ClusterMap
 from psdist.wire import channels, limits, malloc_options
@@ -68,7 +68,7 @@ def main(settings: ServerSettings) -> int:
         # Before registration, because compiling the device's kernels takes longer than a heartbeat interval.
         lanes = None if settings.device == "cpu" else Lanes(open_device(settings.device), _end_without_device)
         address = settings.scheduler_address()
-        code: int = uvloop.run(signals.ignored_after(_serve(settings, address, lanes)))
+        code: int = uvloop.run(own_process.ignored_after(_serve(settings, address, lanes)))
         return code
     except PsdistError as error:
         print(f"psdist-server: {error}", file=sys.stderr)
@@ -232,7 +232,7 @@ async def _unless(stop: asyncio.Event, work: Coroutine[None, None, T]) -> T | No
 
 
 def _stop_on_signals(stop: asyncio.Event, lifeline_fd: int | None) -> None:
-    signals.handle(stop.set)
+    own_process.handle(stop.set)
     if lifeline_fd is not None:
         asyncio.get_running_loop().add_reader(lifeline_fd, _lifeline_broken, stop, lifeline_fd)
 

@@ -20,10 +20,10 @@ from typing import Final
 
 import psutil
 
-from psdist.cgroups import usable_cores
 from psdist.compression import segments
 from psdist.compression.kernel_runtime import LARGE_ELEMENTS, BackgroundCompiler
 from psdist.errors import NoStorageError, StaleEpochError, StaleTermError, UnknownParametersError, WrongRunError
+from psdist.machine import usable_cores
 from psdist.off_loop import in_thread
 from psdist.security.tls import Credentials
 from psdist.snapshots.opening import open_storage

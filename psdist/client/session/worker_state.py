@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psdist.client.core.push_sequence import PushSequence
-from psdist.data.batch_position import BATCHES
+from psdist.data.sample_source import BATCHES
 from psdist.errors import (
     InvalidArgumentError,
     PsdistError,

@@ -28,7 +28,7 @@ from psdist import addresses, logs, loop_monitor
 from psdist.addresses import is_loopback
 from psdist.errors import ConfigurationError, LeadershipLostError, PsdistError, StorageError
 from psdist.monitoring.dashboard_link import require_dashboard, view_key
-from psdist.settings import exit_codes, signals
+from psdist.settings import exit_codes, own_process
 from psdist.settings.config import DashboardEndpoint
 from psdist.settings.programs import SchedulerSettings
 from psdist.snapshots.claim import DirectoryClaim
@@ -76,7 +76,7 @@ def main(settings: SchedulerSettings) -> int:
             tls=settings.credentials.tls,
         )
         logs.identify(run=run_id)
-        status: int = uvloop.run(signals.ignored_after(_serve(settings, store, run_id)))
+        status: int = uvloop.run(own_process.ignored_after(_serve(settings, store, run_id)))
         return status
     except (ConfigurationError, StorageError) as error:
         print(f"psdist-scheduler: {error}", file=sys.stderr)
@@ -209,7 +209,7 @@ async def _until_the_end(settings: SchedulerSettings, scheduler: Scheduler, addr
     """Serve until the end is requested, the run is over, or the store fails."""
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
-    signals.handle(ended.set)
+    own_process.handle(ended.set)
     if settings.lifeline_fd is not None:
         loop.add_reader(settings.lifeline_fd, _watch_lifeline, settings.lifeline_fd, ended)
     waiting = asyncio.create_task(ended.wait())

@@ -18,8 +18,8 @@ from typing import Any, Final
 import msgspec
 
 from psdist import __version__
-from psdist.cgroups import usable_cores
 from psdist.errors import PsdistError, StorageError
+from psdist.machine import usable_cores
 from psdist.monitoring import run_summary as form
 from psdist.monitoring.run_summary import MeanValue, Point, Summary, WorkerPart
 from psdist.snapshots.storage import Storage

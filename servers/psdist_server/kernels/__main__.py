@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from itertools import count
 from typing import Final
 
-from psdist.cgroups import usable_cores
+from psdist.machine import usable_cores
 from psdist_server.kernels.memory import leave_out
 
 _NICENESS: Final = 19

@@ -12,7 +12,7 @@ import pytest
 
 from psdist.addresses import free_port
 from psdist.launcher import agent, scheduler_calls
-from psdist.launcher.scheduler_calls import Place, RankRequest
+from psdist.launcher.events import Place, RankRequest
 from psdist.security.tls import Credentials
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import scheduler_pb2_grpc

@@ -18,9 +18,9 @@ from contextlib import closing, suppress
 from types import TracebackType
 from typing import Final, Literal, Self
 
-from psdist.cgroups import usable_cores
 from psdist.errors import ConfigurationError
 from psdist.launcher.process import ReaperProcess
+from psdist.machine import usable_cores
 
 Direction = Literal["both", "in", "out"]
 _NAMESPACE: Final = re.compile(r"ps(\d+)(?:switch|host\d+)\b")

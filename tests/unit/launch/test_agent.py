@@ -12,8 +12,7 @@ import pytest
 from psdist.addresses import is_wildcard, parse_address
 from psdist.launcher import agent
 from psdist.launcher.agent import AgentSettings, WaitReport, why_given_up
-from psdist.launcher.events import Finish, ProcessKey
-from psdist.launcher.scheduler_calls import Place
+from psdist.launcher.events import Finish, Place, ProcessKey
 from psdist.settings import exit_codes
 
 SCHEDULER = "scheduler:29600"
@@ -59,7 +58,7 @@ def test_files_of_a_run_lie_below_its_id(
     """Check that files of two runs are never mixed, even if the run was given no name."""
     started: list[tuple[str, str]] = []
 
-    async def supervise(*arguments: Any) -> tuple[Finish, bool]:
+    async def run_workers(*arguments: Any) -> tuple[Finish, bool]:
         workers = arguments[2]
         environ = workers.spec(0, 0, {}).environment
         assert environ.get("PSDIST_RUN_ID", "") == environ["TORCHELASTIC_RUN_ID"]
@@ -67,8 +66,8 @@ def test_files_of_a_run_lie_below_its_id(
         return Finish(exit_codes.OK), True
 
     monkeypatch.setattr(agent, "_place", lambda *_: Place(0, 1, 0, 1, "127.0.0.1:7000", told))
-    monkeypatch.setattr(agent, "_supervise", supervise)
-    monkeypatch.setattr(agent.signals, "exit_on", lambda signals: None)
+    monkeypatch.setattr(agent, "_run_workers", run_workers)
+    monkeypatch.setattr(agent.own_process, "exit_on", lambda signals: None)
     script = tmp_path / "train.py"
     script.touch()
     options = AgentSettings(command=(str(script),), scheduler=SCHEDULER, run_id=given)

@@ -16,7 +16,7 @@ from psdist.client.session import snapshot_participant
 from psdist.client.session.snapshot_participant import SnapshotParticipant
 from psdist.client.session.worker_state import OWN
 from psdist.consistency import ASP, BSP
-from psdist.data.batch_position import BATCHES
+from psdist.data.sample_source import BATCHES
 from psdist.v1 import scheduler_pb2 as pb
 from tests.support.client_fakes import ELEMENTS, Break, Setup, Start, flat, gradient, waits_for
 
