@@ -50,8 +50,8 @@ PYTEST := $(BIN)/python -m pytest
 # Three processes on two cores: some tests wait for leases and for other processes. In the order of the folders: files
 # with few, long tests come before those with many short ones. A hanging test ends its process, which ends the run.
 PYTEST_PARALLEL := $(PYTEST) -n 3 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
-# The variable turns off an advertisement of the theme.
-MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+# The variable turns off an advertisement of the theme. Without messages (--quiet) warnings would not be errors.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Test dependency only: the optimizers are compared with torch.optim. PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS in the
 # environment can point pip to a build without CUDA. It is installed first, as test tools would bring another.

@@ -161,10 +161,10 @@ class DynamicBatcher:
         """Save the place of ``batches`` in snapshots, with the pushes of ``parameters``.
 
         In a run that resumes, and after a rollback, batches continue with the one that followed there. The number of
-        workers, the data and its order must be the same.
+        workers, the data and its order must be the same. Call this before the first push; await the result of a handle
+        of ``AsyncParameters``.
 
-        parameters: a handle of ``client.parameters()``, or ``optimizer.handle`` of ``psdist.torch``. For an
-            ``AsyncParameters``, await the result. Call it before the first push.
+        parameters: a handle of ``client.parameters()``, or ``optimizer.handle`` of ``psdist.torch``.
 
         Raises InvalidArgumentError if another batcher of this name is saved with the parameters.
         """
