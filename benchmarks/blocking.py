@@ -3,7 +3,7 @@
 Each case is a run of ``psdist run`` with its default limits, and a second one that resumes from its snapshot. The
 worker creates the parameter set, makes steps, takes a snapshot, kills a server and waits until all copies are full
 again (with one copy: until the run has rolled back to the snapshot), drains a server, and closes.
-``psdist.loop_monitor`` watches the loops of all processes. The table shows the longest turn of each process's loop,
+``benchmarks.loop_monitor`` watches the loops of all processes. The table shows the longest turn of each process's loop,
 without the time in which the kernel ran other threads (which a busy machine adds), and its place in the code. Values
 are checked.
 
@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks import loop_monitor
 from benchmarks.contenders import ROOT
-from psdist import loop_monitor
 
 LIMIT_SECONDS = 0.1
 _GiB = 1 << 30
@@ -191,7 +191,9 @@ def start(
     worker = ["-m", "benchmarks.blocking", "--worker", "--bytes", str(case.bytes), "--tensors", str(case.tensors)]
     flags = ["--nservers", str(case.copies), "--replicas", str(case.copies), "--no-save-at-end", "--log-level", "info"]
     storage = ["--run-id", "blocking", "--storage-path", str(path / "storage")]
-    environ = {**os.environ, loop_monitor.VARIABLE: str(monitored), "PSDIST_TRANSPORT": case.transport}
+    paths = [str(ROOT / "benchmarks/tracing"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environ = {**os.environ, loop_monitor.VARIABLE: str(monitored), "PYTHONPATH": os.pathsep.join(paths)}
+    environ["PSDIST_TRANSPORT"] = case.transport
     settings = ["--copies", str(case.copies), "--steps", str(steps), "--phases", *phases]
     lines: list[str] = []
     with subprocess.Popen(

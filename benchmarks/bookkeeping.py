@@ -18,8 +18,8 @@ from typing import Any
 
 from benchmarks import figures, machine, registry
 from benchmarks.contenders import ROOT, ContenderError, run_all
+from benchmarks.psdist_step import CONSISTENCIES
 from benchmarks.turns import Settings
-from psdist.cli.bench import CONSISTENCIES
 from psdist.types import ParametersMember, Slicing, choose_slice_elements
 from psdist_server.core.async_shard import AsyncShard
 from psdist_server.core.bsp_shard import BspShard

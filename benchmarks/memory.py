@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.psdist_step import BenchSettings, StepBench
 from psdist import Client
-from psdist.cli.bench import BenchSettings, StepBench
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.settings.config import TransportName
 
@@ -34,13 +34,12 @@ def measure(params: int, transport: TransportName) -> dict[str, int]:
     cluster = EmbeddedCluster(servers=1)
     try:
         with Client(cluster.address, cluster.token, transport=transport) as client:
-            StepBench(client, BenchSettings(params=1)).measure(
-                1
-            )  # so the server has started, and holds everything that a step needs
+            # So the server has started, and holds everything that a step needs.
+            StepBench(client, BenchSettings(params=1)).make(1)
             members = client.status().members
             (pid,) = [member.pid for member in members if member.member_id == "server-0"]
             idle = sizes(pid)["VmRSS"]
-            StepBench(client, BenchSettings(params=params)).measure(STEPS)
+            StepBench(client, BenchSettings(params=params)).make(STEPS)
             after = sizes(pid)
     finally:
         cluster.close()

@@ -75,7 +75,7 @@ def _introduction(facts: Mapping[str, Any]) -> str:
     again = """
         `make bench` measures everything in some minutes (as root also between hosts) and rewrites this page. `python -m
         benchmarks.report --full` measures longer; `--install-peers` installs Ray, TensorFlow and PyArrow below
-        `.bench`. `psdist bench` measures a step on your own cluster."""
+        `.bench`."""
     return section("# Performance", measured, textwrap.fill(" ".join(again.split()), 124, break_on_hyphens=False))
 
 

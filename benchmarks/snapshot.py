@@ -176,7 +176,7 @@ print(seconds)
 def work(options: argparse.Namespace) -> None:
     """The script of the worker."""
     import psdist
-    from psdist.cli.bench import BenchSettings, StepBench
+    from benchmarks.psdist_step import BenchSettings, StepBench
 
     with psdist.init() as context:
         bench = StepBench(context.client, BenchSettings(params=options.params))

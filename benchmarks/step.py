@@ -17,8 +17,8 @@ from typing import Any
 
 from benchmarks import figures, machine, registry
 from benchmarks.contenders import ContenderError, run_all
+from benchmarks.psdist_step import CONSISTENCIES, OPTIMIZERS
 from benchmarks.turns import Settings
-from psdist.cli.bench import CONSISTENCIES, OPTIMIZERS
 from psdist.types import WIRE_DTYPES
 
 

@@ -12,7 +12,7 @@ import time
 import psdist
 from benchmarks import emulation, turns
 from benchmarks.codec_choice import CODECS
-from psdist.cli.bench import BenchSettings, StepBench, vary
+from benchmarks.psdist_step import BenchSettings, StepBench, vary
 
 
 def bench_settings(settings: turns.Settings) -> BenchSettings:

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import turns
-from psdist.cli.bench import BenchSettings
+from benchmarks.psdist_step import BenchSettings
 
 FP16 = "fp16"
 

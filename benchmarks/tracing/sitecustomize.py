@@ -1,7 +1,9 @@
-"""Imported by every Python of a run that has this directory on its path: reports Python's allocations on SIGUSR2.
+"""Imported by every Python of a run that has this directory on its path: reports Python's allocations on SIGUSR2, and
+with ``PSDIST_LOOP_MONITOR`` long iterations of event loops (``benchmarks.loop_monitor``).
 
-The figures, of ``tracemalloc`` (which ``PYTHONTRACEMALLOC`` starts), are written to the file ``<pid>.json`` of the
-directory ``BENCH_TRACES``; each report resets the peak. Processes need not know about benchmarks to be watched.
+The figures of allocations, of ``tracemalloc`` (which ``PYTHONTRACEMALLOC`` starts), are written to the file
+``<pid>.json`` of the directory ``BENCH_TRACES``; each report resets the peak. Processes need not know about benchmarks
+to be watched.
 """
 
 import gc
@@ -25,3 +27,8 @@ def tell(number: int, frame: FrameType | None) -> None:
 
 if "BENCH_TRACES" in os.environ and tracemalloc.is_tracing():
     signal.signal(signal.SIGUSR2, tell)
+
+if "PSDIST_LOOP_MONITOR" in os.environ:
+    from benchmarks.loop_monitor import install
+
+    install()

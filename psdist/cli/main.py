@@ -65,8 +65,6 @@ PSDIST: Final = Group(
                 lambda: import_module("psdist.cli.token").TOKEN),
         Command("generate", "write files for an engine: psdist generate slurm --nodes 4 train.py",
                 lambda: import_module("psdist.cli.generated").GENERATE),
-        Command("bench", "measure the cost of a training step, on a cluster or on this machine",
-                lambda: import_module("psdist.cli.bench")),
         Command("certs", "make, issue and show certificates for mutual TLS: psdist certs init DIR --host HOST",
                 lambda: import_module("psdist.cli.certs").CERTS),
         Command("warmup", "compile the kernels ahead of the first run on this machine",

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from psdist import loop_monitor
 from psdist.errors import ConfigurationError
 from psdist.launcher.events import (
     Connected,
@@ -290,7 +289,6 @@ def open_runner(
     name: name of the directory for the log files.
     mute: True to drop what servers and the scheduler write while the run ends.
     """
-    loop_monitor.watch("launcher", plan.environ)
     workers, script = plan.workers, plan.workers.script
     routing = script if script.log_dir is None else replace(script, log_dir=script.log_dir / name)
     try:

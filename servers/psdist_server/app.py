@@ -21,7 +21,7 @@ import structlog
 import uvloop
 from grpc_health.v1.health import aio as health
 
-from psdist import addresses, logs, loop_monitor
+from psdist import addresses, logs
 from psdist.addresses import is_loopback
 from psdist.compression.kernel_runtime import BackgroundCompiler
 from psdist.device.device import open_device
@@ -99,7 +99,6 @@ def default_kernel_threads(cluster: ClusterMap, advertise: str) -> int:
 
 
 async def _serve(settings: ServerSettings, scheduler: str, lanes: Lanes | None) -> int:
-    loop_monitor.watch("server")
     stop = asyncio.Event()
     _stop_on_signals(stop, settings.lifeline_fd)
     guard = ConnectionGuard()

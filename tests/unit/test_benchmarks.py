@@ -13,8 +13,8 @@ import pytest
 from benchmarks import figures, growth, growth_page, network, plan, plot, report
 from benchmarks.contenders import ContenderError
 from benchmarks.peers import kernel
+from benchmarks.psdist_step import BenchSettings
 from benchmarks.shaped_hosts import Counters
-from psdist.cli.bench import BenchResult, BenchSettings
 from psdist.errors import InvalidArgumentError
 
 # --- figures ----------------------------------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ def test_the_lower_bound_computes_adam_of_the_mean(workers: int) -> None:
     assert not np.allclose(weights, 1.0)
 
 
-# --- what psdist bench measures ---------------------------------------------------------------------------------------
+# --- the measured case ------------------------------------------------------------------------------------------------
 
 
 def test_layers_hold_all_parameters() -> None:
@@ -80,14 +80,6 @@ def test_settings_that_are_not_possible() -> None:
     for wrong in [{"params": 0}, {"consistency": "x"}, {"optimizer": "x"}, {"wire_dtype": "int8"}]:
         with pytest.raises(InvalidArgumentError, match=str(next(iter(wrong)))):
             BenchSettings(**wrong)
-
-
-def test_a_benchs_result_as_json() -> None:
-    result = BenchResult(BenchSettings(params=10), (0.2, 0.1, 0.3), 80_000_000.0, {"server-0": "shm"}).as_json()
-    assert result["step_ms"] == pytest.approx(200)
-    assert (result["fastest_ms"], result["slowest_ms"]) == pytest.approx((100, 300))
-    assert result["gigabytes_per_second"] == pytest.approx(0.4)
-    assert result["transports"] == {"server-0": "shm"}
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------

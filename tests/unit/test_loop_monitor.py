@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from psdist import loop_monitor
+from benchmarks.loop_monitor import VARIABLE, LoopMonitor, install
 
 #: Much longer than the reporting threshold.
 BLOCK_SECONDS = 0.3
@@ -37,8 +40,8 @@ def lines(directory: Path) -> list[str]:
 
 async def reported(directory: Path, block: Callable[[], None]) -> list[dict[str, Any]]:
     """Return the lines about a loop that ``block`` blocks."""
-    loop_monitor.watch("test", {loop_monitor.VARIABLE: str(directory)})
     loop, found = asyncio.get_running_loop(), asyncio.Event()
+    LoopMonitor(loop, (directory / "test-1.jsonl").open("a", encoding="utf-8"))
 
     def look() -> None:
         if any(block.__name__ in line for line in lines(directory)):
@@ -64,8 +67,16 @@ def test_a_blocked_turn_is_reported_with_its_stack_and_what_it_did(
     assert f" {block.__name__} < " in stack and "test_loop_monitor.py" in stack
 
 
-async def test_without_the_variable_nothing_is_watched(tmp_path: Path) -> None:
-    before = set(threading.enumerate())
-    loop_monitor.watch("test", {})
-    # Threads of earlier tests may end at any time.
-    assert set(threading.enumerate()) <= before and not lines(tmp_path)
+def test_a_process_of_a_run_that_is_asked_to_is_monitored(tmp_path: Path) -> None:
+    code = "from benchmarks.loop_monitor import install; install(); import uvloop, asyncio; {}.run(asyncio.sleep(0))"
+    for loops in ("asyncio", "uvloop"):
+        subprocess.run(
+            [sys.executable, "-c", code.format(loops)], env={**os.environ, VARIABLE: str(tmp_path)}, check=True
+        )
+    assert [json.loads(file.read_text()).keys() for file in tmp_path.glob("worker-*.jsonl")] == [{"started"}] * 2
+
+
+def test_without_the_variable_nothing_is_watched() -> None:
+    before = asyncio._set_running_loop
+    install({})
+    assert asyncio._set_running_loop is before

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-from psdist import loop_monitor
 from psdist.client.process.other_processes import ProcessBound
 from psdist.client.process.sigterm import StoppableClient, sigterm
 from psdist.client.reporting.phase_timer import PhaseTimer
@@ -189,7 +188,6 @@ class LoopThread:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
-        self.loop.call_soon(loop_monitor.watch, "worker")
         self.loop.run_forever()
 
     @property

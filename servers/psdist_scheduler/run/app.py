@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import uvloop
 from grpc_health.v1 import health
 
-from psdist import addresses, logs, loop_monitor
+from psdist import addresses, logs
 from psdist.addresses import is_loopback
 from psdist.errors import ConfigurationError, LeadershipLostError, PsdistError, StorageError
 from psdist.monitoring.dashboard_link import require_dashboard, view_key
@@ -87,7 +87,6 @@ def main(settings: SchedulerSettings) -> int:
 
 
 async def _serve(settings: SchedulerSettings, store: Store, run_id: str) -> int:
-    loop_monitor.watch("scheduler")
     stored = store.load()
     try:
         opened = await _open_storage(settings, run_id, stored)

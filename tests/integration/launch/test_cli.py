@@ -27,7 +27,7 @@ def call(*arguments: str, program: str = "main") -> tuple[int, str, str]:
 def test_help_of_every_command() -> None:
     status, text, _ = call("--help")
     assert status == 0
-    for command in ("run", "status", "bench", "version"):
+    for command in ("run", "status", "explain", "version"):
         assert command in text
         status, own, _ = call(command, "--help")
         assert status == 0 and own.startswith(f"usage: psdist {command}")
@@ -39,7 +39,7 @@ def test_help_of_every_command() -> None:
 PROGRAMS = {
     "psdist run": ("main", "run"),
     "psdist status": ("main", "status"),
-    "psdist bench": ("main", "bench"),
+    "psdist explain": ("main", "explain"),
     "psdist snapshot list": ("main", "snapshot", "list"),
     "psdist-scheduler": ("scheduler",),
     "psdist-server": ("server",),

@@ -5,14 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from psdist.cli import bench as bench_command
-from psdist.launcher.embedded import EmbeddedCluster
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -27,10 +23,6 @@ def call(*arguments: str, environ: dict[str, str] | None = None) -> subprocess.C
         env=environ,
         timeout=240,
     )
-
-
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return call("psdist.cli.main", "bench", "--params", "20000", "--steps", "5", *arguments)
 
 
 def measure(tmp_path: Path, module: str, *arguments: str) -> dict[str, Any]:
@@ -137,57 +129,3 @@ def test_growth_of_a_step_writes_a_page_and_keeps_other_curves(tmp_path: Path) -
         assert 0 < one["low"] <= one["ms"] <= one["high"]
     assert json.loads(results.read_text()) == result and result["other"] == 1
     assert "growth-tensors.svg" in page.read_text() and (tmp_path / "growth-tensors.svg").exists()
-
-
-# --- psdist bench -----------------------------------------------------------------------------------------------------
-
-
-def test_bench_on_a_cluster_of_its_own() -> None:
-    done = bench("--format", "json", "--nservers", "2")
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert report["steps"] == 5 and report["step_ms"] > 0
-    assert report["bytes_per_step"] == 2 * 4 * 20000
-    assert set(report["transports"]) == {"server-0", "server-1"}
-
-
-# They differ from the one above only in flags, and in a launcher.
-@pytest.mark.long
-def test_bench_on_a_cluster_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    with closing(EmbeddedCluster(servers=1)) as cluster:
-        monkeypatch.setenv("PSDIST_TOKEN", cluster.token)
-        for arguments in (("--wire-dtype", "bfloat16"), ("--copy", "--consistency", "asp")):
-            done = bench("--scheduler", cluster.address, "--transport", "grpc", *arguments)
-            assert done.returncode == 0, done.stderr
-            assert "20,000 parameters" in done.stdout and "server-0" in done.stdout and "grpc" in done.stdout
-        again = bench("--scheduler", cluster.address, "--wire-dtype", "bfloat16")
-        assert again.returncode == 0, again.stderr
-
-
-@pytest.mark.long
-def test_bench_under_a_launcher_reports_once() -> None:
-    done = call(
-        "psdist.cli.main", "run", "--nservers", "1", "--nproc-per-node", "2", "-m", "psdist.cli.main", "bench",
-        "--params", "20000", "--steps", "3",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert (done.stdout + done.stderr).count("20,000 parameters") == 1
-
-
-def test_bench_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    done = bench("--optimizer", "magic")
-    assert done.returncode == 2 and "'magic' is not one of adam" in done.stderr
-    done = bench("--scheduler", "127.0.0.1:1", "--timeout", "0.5")
-    assert done.returncode == 69 and "127.0.0.1:1" in done.stderr and "Traceback" not in done.stderr
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    done = bench()
-    assert done.returncode == 2 and "WORLD_SIZE is 2" in done.stderr
-
-
-@pytest.mark.parametrize("quiet_seconds", [0.0, 600.0])
-def test_who_compiles_kernels_for_long_says_so(
-    quiet_seconds: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(bench_command, "_QUIET_SECONDS", quiet_seconds)
-    bench_command._compile_kernels()
-    assert ("compiling kernels, once on this machine" in capsys.readouterr().err) is (quiet_seconds == 0.0)

@@ -1,8 +1,9 @@
 """Diagnosis of blocked event loops: duration of each long iteration of a process's loop, and where the time went.
 
-Off unless the environment names a directory: ``PSDIST_LOOP_MONITOR=DIRECTORY``. The loops of schedulers, servers,
-launchers and ``psdist.Client`` then append JSON lines to ``DIRECTORY/ROLE-PID.jsonl``: one at the start, and one for
-each iteration longer than ``REPORT_SECONDS``. ``python -m benchmarks.blocking`` runs large models under it.
+Off unless the environment names a directory: ``PSDIST_LOOP_MONITOR=DIRECTORY``. ``tracing/sitecustomize.py`` then
+installs it in each Python of a run that has ``benchmarks/tracing`` and this repository on its path. The loops of
+schedulers, servers, launchers and workers append JSON lines to ``DIRECTORY/ROLE-PID.jsonl``: one at the start, and one
+for each iteration longer than ``REPORT_SECONDS``. ``python -m benchmarks.blocking`` runs large models under it.
 
 A callback on the loop measures the time since its previous call. While that call is overdue, a thread samples the
 loop's stack. If the thread itself could not run, another thread held the interpreter lock, and it samples the stacks
@@ -24,10 +25,11 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, NamedTuple, TextIO
+from weakref import WeakSet
 
 VARIABLE: Final = "PSDIST_LOOP_MONITOR"
 #: Iterations of at least this many seconds are reported.
@@ -111,14 +113,33 @@ class LoopMonitor:
         self._file.flush()
 
 
-def watch(role: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Monitor the running loop if the environment asks for it.
+def install(environ: Mapping[str, str] = os.environ) -> None:
+    """Monitor the event loops of this process if the environment asks for it and the process is part of a run. Call it
+    before uvloop is imported."""
+    directory, role, run = environ.get(VARIABLE, ""), _role(sys.orig_argv), asyncio._set_running_loop
+    if not directory or not role:
+        return
+    watched = WeakSet[asyncio.AbstractEventLoop]()
 
-    role: first part of the file name, such as "server".
-    """
-    if directory := environ.get(VARIABLE, ""):
-        path = Path(directory, f"{role}-{os.getpid()}.jsonl")
-        LoopMonitor(asyncio.get_running_loop(), path.open("a", encoding="utf-8"))
+    def set_running_loop(loop: asyncio.AbstractEventLoop | None) -> None:
+        run(loop)
+        if loop is not None and loop not in watched:
+            watched.add(loop)
+            file = Path(directory, f"{role}-{os.getpid()}.jsonl").open("a", encoding="utf-8")  # noqa: SIM115 - it stays open
+            LoopMonitor(loop, file)
+
+    # The loops of asyncio look it up here when they start, uvloop when it is imported.
+    asyncio._set_running_loop = asyncio.events._set_running_loop = set_running_loop
+
+
+def _role(command: Sequence[str]) -> str:
+    """Return the first part of the file name; empty for a command that is no part of a run."""
+    for module, role in (("psdist_scheduler", "scheduler"), ("psdist_server", "server")):
+        if module in command:
+            return role
+    if "psdist.cli.main" in command:
+        return "launcher" if "run" in command else ""
+    return "worker"
 
 
 def _text(frame: FrameType) -> str:
