@@ -26,7 +26,7 @@ from typing import Any, Final, NamedTuple
 
 from playwright.sync_api import sync_playwright
 
-from psdist.monitoring.dashboard_link import dashboard_link, view_key
+from psdist.monitoring.dashboard import dashboard_link, view_key
 from psdist.settings.config import DashboardEndpoint
 from psdist_scheduler.dashboard.dashboard_server import DashboardServer
 from psdist_scheduler.dashboard.feed import Reading

@@ -35,7 +35,7 @@ import psdist
 from psdist.addresses import free_port
 from psdist.client.process import loop
 from psdist.launcher.embedded import EmbeddedCluster
-from psdist.monitoring.dashboard_link import view_key
+from psdist.monitoring.dashboard import view_key
 from psdist.settings.config import MetricsEndpoint
 
 _PAIRS: Final = 80

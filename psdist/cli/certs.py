@@ -172,14 +172,14 @@ def _state(one: CertificateInfo, now: datetime.datetime) -> str:
 
 
 def _print(found: Sequence[dict[str, Any]]) -> None:
-    from psdist.cli.status_table import make_console, make_table
+    from psdist.cli.tables import print_lines, table
 
     def row(one: dict[str, Any]) -> list[str]:
         expires = f"{one['not_after'][:10]} ({one['days_left']:g} days)"
         run = "" if one["role"] == "ca" else one["run_id"] or "any"
         return [one["file"], one["role"] or "none", run, ", ".join(one["hosts"]), expires, one["state"], one["issuer"]]
 
-    make_console().print(make_table(("file", "role", "run", "hosts", "expires", "state", "issuer"), map(row, found)))
+    print_lines(table(("file", "role", "run", "hosts", "expires", "state", "issuer"), map(row, found)))
 
 
 # --- all --------------------------------------------------------------------------------------------------------------

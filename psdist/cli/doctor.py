@@ -56,12 +56,14 @@ def run(given: Namespace, environ: Mapping[str, str]) -> int:
 def _print(findings: list[Finding]) -> None:
     from rich.text import Text
 
-    from psdist.cli.status_table import make_console
+    from psdist.cli.tables import print_lines
 
-    console, width = make_console(), max(len(finding.check) for finding in findings)
+    width, lines = max(len(finding.check) for finding in findings), []
     for finding in findings:
         text = printable(finding.text)  # It may be from peers.
-        line = Text.assemble((f"{finding.level:<5}", _STYLES[finding.level]), f"{finding.check:<{width}}  {text}")
-        console.print(line, soft_wrap=True)
+        lines.append(
+            Text.assemble((f"{finding.level:<5}", _STYLES[finding.level]), f"{finding.check:<{width}}  {text}")
+        )
         if finding.remedy:
-            console.print(Text(f"{'':5}{'':{width}}  remedy: {finding.remedy}", style="dim"), soft_wrap=True)
+            lines.append(Text(f"{'':5}{'':{width}}  remedy: {finding.remedy}", style="dim"))
+    print_lines(lines)

@@ -48,11 +48,11 @@ def run(given: Namespace, environ: Mapping[str, str]) -> int:
 
     Raises StorageError if no summary is found, SnapshotCorruptError if all are damaged, ConfigurationError.
     """
-    from psdist.monitoring import report_page, run_summary
+    from psdist.monitoring import dashboard, run_state, run_summary
 
     summary = _find(given, environ)
     is_json = given.format == "json"
-    content = run_summary.to_bytes(summary) if is_json else report_page.page(summary).encode()
+    content = run_summary.to_bytes(summary) if is_json else dashboard.saved_page(run_state.saved_run(summary)).encode()
     if given.out == "-":
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(encoding="utf-8")  # In any locale, as the page says.

@@ -16,11 +16,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from rich.table import Table
 from rich.text import Text
 
 from psdist.cli.commands import Command, Group, Leaf, show
-from psdist.cli.status_table import SNAPSHOT_COLUMNS, make_console, make_table, moment, snapshot_row, steps
+from psdist.cli.tables import SNAPSHOT_COLUMNS, moment, print_lines, snapshot_row, steps, table
 from psdist.cli.target import ask, find_target, target_flags
 from psdist.cli.terminal import bytes_bar, count_bar
 from psdist.consistency import kind_of
@@ -392,51 +391,45 @@ def show_list(records: list[dict[str, Any]]) -> None:
             return [str(one["sequence"]), one["path"], "", "", "", "", Text(one["error"], style="red")]
         return [str(one["sequence"]), *snapshot_row(one)]
 
-    make_console().print(make_table(("number", *SNAPSHOT_COLUMNS), map(row, records)))
+    columns = ("number", *SNAPSHOT_COLUMNS)
+    print_lines(table(columns, map(row, records)) or [Text("  ".join(columns), "bold")])
 
 
 def show_one(one: dict[str, Any]) -> None:
     """Print a snapshot with its content."""
-    console = make_console()
-    console.print(Text(f"{one['directory']}: run {one['run_id']}, step {steps(one['steps'])}", style="bold"))
+    lines = [Text(f"{one['directory']}: run {one['run_id']}, step {steps(one['steps'])}", "bold")]
     taken = f"taken {moment(one['time'])} ({one['reason']}) in {one['seconds']:.1f} s, {size(one['bytes'])}"
-    console.print(Text(f"number {one['sequence']}, {taken}, psdist {one['psdist_version']}, format {one['format']}"))
+    lines.append(Text(f"number {one['sequence']}, {taken}, psdist {one['psdist_version']}, format {one['format']}"))
     # 0 workers: none are left when the last snapshot of a run is taken.
     settings = [f"{name} {value}" for name, value in sorted(one["configuration"].items()) if str(value) != "0"]
     if settings:
-        console.print(Text(", ".join(settings)))
+        lines.append(Text(", ".join(settings)))
     for parameters in one["parameters"]:
-        console.print(Text(f"\n{_headline(parameters)}", style="bold"))
-        console.print(_tensors(parameters["tensors"]))
+        lines += [Text(), Text(_headline(parameters), "bold"), *_tensors(parameters["tensors"])]
     if states := one["worker_states"]:
         ranks = ", ".join(f"rank {state['rank']} of {state['parameters']}" for state in states)
-        console.print(Text(f"\nhanded in by workers: {ranks}"))
-    if one["datasets"]:
-        console.print(_datasets(one["datasets"]))
+        lines += [Text(), Text(f"handed in by workers: {ranks}")]
+    print_lines([*lines, *_datasets(one["datasets"])])
 
 
 def show_verified(report: dict[str, Any]) -> None:
     """Print the result for each snapshot that was verified."""
-    console = make_console()
-    for one in report["snapshots"]:
-        if one["ok"]:
-            console.print(Text(f"{one['name']}: good, {size(one['bytes'])}"))
-        else:
-            console.print(Text(f"{one['name']}: bad: {one['error']}", style="red"))
+    print_lines(
+        Text(f"{one['name']}: good, {size(one['bytes'])}")
+        if one["ok"]
+        else Text(f"{one['name']}: bad: {one['error']}", "red")
+        for one in report["snapshots"]
+    )
 
 
 def show_exported(report: dict[str, Any]) -> None:
     """Print the files that were written."""
-    console = make_console()
-    for file in report["files"]:
-        console.print(Text(file))
     what = f"{report['tensors']} tensors, {size(report['bytes'])}"
-    console.print(Text(f"{what}, of step {steps(report['steps'])} ({report['snapshot']})"))
+    lines = [*map(Text, report["files"]), Text(f"{what}, of step {steps(report['steps'])} ({report['snapshot']})")]
     if report["overflowed"]:
         lost = f"warning: {report['overflowed']:,} elements are too large for the dtype and became infinite"
-        console.print(Text(lost, style="yellow"))
-    for sentence in report["left_out"]:
-        console.print(Text(f"warning: {sentence}", style="yellow"))
+        lines.append(Text(lost, "yellow"))
+    print_lines([*lines, *(Text(f"warning: {sentence}", "yellow") for sentence in report["left_out"])])
 
 
 def show_deleted(report: dict[str, Any]) -> None:
@@ -455,17 +448,17 @@ def _headline(one: dict[str, Any]) -> str:
     )
 
 
-def _tensors(tensors: list[dict[str, Any]]) -> Table:
+def _tensors(tensors: list[dict[str, Any]]) -> list[Text]:
     rows = [
         [tensor["name"], tensor["dtype"], "x".join(map(str, tensor["shape"])) or "scalar"]
         for tensor in tensors[:_SHOWN_TENSORS]
     ]
     if more := tensors[_SHOWN_TENSORS:]:
         rows.append([f"and {len(more)} more", "", ""])
-    return make_table(("tensor", "dtype", "shape"), rows)
+    return table(("tensor", "dtype", "shape"), rows)
 
 
-def _datasets(datasets: list[dict[str, Any]]) -> Table:
+def _datasets(datasets: list[dict[str, Any]]) -> list[Text]:
     rows = [
         [
             one["name"],
@@ -475,4 +468,4 @@ def _datasets(datasets: list[dict[str, Any]]) -> Table:
         ]
         for one in datasets
     ]
-    return make_table(("data set", "samples", "data epoch", "ranges done"), rows)
+    return table(("data set", "samples", "data epoch", "ranges done"), rows)

@@ -245,7 +245,7 @@ async def _run(
 
 def _open_dashboard(settings: LocalSettings, host: str, token: str, run_id: str) -> tuple[socket.socket, str]:
     """Return the socket on which the scheduler serves the dashboard, and the link to it. Raises ConfigurationError."""
-    from psdist.monitoring.dashboard_link import dashboard_link, listen, require_dashboard, view_key
+    from psdist.monitoring.dashboard import dashboard_link, listen, require_dashboard, view_key
 
     require_dashboard()
     chosen = settings.dashboard_host or host

@@ -21,7 +21,7 @@ from math import inf
 from statistics import fmean, median
 from typing import Any, Final, NamedTuple
 
-from psdist.monitoring.stragglers import StepTimes, lower_quartile, stragglers
+from psdist.monitoring.problems import StepTimes, lower_quartile, stragglers
 
 #: Completed steps of each worker that an explanation needs: one more or less is an error of a fifth.
 STEPS_MIN: Final = 5

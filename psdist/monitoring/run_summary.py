@@ -9,8 +9,10 @@ Invariants: A file is never replaced, and the highest number is the newest. The 
 from __future__ import annotations
 
 import json
+import math
 import re
-from typing import Annotated, Final
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 import xxhash
@@ -18,6 +20,9 @@ import xxhash
 from psdist.errors import SnapshotCorruptError, StorageError
 from psdist.snapshots.storage import Storage
 from psdist.wire.limits import SUMMARY_BYTES_MAX
+
+if TYPE_CHECKING:
+    from psdist.v1 import scheduler_pb2 as pb
 
 #: Newest version of the JSON form.
 FORMAT: Final = 1
@@ -71,6 +76,64 @@ class RunCurves(msgspec.Struct):
 
     period_seconds: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     points: list[Point] = []
+
+    def add(self, new: Point) -> None:
+        """Add a point. If there are more than ``POINTS_KEPT``, merge neighbours until three quarters of them remain.
+
+        Each merge doubles the period. A run that pauses often has points further apart, so that the first ones may
+        change nothing.
+        """
+        _append(self.points, new, self.period_seconds)
+        if len(self.points) > POINTS_KEPT:
+            while len(self.points) > POINTS_KEPT * 3 // 4:
+                self.period_seconds *= 2
+                fewer: list[Point] = []
+                for point in self.points:
+                    _append(fewer, point, self.period_seconds)
+                self.points = fewer
+
+
+def point_of(sample: pb.RunSample, modes: Mapping[str, str]) -> Point:
+    """Return the point of one sample. modes: kind of consistency by parameter set."""
+    point = Point(time=sample.time, seconds=max((worker.seconds for worker in sample.workers), default=0.0))
+    for worker in sample.workers:
+        for name, count in worker.pushes.items():
+            if name in point.steps or len(point.steps) < NAMES_KEPT:
+                before = point.steps.get(name, 0.0)
+                point.steps[name] = max(before, count) if modes.get(name) == "bsp" else before + count
+        point.samples += worker.samples_per_second * worker.seconds
+        point.bytes += sum(each.push_bytes + each.pull_bytes for each in worker.traffic)
+        for name, value in worker.reported.items():
+            if math.isfinite(value):
+                _add_mean(point.reported, name, MeanValue(value, 1.0))
+    return point
+
+
+def _append(points: list[Point], new: Point, period: float) -> None:
+    """Add a point, or merge it into the last one. A clock that is set back makes a point that is before the last."""
+    if not points or abs(new.time - points[-1].time) >= period - 0.5:
+        points.append(new)
+        return
+    last = points[-1]
+    last.seconds += new.seconds
+    for name, count in new.steps.items():
+        if name in last.steps or len(last.steps) < NAMES_KEPT:
+            last.steps[name] = last.steps.get(name, 0.0) + count
+    last.samples += new.samples
+    last.bytes += new.bytes
+    for name, mean in new.reported.items():
+        _add_mean(last.reported, name, mean)
+
+
+def _add_mean(means: dict[str, MeanValue], name: str, new: MeanValue) -> None:
+    if (old := means.get(name)) is None:
+        if len(means) < NAMES_KEPT:
+            means[name] = new
+        return
+    weight = old.weight + new.weight
+    # Their difference may exceed the largest number, and JSON has none for infinity.
+    mean = old.value * (old.weight / weight) + new.value * (new.weight / weight)
+    means[name] = MeanValue(mean, weight)
 
 
 class WorkerPart(msgspec.Struct):

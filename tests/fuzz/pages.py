@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
-from psdist.monitoring.dashboard_link import view_key
+from psdist.monitoring.dashboard import view_key
 from psdist.security.roles import TOKEN_ROLES
 from psdist.security.tokens import create
 from tests.fuzz.inputs import HOST, OPEN_SECONDS, Input, connect, converse

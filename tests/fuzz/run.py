@@ -30,7 +30,7 @@ import psdist
 from psdist.errors import SchedulerUnreachableError
 from psdist.launcher.plan import SchedulerAddress, ServicesPlan, ServicesSettings
 from psdist.launcher.process import Lifeline, ProcessSpec
-from psdist.monitoring.dashboard_link import listen
+from psdist.monitoring.dashboard import listen
 from psdist.security.roles import Role, service_name
 from psdist.security.tls import Credentials, TlsFiles
 from psdist.security.tokens import Audience

@@ -13,7 +13,6 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import h11
@@ -28,7 +27,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from psdist import addresses
 from psdist.errors import ConfigurationError, InsecureBindError, PermissionDeniedError, UnauthenticatedError
-from psdist.monitoring.dashboard_link import listen
+from psdist.monitoring import dashboard
+from psdist.monitoring.dashboard import listen
 from psdist.off_loop import on_loop
 from psdist.security import roles
 from psdist.security.roles import Role
@@ -168,14 +168,6 @@ class _BrowserConnection(H11Protocol):
 
 # --- pages ------------------------------------------------------------------------------------------------------------
 
-_DIRECTORY: Final = Path(__file__).parent / "page"
-_FILES: Final = {
-    "/": ("index.html", "text/html"),
-    "/dashboard.js": ("dashboard.js", "text/javascript"),
-    "/dashboard.css": ("dashboard.css", "text/css"),
-    "/uplot.js": ("uplot.js", "text/javascript"),
-    "/uplot.css": ("uplot.css", "text/css"),
-}
 _HEADERS: Final = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -220,16 +212,16 @@ def application(feed: Feed, access: Access) -> ASGIApp:
     async def events(request: Request) -> Response:
         return refusal(request) or _EventStream(feed)
 
-    routes = [Route(path, _file(name, kind)) for path, (name, kind) in _FILES.items()]
+    routes = [Route("/" if name == "index.html" else f"/{name}", _file(name)) for name in dashboard.FILES]
     routes += [Route("/session", session, methods=["GET", "POST"]), Route("/events", events, methods=["GET"])]
     return _guarded(Starlette(routes=routes), access)
 
 
-def _file(name: str, kind: str) -> Callable[[Request], Awaitable[Response]]:
-    body = (_DIRECTORY / name).read_bytes()
+def _file(name: str) -> Callable[[Request], Awaitable[Response]]:
+    body = dashboard.content(name)
 
     async def answer(request: Request) -> Response:
-        return Response(body, media_type=kind)
+        return Response(body, media_type=dashboard.FILES[name])
 
     return answer
 

@@ -9,15 +9,17 @@ Invariants: A reader holds no memory but its place. One that is too slow for a d
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final, NamedTuple
 
-from psdist.monitoring.run_json import sample_json, status_json
+import msgspec
+
+from psdist.monitoring.run_json import status_json
+from psdist.monitoring.run_state import RunState, Tree, difference
+from psdist.monitoring.run_summary import Point, RunCurves
 from psdist.v1 import scheduler_pb2 as pb
-from psdist_scheduler.dashboard.run_state import Point, RunState, Tree, difference
 
 logger = logging.getLogger("psdist.scheduler")
 
@@ -32,14 +34,17 @@ _THREAD_SHARE: Final = 0.1
 class Reading(NamedTuple):
     """Part of the run that the scheduler's loop reads for the dashboard.
 
-    samples: those after the asked one. heartbeat_seconds: between two heartbeats of a member. seconds: how long it
-    took.
+    samples: those after the asked one.
+    heartbeat_seconds: between two heartbeats of a member.
+    seconds: how long it took.
+    curves: those of the whole run, in the first reading.
     """
 
     status: pb.GetStatusResponse
     samples: list[pb.RunSample]
     heartbeat_seconds: float
     seconds: float
+    curves: RunCurves | None = None
 
 
 #: Returns a reading with the samples after a number. Raises TimeoutError if the scheduler does not answer.
@@ -105,8 +110,9 @@ class Feed:
         try:
             reading = await self._read(self._run.last_sample)
             began = _now()
-            points = self._run.add_samples([sample_json(one) for one in reading.samples])
-            state = self._run.state(status_json(reading.status), reading.heartbeat_seconds)
+            status = status_json(reading.status)
+            points = self._run.add_samples(reading.samples, status, reading.curves)
+            state = self._run.state(status, reading.heartbeat_seconds)
         except Exception as error:  # The page keeps its last state.
             if not isinstance(error, TimeoutError) and not self._has_failed:
                 self._has_failed = True
@@ -127,21 +133,15 @@ class Feed:
 
     def _whole_event(self) -> bytes:
         if not self._whole:
-            curves = self._run.curves
-            whole = curves.whole if curves.stride > 1 else []
-            self._whole = _event(
-                {
-                    "time": round(self._time, 1),
-                    "state": self._state,
-                    "recent": list(curves.recent),
-                    "whole": whole,
-                }
-            )
+            recent, whole = list(self._run.recent), self._run.whole.points
+            # A run of less than five minutes has one curve.
+            curves = {"recent": recent, "whole": whole if len(whole) != len(recent) else []}
+            self._whole = _event({"time": round(self._time, 1), "state": self._state, **curves})
         return self._whole
 
 
 def _event(value: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
 def _now() -> float:

@@ -27,7 +27,7 @@ from grpc_health.v1 import health
 from psdist import addresses, logs
 from psdist.addresses import is_loopback
 from psdist.errors import ConfigurationError, LeadershipLostError, PsdistError, StorageError
-from psdist.monitoring.dashboard_link import require_dashboard, view_key
+from psdist.monitoring.dashboard import require_dashboard, view_key
 from psdist.settings import exit_codes, own_process
 from psdist.settings.config import DashboardEndpoint
 from psdist.settings.programs import SchedulerSettings
@@ -182,7 +182,8 @@ def _serve_dashboard(scheduler: Scheduler, endpoint: DashboardEndpoint, *, optio
         status, samples = scheduler.status(), scheduler.reports.samples.after(after)
         workers = sum(member.role == "worker" and member.live for member in scheduler.cluster.members.all)
         heartbeat = max(settings.heartbeat_of("server", workers), settings.heartbeat_of("worker", workers))
-        return feed.Reading(status, samples, heartbeat, time.perf_counter() - began)
+        curves = scheduler.reports.summary.curves() if scheduler.reports.summary is not None and not after else None
+        return feed.Reading(status, samples, heartbeat, time.perf_counter() - began, curves)
 
     try:
         key = view_key(endpoint.token, settings.run_id)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import platform
 from collections.abc import Callable, Iterable, Mapping
@@ -21,7 +20,7 @@ from psdist import __version__
 from psdist.errors import PsdistError, StorageError
 from psdist.machine import usable_cores
 from psdist.monitoring import run_summary as form
-from psdist.monitoring.run_summary import MeanValue, Point, Summary, WorkerPart
+from psdist.monitoring.run_summary import Summary, WorkerPart
 from psdist.snapshots.storage import Storage
 from psdist.v1 import scheduler_pb2 as pb
 from psdist_scheduler.decide.cluster_state import EventRecord
@@ -55,11 +54,7 @@ class SummaryKeeper:
         """Add a sample. modes: kind of consistency by parameter set."""
         if not sample.workers or (self.is_empty and not any(worker.pushes for worker in sample.workers)):
             return
-        point = _point(sample, modes)
-        curves = self._summary.curves
-        add_point(curves.points, point, curves.period_seconds)
-        if len(curves.points) > form.POINTS_KEPT:
-            self._summary.curves = merged(curves)
+        self._summary.curves.add(form.point_of(sample, modes))
         for worker in sample.workers:
             self._add_worker(worker)
 
@@ -75,6 +70,10 @@ class SummaryKeeper:
         part.push_bytes += sum(each.push_bytes for each in worker.traffic)
         part.pull_bytes += sum(each.pull_bytes for each in worker.traffic)
 
+    def curves(self) -> form.RunCurves:
+        """Return a copy of the curves."""
+        return msgspec.convert(msgspec.to_builtins(self._summary.curves), form.RunCurves)
+
     def document(
         self, status: Mapping[str, Any], events: Iterable[EventRecord], now: float, state: str = "", reason: str = ""
     ) -> bytes:
@@ -89,67 +88,6 @@ class SummaryKeeper:
         summary.snapshots = msgspec.convert(snapshots[: form.MEMBERS_KEPT], list[form.SnapshotPart])
         summary.history = _history(list(events))
         return form.to_bytes(summary)
-
-
-def _point(sample: pb.RunSample, modes: Mapping[str, str]) -> Point:
-    point = Point(time=sample.time, seconds=max((worker.seconds for worker in sample.workers), default=0.0))
-    for worker in sample.workers:
-        for name, count in worker.pushes.items():
-            if name in point.steps or len(point.steps) < form.NAMES_KEPT:
-                before = point.steps.get(name, 0.0)
-                point.steps[name] = max(before, count) if modes.get(name) == "bsp" else before + count
-        point.samples += worker.samples_per_second * worker.seconds
-        point.bytes += sum(each.push_bytes + each.pull_bytes for each in worker.traffic)
-        for name, value in worker.reported.items():
-            if math.isfinite(value):
-                _add_mean(point.reported, name, MeanValue(value, 1.0))
-    return point
-
-
-def _add_mean(means: dict[str, MeanValue], name: str, new: MeanValue) -> None:
-    if (old := means.get(name)) is None:
-        if len(means) < form.NAMES_KEPT:
-            means[name] = new
-        return
-    weight = old.weight + new.weight
-    # Their difference may exceed the largest number, and JSON has none for infinity.
-    mean = old.value * (old.weight / weight) + new.value * (new.weight / weight)
-    means[name] = MeanValue(mean, weight)
-
-
-def _merge(point: Point, later: Point) -> None:
-    """Add a later point to this one."""
-    point.seconds += later.seconds
-    for name, count in later.steps.items():
-        if name in point.steps or len(point.steps) < form.NAMES_KEPT:
-            point.steps[name] = point.steps.get(name, 0.0) + count
-    point.samples += later.samples
-    point.bytes += later.bytes
-    for name, mean in later.reported.items():
-        _add_mean(point.reported, name, mean)
-
-
-def add_point(points: list[Point], new: Point, period: float) -> None:
-    """Add a point, or merge it into the last one. A clock that is set back makes a point that is before the last."""
-    if points and abs(new.time - points[-1].time) < period - 0.5:
-        _merge(points[-1], new)
-    else:
-        points.append(new)
-
-
-def merged(curves: form.RunCurves) -> form.RunCurves:
-    """Merge points to twice the period, or more, until at most three quarters of ``POINTS_KEPT`` remain.
-
-    A run that pauses often has points further apart, so that a merge may change nothing at first.
-    """
-    points, period = curves.points, curves.period_seconds
-    while len(points) > form.POINTS_KEPT * 3 // 4:
-        period *= 2
-        fewer: list[Point] = []
-        for point in points:
-            add_point(fewer, point, period)
-        points = fewer
-    return form.RunCurves(period, points)
 
 
 def _history(records: list[EventRecord]) -> form.HistoryPart:

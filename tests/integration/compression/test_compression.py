@@ -6,14 +6,14 @@ from __future__ import annotations
 import asyncio
 import io
 from collections.abc import Iterable, Sequence
-from contextlib import closing
+from contextlib import closing, redirect_stdout
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from psdist import AsyncClient, AsyncParameters, off_loop, optim
-from psdist.cli import status_table
+from psdist.cli.status import print_status
 from psdist.client import automatic_compression, encoding
 from psdist.client.core.encoder import EncodedDifferences
 from psdist.client.encoding import EncodedPush
@@ -229,11 +229,11 @@ async def test_a_resumed_run_goes_on_with_what_was_left_out(tmp_path: Path, name
 async def choices(client: AsyncClient) -> set[str]:
     """Return the workers' codecs, with the reasons, as ``psdist status`` shows them."""
     calls = client.session.calls
-    form = status_json(await calls.stub.GetStatus(scheduler_pb2.GetStatusRequest(), metadata=calls.metadata))
-    table = io.StringIO()
-    status_table.print_status(form, table)
-    found = {one["compression"] for member in form["members"] for one in member["connections"]}
-    assert "compression=" in table.getvalue() or not any(found)
+    answer = await calls.stub.GetStatus(scheduler_pb2.GetStatusRequest(), metadata=calls.metadata)
+    with redirect_stdout(io.StringIO()) as text:
+        print_status(answer)
+    found = {one["compression"] for member in status_json(answer)["members"] for one in member["connections"]}
+    assert "compression=" in text.getvalue() or not any(found)
     return found
 
 

@@ -89,7 +89,7 @@ def test_no_program_sends_its_token_to_another_machine_in_plaintext(
     refused = [
         call(*there, program="server"),
         call(*there, str(tmp_path / "train.py"), program="worker"),
-        *(call(*words, *there) for words in (["status"], ["events"], ["snapshot", "save"], ["bench"], ["explain"])),
+        *(call(*words, *there) for words in (["status"], ["events"], ["snapshot", "save"], ["explain"])),
     ]
     script = subprocess.run([sys.executable, "-c", _CLIENT], capture_output=True, text=True, check=False)
     refused.append((script.returncode, script.stdout, script.stderr))
@@ -128,8 +128,8 @@ def test_version() -> None:
 def test_unknown_words() -> None:
     status, _, text = call("frobnicate")
     assert status == 2 and "'frobnicate'" in text
-    commands = "run, config, status, top, events, trace, explain, report, snapshot, scale, drain, doctor"
-    assert f"{commands}, token, generate, bench, certs, warmup and version" in text
+    commands = "run, config, status, events, trace, explain, report, snapshot, scale, drain, doctor"
+    assert f"{commands}, token, generate, certs, warmup and version" in text
     status, _, text = call()
     assert status == 2 and text.startswith("usage: psdist")
     status, _, text = call("version", "--loud")
@@ -205,9 +205,7 @@ def test_status_tells_several_runs_apart(tmp_path: Path, monkeypatch: pytest.Mon
     assert find("", "", {**environ, "PSDIST_SCHEDULER": "h:2"}).address == "h:2"
 
 
-@pytest.mark.parametrize(
-    "words", [("run", "train.py"), ("warmup",), ("bench", "--steps", "1"), ("worker", "--scheduler", "h:1", "train.py")]
-)
+@pytest.mark.parametrize("words", [("run", "train.py"), ("warmup",), ("worker", "--scheduler", "h:1", "train.py")])
 def test_a_working_directory_that_is_gone_is_said_in_words(tmp_path: Path, words: tuple[str, ...]) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()

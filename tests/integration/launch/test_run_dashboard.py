@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from psdist.errors import ConfigurationError
-from psdist.monitoring.dashboard_link import listen
+from psdist.monitoring.dashboard import listen
 from tests.support.launched import Run
 
 SCRIPT = """

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import io
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from itertools import count
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 
 import psdist
 from psdist import AsyncClient, AsyncParameters
-from psdist.cli import status_table
+from psdist.cli.status import print_status
 from psdist.client.transport.shm import ShmConnection
 from psdist.consistency import ASP, BSP, SSP, Consistency
 from psdist.launcher.embedded import EmbeddedCluster
@@ -268,6 +269,6 @@ async def test_status_shows_each_connection_and_why(cluster: EmbeddedCluster) ->
         (mine,) = [member for member in form["members"] if member["id"] == "worker-0"]
         shared = {"server": servers[0], "parameters": "shown", "transport": "shm", "reason": "", "compression": ""}
         assert shared in mine["connections"]
-        table = io.StringIO()
-        status_table.print_status(form, table)
-        assert f"worker-0 - {servers[0]}" in table.getvalue() and "the transport is 'grpc'" in table.getvalue()
+        with redirect_stdout(io.StringIO()) as text:
+            print_status(answer)
+        assert f"worker-0 - {servers[0]}" in text.getvalue() and "the transport is 'grpc'" in text.getvalue()

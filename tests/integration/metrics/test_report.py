@@ -12,7 +12,7 @@ import pytest
 import psdist
 from psdist.cli.main import PSDIST
 from psdist.launcher.embedded import EmbeddedCluster
-from psdist.monitoring.dashboard_link import view_key
+from psdist.monitoring.dashboard import view_key
 from psdist.snapshots.policy import SavePolicy
 
 
@@ -56,7 +56,7 @@ def test_a_run_is_explained_and_reported(tmp_path: Path, capsys: pytest.CaptureF
     assert PSDIST.run(["report", "--storage-path", storage, "--out", str(out)], {}) == 0
     assert_no_secret(out, cluster.token)
     page = out.read_text()
-    assert "Run digits" in page and "updates of model per second" in page
+    assert '"id":"digits"' in page and "updates of model" in page
     assert PSDIST.run(["report", "--storage-path", storage, "--out", str(out), "--format", "json"], {}) == 0
     done = json.loads(out.read_text())
     assert done["schedulers"] == 2 and len(done["curves"]["points"]) >= len(live["curves"]["points"])

@@ -11,19 +11,19 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from psdist.errors import ConfigurationError, InsecureBindError
-from psdist.monitoring.dashboard_link import listen, view_key
+from psdist.monitoring import dashboard
+from psdist.monitoring.dashboard import listen, view_key
+from psdist.monitoring.run_state import RunState
 from psdist.settings.config import DashboardEndpoint
 from psdist.wire import limits
-from psdist_scheduler.dashboard import dashboard_server, feed
+from psdist_scheduler.dashboard import feed
 from psdist_scheduler.dashboard.dashboard_server import DashboardServer
 from psdist_scheduler.dashboard.feed import Reading
-from psdist_scheduler.dashboard.run_state import RunState
 from tests.support.dashboard_runs import advance, sample, status
 
 TOKEN = "secret"
@@ -119,10 +119,10 @@ async def test_the_page_is_small_and_may_load_nothing_from_elsewhere() -> None:
 
 
 def test_the_page_never_makes_html_of_text() -> None:
-    script = (Path(dashboard_server.__file__).parent / "page/dashboard.js").read_text(encoding="utf-8")
+    script = dashboard.content("dashboard.js").decode()
     for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function"):
         assert word not in script
-    page = (Path(dashboard_server.__file__).parent / "page/index.html").read_text(encoding="utf-8")
+    page = dashboard.content("index.html").decode()
     assert "style=" not in page and "onclick" not in page and page.count("<script") == page.count("<script src=")
 
 
@@ -132,7 +132,7 @@ async def test_changes_follow_the_whole_state() -> None:
             first, second = next(events), next(events)
             assert first["state"]["workers"].keys() == {"worker-0", "worker-1", "worker-2"}
             assert "state" not in second and second["change"]["parameters"]["model"]["version_max"]
-            assert second["points"][0]["reported"]["loss"] <= 1
+            assert second["points"][0]["reported"]["loss"]["value"] <= 1
             assert "state" in next(others)
 
     async with serving() as port:

@@ -8,11 +8,23 @@ import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from psdist.monitoring.dashboard_link import dashboard_link, view_key
+from psdist.monitoring.dashboard import dashboard_link, saved_page, view_key
+from psdist.monitoring.run_state import saved_run
+from psdist.monitoring.run_summary import (
+    EventPart,
+    HistoryPart,
+    MeanValue,
+    Phases,
+    Point,
+    RunCurves,
+    Summary,
+    WorkerPart,
+)
 from psdist.settings.config import DashboardEndpoint
 from psdist_scheduler.dashboard.dashboard_server import DashboardServer
 from psdist_scheduler.dashboard.feed import Reading
@@ -128,7 +140,7 @@ def test_a_slow_browser_shows_its_panels_in_several_frames(browser: Any, run: Ma
     with scripted_page(browser, run, _SLOW_BROWSER) as page:
         run.status.waiting_for.append("waiting for one that came late")
         page.wait_for_selector("text=one that came late", timeout=60_000)
-        assert page.evaluate("window.frames_shown") >= 13  # Ten panels of a state, and three of the next one.
+        assert page.evaluate("window.frames_shown") >= 13  # Eleven panels of a state, and two of the next one.
 
 
 @pytest.mark.parametrize("run", [LARGE], indirect=True)
@@ -183,7 +195,7 @@ def test_keyboard_and_screen_readers_find_everything(page: Any) -> None:
     names = page.locator("main section").evaluate_all(
         "all => all.map(one => document.getElementById(one.getAttribute('aria-labelledby')).textContent)"
     )
-    assert len(names) == 9 and all(names)
+    assert len(names) == 10 and all(names)
     for region in page.locator(".scroll").all():
         assert region.get_attribute("tabindex") == "0"
     bar = page.locator("#workers .bar").first
@@ -232,6 +244,32 @@ async ([from, seconds]) => {
   }
 }
 """
+
+
+def test_a_report_is_the_same_page_and_runs_no_other_script(browser: Any, tmp_path: Path) -> None:
+    reported = {HOSTILE: MeanValue(0.5, 1.0)}
+    points = [Point(1e9 + n, 1.0, {HOSTILE: 3.0}, 64.0, 5e6, reported) for n in range(20)]
+    summary = Summary(
+        run_id=f"run {HOSTILE}", state="ended", started=1e9, written=1e9 + 20, curves=RunCurves(1.0, points),
+        workers={HOSTILE: WorkerPart(Phases(3.0, 1.0), 60.0, 1.0, 5e6, 5e6)},
+        history=HistoryPart(7, [EventPart(1, 1e9, "loss", True, HOSTILE)]), environment={"processor": HOSTILE},
+    )  # fmt: skip
+    file = tmp_path / "run.html"
+    file.write_text(saved_page(saved_run(summary)))
+    page, errors = browser.new_page(), []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.on("request", lambda request: errors.append(request.url) if not request.url.startswith("file:") else None)
+    page.goto(file.as_uri())
+    page.wait_for_selector("#chart-rate canvas")
+    assert page.inner_text("#connection").startswith("saved ")
+    assert HOSTILE in page.text_content("#workers") and "60 pushes, 1 dropped" in page.text_content("#workers")
+    assert HOSTILE in page.text_content("#events") and "7 older events not shown" in page.text_content("main")
+    assert HOSTILE in page.text_content("#facts") and HOSTILE in page.inner_text("h1") and page.title() != "broken"
+    assert page.locator("#traffic").is_hidden() and page.locator("#facts").is_visible()
+    assert page.locator("#workers .bar").first.get_attribute("aria-label").startswith("compute 75 %")
+    page.close()
+    assert errors == []
 
 
 def test_a_page_that_is_open_for_a_day_does_not_grow(browser: Any, run: MadeUpRun) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from benchmarks.shaped_hosts import ShapedHosts, hosts_missing
-from psdist.monitoring.dashboard_link import view_key
+from psdist.monitoring.dashboard import view_key
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(bool(hosts_missing()), reason=hosts_missing() or "hosts exist")]
 

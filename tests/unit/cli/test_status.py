@@ -1,18 +1,17 @@
-"""``psdist status``: the speed of a run, as JSON and as a table, and the blocks of --watch."""
+"""``psdist status``: the speed of a run, as JSON and as text, and the blocks of --watch in a pipe."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
+import sys
 import time
 from argparse import Namespace
 
 import pytest
-from rich.console import Console
 
 from psdist.cli import status
-from psdist.cli.status import Screen
-from psdist.cli.status_table import print_status
 from psdist.cli.target import SchedulerChoice
 from psdist.monitoring.run_json import status_json
 from psdist.security.tls import Credentials
@@ -35,10 +34,14 @@ def answer(consistency: str = "bsp") -> pb.GetStatusResponse:
     return report
 
 
+def shown(report: pb.GetStatusResponse) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as file:
+        status.print_status(report)
+    return file.getvalue()
+
+
 def table(report: pb.GetStatusResponse) -> list[list[str]]:
-    file = io.StringIO()
-    print_status(status_json(report), file)
-    return [line.split() for line in file.getvalue().splitlines()]
+    return [line.split() for line in shown(report).splitlines()]
 
 
 def test_each_member_has_how_much_smaller_its_encoded_pushes_are() -> None:
@@ -60,15 +63,9 @@ def test_members_cannot_control_the_terminal() -> None:
     report.waiting_for.append(bad)
     report.events.add(text=bad, time=1.0)
     report.members[0].connections.add(server_id="s", parameters="model", transport=bad, reason=bad)
-    file = io.StringIO()
-    print_status(status_json(report), file)
-    shown = file.getvalue()
-    assert "\x1b" not in shown and not any(line.startswith("forged") for line in shown.splitlines())
-    assert shown.count("?[31m forged") >= 5
-    console = Console(file=io.StringIO(), width=120, height=40)
-    screen = Screen(console)
-    screen.show(status_json(report))
-    assert "\x1b" not in str(screen._shown)
+    text = shown(report)
+    assert "\x1b" not in text and not any(line.startswith("forged") for line in text.splitlines())
+    assert text.count("?[31m forged") >= 5
 
 
 def test_each_worker_has_its_speed_and_its_share_of_waiting() -> None:
@@ -99,9 +96,9 @@ def test_before_the_first_report_nothing_is_known() -> None:
     report = answer()
     for member in report.members:
         member.ClearField("rates")
-    shown = status_json(report)
-    assert [member["waiting_share"] for member in shown["members"]] == [None] * 3
-    assert shown["parameters"][0]["steps_per_second"] == 0.0 and table(report)
+    form = status_json(report)
+    assert [member["waiting_share"] for member in form["members"]] == [None] * 3
+    assert form["parameters"][0]["steps_per_second"] == 0.0 and table(report)
 
 
 def test_rates_that_make_no_sense_are_not_kept() -> None:
@@ -133,9 +130,9 @@ def test_watch_shows_blocks_until_it_is_interrupted(
     monkeypatch.setattr(status, "fetch", lambda target, timeout: answer())
     monkeypatch.setattr(status.time, "sleep", pause)
     assert status.run(Namespace(watch=True, timeout=1.0, format="table"), {}) == 0
-    shown = capsys.readouterr()
-    assert paused == [1.0] * 3 and not shown.err and "\x1b" not in shown.out
-    blocks = shown.out.removesuffix("\n\n").split("\n\n")
+    written = capsys.readouterr()
+    assert paused == [1.0] * 3 and not written.err and "\x1b" not in written.out
+    blocks = written.out.removesuffix("\n\n").split("\n\n")
     assert len(blocks) == 3 and all(block.startswith("digits: training\n") for block in blocks)
 
 
@@ -155,7 +152,7 @@ def test_what_says_nothing_is_not_shown() -> None:
     report = answer()
     report.parameters[0].entry.shards.add().primary.server_id = "server-0"
     text = "\n".join(" ".join(row) for row in table(report))
-    assert "servers wanted" not in text and "reason" not in text and "server-0: 1 shard, 0 B" in text, text
+    assert "servers wanted" not in text and "reason" not in text and "live 0.0 s ago 0 1 shard, 0 B" in text, text
     report.servers_wanted, report.members[2].reason = 3, "its session broke"
     text = "\n".join(" ".join(row) for row in table(report))
     assert "servers wanted 3, copies" in text and "reason" in text, text
@@ -165,9 +162,9 @@ def test_the_addresses_of_the_dashboard_and_of_the_metrics_are_shown() -> None:
     report = answer()
     assert ["dashboard:"] not in [line[:1] for line in table(report)] and status_json(report)["dashboard_address"] == ""
     report.dashboard_address, report.metrics_address = "10.0.0.1:9500", "10.0.0.1:9400"
-    shown = table(report)
-    assert ["dashboard:", "http://10.0.0.1:9500/"] in shown
-    assert ["metrics:", "http://10.0.0.1:9400/metrics;"] in [line[:2] for line in shown]
+    rows = table(report)
+    assert ["dashboard:", "http://10.0.0.1:9500/"] in rows
+    assert ["metrics:", "http://10.0.0.1:9400/metrics;"] in [line[:2] for line in rows]
     assert status_json(report)["dashboard_address"] == "10.0.0.1:9500"
 
 
@@ -176,10 +173,27 @@ def test_certificates_that_end_soon_are_shown() -> None:
     assert not any("certificate" in cell for row in table(report) for cell in row)
     report.certificate_not_after = now + 6 * 86400
     report.members[0].certificate_not_after, report.members[1].certificate_not_after = now - 1, now + 8 * 86400
-    shown = " ".join(cell for row in table(report) for cell in row)
-    assert "certificate of the scheduler expires at" in shown and "psdist certs issue" in shown
-    assert f"certificate of {report.members[0].member_id} expired at" in shown
-    assert f"certificate of {report.members[1].member_id}" not in shown
+    text = shown(report)
+    assert "certificate of the scheduler expires at" in text and "psdist certs issue" in text
+    assert f"certificate of {report.members[0].member_id} expired at" in text
+    assert f"certificate of {report.members[1].member_id}" not in text
+
+
+def test_on_a_terminal_without_textual_the_blocks_come_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def pause(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(status, "find_target", lambda given, environ: SchedulerChoice("h:1", Credentials(), "test"))
+    monkeypatch.setattr(status, "fetch", lambda target, timeout: answer())
+    monkeypatch.setattr(status.time, "sleep", pause)
+    monkeypatch.setattr(status, "find_spec", lambda name: None)
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    assert status.run(Namespace(watch=True, timeout=1.0, format="table"), {}) == 0
+    written = capsys.readouterr()
+    assert "digits: training" in written.out and "pip install 'psdist[tui]'" in written.err
 
 
 def test_times_that_make_no_sense_are_not_kept() -> None:

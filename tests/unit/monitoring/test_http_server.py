@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from psdist.errors import ConfigurationError, InsecureBindError
-from psdist.monitoring import http_server
-from psdist.monitoring.http_server import MetricsServer, Page
+from psdist.monitoring import exporter
+from psdist.monitoring.exporter import MetricsServer, Page
 from psdist.security.roles import Role
 from psdist.security.tokens import Audience, Verifier, audience_key, create
 from psdist.wire import limits
@@ -114,7 +114,7 @@ def stuck(server: MetricsServer, count: int) -> list[socket.socket]:
 
 
 def test_scrapers_that_never_read_hold_a_few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server._Handler, "timeout", 100.0)
+    monkeypatch.setattr(exporter._Handler, "timeout", 100.0)
     before = threading.active_count()
     with serving() as server:
         opened = stuck(server, limits.SCRAPES_MAX + 4)
@@ -126,7 +126,7 @@ def test_scrapers_that_never_read_hold_a_few_threads(monkeypatch: pytest.MonkeyP
 
 
 def test_a_scraper_that_never_reads_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server._Handler, "timeout", 0.2)
+    monkeypatch.setattr(exporter._Handler, "timeout", 0.2)
     with serving() as server:
         opened = stuck(server, limits.SCRAPES_MAX)
         server.pages, pause = {"/metrics": hello}, threading.Event()
@@ -143,7 +143,7 @@ def test_a_scraper_that_never_reads_is_given_up(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_request_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Send a header byte by byte, each in less than the timeout of a read. The test's time limit ends this."""
-    monkeypatch.setattr(http_server._Handler, "timeout", 0.5)
+    monkeypatch.setattr(exporter._Handler, "timeout", 0.5)
     with serving() as server, socket.create_connection(("127.0.0.1", server.server_address[1]), 0.05) as slow:
         slow.sendall(b"GET /metrics HTTP/1.0\r\nName: ")
         with pytest.raises(OSError, match=r"reset|pipe"):

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from psdist.monitoring import problems
 from psdist.monitoring.explanation import Explanation, explain
-from psdist.monitoring.stragglers import FACTOR, STEP_SHARE, StepTimes, lower_quartile, step_times, stragglers
-from psdist_scheduler.dashboard import problems
+from psdist.monitoring.problems import FACTOR, STEP_SHARE, StepTimes, lower_quartile, step_times, stragglers
 from tests.support.run_samples import samples, status
 
 ROOT = Path(__file__).resolve().parents[3]

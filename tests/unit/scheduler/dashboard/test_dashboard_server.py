@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from psdist.monitoring.dashboard_link import dashboard_link, view_key
+from psdist.monitoring.dashboard import dashboard_link, view_key
 from psdist.security.roles import Role
 from psdist.security.tokens import create
 from psdist_scheduler.dashboard.dashboard_server import Access

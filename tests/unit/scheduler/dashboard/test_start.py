@@ -9,7 +9,7 @@ from importlib.machinery import ModuleSpec
 import pytest
 
 from psdist.errors import ConfigurationError
-from psdist.monitoring import dashboard_link
+from psdist.monitoring import dashboard
 from psdist.settings.programs import scheduler_settings
 
 
@@ -21,9 +21,9 @@ def test_a_scheduler_without_a_dashboard_imports_none_of_it() -> None:
 
 def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     present: dict[str, ModuleSpec | None] = {"starlette": ModuleSpec("starlette", None), "uvicorn": None}
-    monkeypatch.setattr(dashboard_link, "find_spec", present.get)
+    monkeypatch.setattr(dashboard, "find_spec", present.get)
     with pytest.raises(ConfigurationError, match=r"needs uvicorn: pip install 'psdist\[dashboard\]'"):
-        dashboard_link.require_dashboard()
+        dashboard.require_dashboard()
 
 
 def test_the_flags_of_the_scheduler() -> None:

@@ -1,4 +1,4 @@
-"""``psdist top`` on a terminal with a real scheduler: it shows the run, and restores the terminal at its end."""
+"""``psdist status --watch`` on a terminal with a real scheduler: it shows the run, and restores the terminal."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_it_shows_a_run_and_restores_the_terminal(end: signal.Signals | bytes, s
     outside, inside = pty.openpty()
     fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     before = termios.tcgetattr(inside)
-    words = ["-m", "psdist", "top", "--scheduler", cluster.address, "--timeout", "60"]
+    words = ["-m", "psdist", "status", "--watch", "--scheduler", cluster.address, "--timeout", "60"]
     environ = {**os.environ, "TERM": "xterm-256color", "PSDIST_TOKEN": cluster.token}
     child = subprocess.Popen([sys.executable, *words], stdin=inside, stdout=inside, stderr=inside, env=environ)
     try:

@@ -1,22 +1,19 @@
-"""``psdist top``: its panels, and the application with keys, on made states of a run."""
+"""``psdist status --watch``: its panels, and the application with keys, on made states of a run."""
 
 from __future__ import annotations
 
 import re
-import sys
-from argparse import Namespace
 from typing import Any
 
 import pytest
 from rich.text import Text
 from textual.app import App
 
-from psdist.cli import top as command
-from psdist.cli import top_panels as panels
-from psdist.cli.top_app import PanelView, RunAnswer, TopApp
-from psdist.cli.top_panels import SAMPLES_KEPT, RunHistory
-from psdist.errors import ConfigurationError, SchedulerUnreachableError, UnauthenticatedError
-from psdist.monitoring.run_json import sample_json, status_json
+from psdist.cli import status_panels as panels
+from psdist.cli.status_app import PanelView, StatusApp
+from psdist.cli.status_panels import RunView
+from psdist.errors import SchedulerUnreachableError, UnauthenticatedError
+from psdist.monitoring.run_state import POINTS
 from psdist.v1 import scheduler_pb2 as pb
 
 NOW = 1.7e9
@@ -69,9 +66,9 @@ def made_samples(count: int = 10, workers: int = 2, slow: int = -1, first: int =
     return found
 
 
-def made_run(status: pb.GetStatusResponse | None = None, samples: list[pb.RunSample] | None = None) -> RunHistory:
-    run, status = RunHistory(), made_status() if status is None else status
-    run.add(status_json(status), map(sample_json, made_samples() if samples is None else samples), status.time)
+def made_run(status: pb.GetStatusResponse | None = None, samples: list[pb.RunSample] | None = None) -> RunView:
+    run = RunView()
+    run.add(made_status() if status is None else status, made_samples() if samples is None else samples)
     return run
 
 
@@ -83,9 +80,10 @@ def texts(panel: panels.Panel) -> list[str]:
 
 
 def test_training_shows_the_loss_first_and_throughput_with_curves() -> None:
-    loss, curve, steps, _, samples, _ = texts(panels.training(made_run(), 80))
+    head, sets, loss, curve, steps, _, samples, _ = texts(panels.training(made_run(), 80))
+    assert head.startswith("parameters ") and sets.split()[:3] == ["model", "(adam,", "bsp)"]
     assert loss == "loss  0.1  0.1 to 1" and curve.startswith("█▄") and curve.endswith("▁") and len(curve) == 10
-    assert steps.startswith("model, step 41  10.0 steps/s") and samples.startswith("samples  640 samples/s")
+    assert steps.startswith("model  10.0 steps/s") and samples.startswith("samples  640 samples/s")
 
 
 def test_sparklines() -> None:
@@ -99,12 +97,13 @@ def test_sparklines() -> None:
         assert panels.sparkline(values, columns) == curve
 
 
-def test_a_straggler_has_a_sign_and_a_factor() -> None:
+def test_a_straggler_has_a_sign_and_its_problem_a_sentence() -> None:
     run = made_run(made_status(workers=4), made_samples(workers=4, slow=2))
-    lines = {line.split()[0]: line for line in texts(panels.workers(run, 80))}
-    assert lines["worker-2"].endswith("! straggler, 4.5x")
-    assert not [line for name, line in lines.items() if name != "worker-2" and "!" in line]
-    assert lines["worker-2"].count("█") == 22 and lines["worker-2"].count("░") == 2  # of 24 columns
+    lines = {line.split("  ")[0]: line for line in texts(panels.workers(run, 94))}
+    assert "! worker-2" in lines and len([name for name in lines if name.startswith("!")]) == 1
+    assert lines["! worker-2"].count("█") == 22 and lines["! worker-2"].count("░") == 2  # of 24 columns
+    (sentence,) = (line.plain for line in panels.notices(run) if line.plain.startswith("! worker"))
+    assert sentence.startswith("! worker worker-2 is slow: it computes for 90% of its time")
     even = made_run(made_status(workers=4), made_samples(workers=4))
     assert not [line for line in texts(panels.workers(even, 80)) if "!" in line]
 
@@ -113,27 +112,37 @@ def test_dead_and_silent_members_come_with_sign_and_reason() -> None:
     status = made_status(workers=3)
     status.members[2].heartbeat_age_seconds = 8
     status.members[4].state, status.members[4].reason = "lost", "killed by\nsignal 9"
-    _, dead, silent, _ = texts(panels.workers(made_run(status), 80))
-    assert dead == "worker-2 ✗ lost  killed by signal 9"
-    assert silent.startswith("worker-0   live") and silent.endswith("! silent for 8 s")
+    run = made_run(status)
+    _, _, dead, silent, _ = texts(panels.workers(run, 80))
+    assert re.match(r"! worker-2 +worker 2 +lost .* killed by signal 9$", dead)
+    assert re.match(r"! worker-0 +worker 0 +live +8.0 s ago ", silent)
+    assert any(line.plain.startswith("! worker worker-0 is silent for 8.0 s") for line in panels.notices(run))
 
 
 def test_shards_show_copies_and_lag() -> None:
-    lines = texts(panels.shards(made_run(), 80))
-    assert lines[0] == "model (adam, bsp) ready, version 41, 0 elements, 2 shards"
-    assert lines[1:3] == ["  server-0 → server-1: 0", "  server-1 → server-0: 1  ! behind: 7 updates, 0 B"]
-    assert lines[3].startswith("server-0    live  0 B in memory, 640 slices/s, applies 25% of the time")
+    lines = texts(panels.shards(made_run(), 200))
+    assert [line.split() for line in lines[:3]] == [
+        ["shards", "number", "primary", "copies", "behind"],
+        ["model", "0", "server-0", "server-1"],
+        ["model", "1", "server-1", "server-0", "7", "updates,", "0", "B"],
+    ]
+    assert re.match(r"server-0 +server +live .* 640 +25%$", lines[4])
     lost = made_status()
     lost.parameters[0].entry.shards[1].lost = True
-    assert any(line.startswith("  ✗ lost") for line in texts(panels.shards(made_run(lost), 80)))
+    assert ["model", "1", "lost", "server-0", "7", "updates,", "0", "B"] in [
+        line.split() for line in texts(panels.shards(made_run(lost), 80))
+    ]
 
 
 def test_transports_show_bytes_by_codec_and_reasons() -> None:
     lines = texts(panels.transports(made_run(), 80))
-    assert lines[0].startswith("push  2.0 MiB/s") and lines[2].startswith("pull  4.0 MiB/s")
-    assert lines[4:] == [
-        "tcp: push 2.0 MiB/s (int8), pull 4.0 MiB/s (none)", "tcp: 2 connections, another host"
-    ]  # fmt: skip
+    assert lines[0].startswith("payload  6.0 MiB/s")
+    assert [line.split() for line in lines[2:4]] == [
+        ["transport", "push", "as", "pull", "as", "workers", "pushed", "pulled"],
+        ["tcp", "int8", "none", "2", "2.0", "MiB/s", "4.0", "MiB/s"],
+    ]
+    assert [line.split()[:3] for line in lines[5:]] == [[f"worker-{rank}", "-", "server-0"] for rank in range(2)]
+    assert all(line.endswith("another host") for line in lines[5:])
 
 
 def test_events_are_newest_first() -> None:
@@ -148,14 +157,21 @@ def test_texts_of_members_cannot_control_the_terminal() -> None:
     assert not [text for name in panels.PANELS for text in texts(panels.PANELS[name](run, 80)) if "\x1b" in text]
 
 
-def test_snapshots_show_age_size_and_progress() -> None:
+def test_snapshots_show_size_and_progress() -> None:
     lines = texts(panels.snapshots(made_run(), 80))
-    assert lines[0] == "every 10m, in /data/digits"
-    assert lines[1] == "… snapshot 2 under way: writing [##########..........] 512.0 KiB of 1.0 MiB"
-    assert lines[2].startswith("0000-step-40  step 40  1.0 MiB  1 min 30 s old")
+    assert lines[0] == "snapshots: every 10m, in /data/digits"
+    assert lines[2].split()[:4] == ["0000-step-40", "40", "1.0", "MiB"]
+    assert lines[3] == "… snapshot 2 under way: writing [############............] 512.0 KiB of 1.0 MiB"
     status = made_status()
     status.ClearField("snapshots")
     assert "no storage" in texts(panels.snapshots(made_run(status), 80))[0]
+
+
+def test_the_first_panel_has_the_rows_of_the_others() -> None:
+    rows = texts(panels.overview(made_run(), 80))
+    for panel in (panels.shards, panels.snapshots):
+        assert set(texts(panel(made_run(), 80))) <= set(rows)
+    assert texts(panels.events(made_run(), 80))[:8] == rows[:-9:-1]
 
 
 def test_a_filter_keeps_heads_and_says_that_nothing_matches() -> None:
@@ -166,37 +182,36 @@ def test_a_filter_keeps_heads_and_says_that_nothing_matches() -> None:
 
 def test_nothing_is_known_yet() -> None:
     for panel in panels.PANELS.values():
-        assert not panel(RunHistory(), 80).rows
-    assert panels.title(RunHistory())[0].plain == "no status yet" and panels.waits(RunHistory()) == []
+        assert not panel(RunView(), 80).rows
+    assert panels.title(RunView())[0].plain == "no status yet" and panels.notices(RunView()) == []
 
 
 def test_samples_are_bounded_and_restart_with_the_scheduler() -> None:
-    run = made_run(samples=made_samples(SAMPLES_KEPT + 50))
-    assert len(run.samples) == SAMPLES_KEPT and run.newest_number == SAMPLES_KEPT + 50
-    run.add(status_json(made_status()), map(sample_json, made_samples(2)), NOW)
-    assert [sample["number"] for sample in run.samples] == [1, 2]
+    run = made_run(samples=made_samples(POINTS + 50))
+    assert len(run.activity.recent) == POINTS and run.activity.last_sample == POINTS + 50
+    run.add(made_status(), made_samples(2))
+    assert [point.time - NOW for point in run.activity.recent] == [1, 2]
 
 
 # --- the application --------------------------------------------------------------------------------------------------
 
 
 class Scheduler:
-    """Answers ``psdist top``; ``error`` is raised instead if it is set."""
+    """Answers the application; ``error`` is raised instead if it is set."""
 
     def __init__(self, status: pb.GetStatusResponse, samples: list[pb.RunSample]) -> None:
         self.status, self.samples = status, samples
         self.error: Exception | None = None
 
-    async def ask(self, after: int) -> RunAnswer:
+    async def ask(self, after: int) -> tuple[pb.GetStatusResponse, list[pb.RunSample]]:
         if self.error is not None:
             raise self.error
-        found = [sample_json(each) for each in self.samples if each.number > after]
-        return RunAnswer(status_json(self.status), found, self.status.time)
+        return self.status, [each for each in self.samples if each.number > after]
 
 
-def make(scheduler: Scheduler) -> TopApp:
+def make(scheduler: Scheduler) -> StatusApp:
     """Return an application that asks only when a test says so, after its first answer."""
-    return TopApp(scheduler.ask, ask_seconds=1e6)
+    return StatusApp(scheduler.ask, ask_seconds=1e6)
 
 
 def screen_text(app: App[Any]) -> str:
@@ -214,14 +229,13 @@ async def test_keys_switch_panels_in_a_small_terminal() -> None:
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.pause()
         shown = screen_text(app)
-        assert shown.startswith("digits: training\nup 1 min 15 s, epoch 9; 2 servers live, 2 workers live\n")
-        assert "… waiting: for server-9 to start" in shown and "loss  0.1" in shown
-        assert all(len(line) <= 80 for line in shown.splitlines()) and visible_panels(app) == ["training"]
+        assert shown.startswith("digits: training\nup 1 min 15 s, epoch 9, copies of each shard 2, 2 servers live, 2")
+        assert "… waiting: for server-9 to start" in shown and "worker-0 " in shown
+        assert all(len(line) <= 80 for line in shown.splitlines()) and visible_panels(app) == ["run"]
         for key, name, text in (
-            ("2", "workers", "worker-1"), ("3", "shards", "server-0 → server-1: 0"),
-            ("4", "transports", "another host"),
-            ("5", "events", "! loss"), ("6", "snapshots", "0000-step-40"), ("tab", "training", "loss"),
-            ("shift+tab", "snapshots", "under way"),
+            ("2", "training", "loss  0.1"), ("3", "workers", "worker-1"), ("4", "shards", "primary"),
+            ("5", "transports", "another host"), ("6", "events", "! loss"), ("7", "snapshots", "0000-step-40"),
+            ("tab", "run", "worker-0"), ("shift+tab", "snapshots", "under way"),
         ):  # fmt: skip
             await pilot.press(key)
             await pilot.pause()
@@ -233,18 +247,18 @@ async def test_a_wide_terminal_shows_all_panels() -> None:
     async with app.run_test(size=(200, 60)) as pilot:
         await pilot.pause()
         shown = screen_text(app)
-        assert visible_panels(app) == list(panels.PANELS)
-        for text in ("loss  0.1", "worker-1", "server-0 → server-1: 0", "another host", "! loss", "0000-step-40"):
+        assert visible_panels(app) == list(panels.PANELS)[1:]
+        for text in ("loss  0.1", "worker-1", "primary", "another host", "! loss", "0000-step-40"):
             assert text in shown, shown
         await pilot.resize_terminal(80, 24)
         await pilot.pause()
-        assert visible_panels(app) == ["training"]
+        assert visible_panels(app) == ["run"]
 
 
 async def test_a_hundred_workers_scroll_and_can_be_filtered() -> None:
     app = make(Scheduler(made_status(workers=100), made_samples(workers=100, slow=77)))
     async with app.run_test(size=(80, 24)) as pilot:
-        await pilot.press("2")
+        await pilot.press("3")
         await pilot.pause()
         assert "worker-0 " in screen_text(app) and "worker-99" not in screen_text(app)
         await pilot.press("end")
@@ -271,12 +285,12 @@ async def test_a_silent_scheduler_leaves_the_last_state_below_a_notice() -> None
         await pilot.pause()
         shown = screen_text(app)
         assert re.match(r"! no answer for \d+ s: no scheduler answers at .*\ndigits: training\n", shown)
-        assert "loss  0.1" in shown
+        assert "worker-0 " in shown
         scheduler.error = None
         scheduler.samples += made_samples(1, first=11)
         await app.ask_again()
         await pilot.pause()
-        assert screen_text(app).startswith("digits: training") and app.run_history.newest_number == 11
+        assert screen_text(app).startswith("digits: training") and app.view.activity.last_sample == 11
 
 
 async def test_another_error_ends_it() -> None:
@@ -294,7 +308,7 @@ async def test_help_opens_and_any_key_closes_it() -> None:
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.press("question_mark")
         await pilot.pause()
-        assert "straggler: computes and sends 1.5 times" in screen_text(app)
+        assert "! a problem or a warning" in screen_text(app)
         await pilot.press("x")
         await pilot.pause()
         assert len(app.screen_stack) == 1
@@ -313,7 +327,7 @@ async def test_no_color_leaves_no_colour(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("NO_COLOR", "1")
     app = make(Scheduler(made_status(), made_samples(workers=4, slow=1)))
     async with app.run_test(size=(80, 24)) as pilot:
-        await pilot.press("2")
+        await pilot.press("3")
         await pilot.pause()
         lines = app.screen._compositor.render_strips(app.screen.size)
         styles = [
@@ -323,17 +337,3 @@ async def test_no_color_leaves_no_colour(monkeypatch: pytest.MonkeyPatch) -> Non
             if segment.style
         ]
         assert styles and all(style.color is None or style.color.is_default for style in styles)
-
-
-# --- the command ------------------------------------------------------------------------------------------------------
-
-
-def test_without_textual_the_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "textual", None)
-    with pytest.raises(ConfigurationError, match=r"pip install 'psdist\[tui\]'"):
-        command.run(Namespace(), {})
-
-
-def test_without_a_terminal_the_error_names_status() -> None:
-    with pytest.raises(ConfigurationError, match=r"needs a terminal.*psdist status"):
-        command.run(Namespace(), {})

@@ -1,18 +1,19 @@
-"""State of the page: small with many members, complete, with bounded curves and the problems of the run by name."""
+"""State of a run: small with many members, complete, with bounded curves and the problems of the run by name."""
 
 from __future__ import annotations
 
-import json
 import random
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psdist.monitoring.run_json import sample_json, status_json
+from psdist.monitoring.run_json import status_json
+from psdist.monitoring.run_state import POINTS, RunState, difference, without_nulls
+from psdist.monitoring.run_summary import RunCurves
 from psdist.v1 import scheduler_pb2
-from psdist_scheduler.dashboard.run_state import POINTS, Curves, RunState, difference, point, without_nulls
 from tests.support.dashboard_runs import advance, sample, status
 
 WORKER = scheduler_pb2.ROLE_WORKER
@@ -21,7 +22,7 @@ WORKER = scheduler_pb2.ROLE_WORKER
 def problems(answer: scheduler_pb2.GetStatusResponse, *samples: scheduler_pb2.RunSample) -> dict[str, tuple[str, str]]:
     """Return kind and text of the problems, by member."""
     run = RunState()
-    run.add_samples([sample_json(one) for one in samples])
+    run.add_samples(samples, status_json(answer))
     state = run.state(status_json(answer), 0.5)
     return {one["who"]: (one["kind"], one["text"]) for one in state["problems"]}
 
@@ -42,10 +43,10 @@ def test_a_large_run_needs_less_than_50_kb_a_second() -> None:
     answer, before, sent = status(100, 16, 64, 2000), {}, []
     for half in range(20):
         advance(answer, rng)
-        points = run.add_samples([sample_json(sample(half // 2 + 1, 100, 16, rng))]) if half % 2 else []
+        points = run.add_samples([sample(half // 2 + 1, 100, 16, rng)], status_json(answer)) if half % 2 else []
         state: dict[str, Any] = run.state(status_json(answer), 0.5)
         event = {"change": difference(before, state), "points": points}
-        sent.append(len(json.dumps(event, separators=(",", ":"))))
+        sent.append(len(msgspec.json.encode(event)))
         before = state
     assert sent[0] < 100_000  # The whole state.
     assert 1000 < sum(sent[2:]) / 9 < 50_000
@@ -92,7 +93,7 @@ def test_a_server_that_fails_makes_no_link_slow() -> None:
 
     def kinds(number: int) -> list[str]:
         made.number = number
-        run.add_samples([sample_json(made)])
+        run.add_samples([made], status_json(answer))
         return [one["kind"] for one in run.state(status_json(answer), 0.5)["problems"]]
 
     server = next(member for member in answer.members if member.member_id == "server-0")
@@ -109,7 +110,7 @@ def test_a_frozen_worker_is_silent_and_not_slow_by_what_it_did_before() -> None:
     answer = status()
     next(member for member in answer.members if member.member_id == "worker-1").heartbeat_age_seconds = 5.0
     run, shares = RunState(), {f"worker-{rank}": (0.2, 0.05, 0.7, 0.05) for rank in range(3)}
-    run.add_samples([sample_json(seconds(shares | {"worker-1": (0.6, 0.2, 0.1, 0.1)}))])
+    run.add_samples([seconds(shares | {"worker-1": (0.6, 0.2, 0.1, 0.1)})], status_json(answer))
     state = run.state(status_json(answer), 0.5)
     assert [one["kind"] for one in state["problems"]] == ["silent"]
     assert "phases" not in state["workers"]["worker-1"] and "phases" in state["workers"]["worker-0"]
@@ -149,13 +150,13 @@ def test_what_peers_name_themselves_stays_text() -> None:
     answer = status(1)
     answer.members[0].member_id, answer.members[0].reason = name, name
     run = RunState()
-    run.add_samples([sample_json(seconds({name: (0.4, 0.1, 0.4, 0.1)}))])
+    run.add_samples([seconds({name: (0.4, 0.1, 0.4, 0.1)})], status_json(answer))
     assert name in run.state(status_json(answer), 0.5)["workers"]
 
 
 def test_memory_for_members_that_left_is_freed() -> None:
     run = RunState()
-    run.add_samples([sample_json(seconds({f"worker-{rank}": (0.5, 0, 0.5, 0) for rank in range(100)}))])
+    run.add_samples([seconds({f"worker-{rank}": (0.5, 0, 0.5, 0) for rank in range(100)})], status_json(status()))
     run.state(status_json(status()), 0.5)
     assert run._workers.keys() == {"worker-0", "worker-1", "worker-2"}
 
@@ -168,41 +169,20 @@ def test_a_run_that_has_not_begun_has_a_state() -> None:
 # --- curves -----------------------------------------------------------------------------------------------------------
 
 
-def made(time: int, loss: float) -> dict[str, Any]:
-    return {"time": float(time), "step": time, "reported": {"loss": loss}, "steps": {"model": 2.0}, "samples": 1.0}
+def test_the_recent_curve_is_bounded_and_the_whole_one_begins_with_the_run() -> None:
+    run, rng, form = RunState(), random.Random(1), status_json(status())
+    whole = RunCurves()
+    for number in range(1, POINTS + 50):
+        whole.add(run.add_samples([sample(number, 2, 0, rng)], form, whole if number == 1 else None)[0])
+    assert [point.time for point in run.recent] == [1000.0 + number for number in range(50, POINTS + 50)]
+    assert len(run.whole.points) == POINTS + 49 and run.whole.points[0].time == 1001.0
 
 
-def test_a_point_has_means_of_numbers_and_leaves_out_the_others() -> None:
-    found = sample_json(sample(3, 2, 0, random.Random(1)))
-    first, second = found["workers"].values()
-    first["reported"], second["reported"] = {"loss": 1.0, "bad": "nan"}, {"loss": 2.0}
-    first["steps_per_second"], second["steps_per_second"] = {"model": 2.0}, {"model": 4.0}
-    assert point(found) == {
-        "time": 1003.0, "step": 3, "reported": {"loss": 1.5}, "steps": {"model": 3.0}, "samples": 640.0
-    }  # fmt: skip
-
-
-def test_the_curves_of_a_day_are_short_and_keep_the_mean() -> None:
-    curves, day = Curves(), 86_400
-    for second in range(day):
-        curves.add(made(second, second / day))
-        assert len(curves.whole) <= POINTS and len(curves.recent) <= POINTS
-    assert [one["time"] for one in curves.recent] == [float(second) for second in range(day - POINTS, day)]
-    assert len(curves.whole) > POINTS / 2 - 1
-    times = [one["time"] for one in curves.whole]
-    assert times == sorted(times) and times[-1] > day - 2 * curves.stride
-    assert abs(curves.whole[0]["reported"]["loss"] - (curves.stride - 1) / 2 / day) < 2 * curves.stride / day
-
-
-def test_names_that_come_late_are_kept() -> None:
-    curves = Curves()
-    for second in range(2 * POINTS):
-        one = made(second, 1.0)
-        if second > POINTS:
-            one["reported"] = {"late": 2.0}
-        curves.add(one)
-    assert curves.stride == 2
-    assert curves.whole[0]["reported"] == {"loss": 1.0} and curves.whole[-1]["reported"] == {"late": 2.0}
+def test_the_curves_begin_again_with_another_scheduler() -> None:
+    run, rng, form = RunState(), random.Random(1), status_json(status())
+    run.add_samples([sample(number, 2, 0, rng) for number in (1, 2, 3)], form)
+    run.add_samples([sample(1, 2, 0, rng)], form)
+    assert len(run.recent) == 1 and run.last_sample == 1
 
 
 # --- merge patches ----------------------------------------------------------------------------------------------------

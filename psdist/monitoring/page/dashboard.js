@@ -1,4 +1,5 @@
-// The page of the dashboard: follows the run's events, and shows its state. Names of peers are only ever set as text.
+// The page of a run: follows the events of the dashboard and shows its state, or shows the saved run that it contains.
+// Names of peers are only ever set as text.
 "use strict";
 
 (() => {
@@ -10,6 +11,7 @@
   const SCROLLED_SHOW_MS = 1000;  // News is shown so often meanwhile.
   const PHASES = ["compute", "push", "wait", "pull"];
   const $ = (id) => document.getElementById(id);
+  const saved = $("saved") && JSON.parse($("saved").textContent);
 
   let state = null;
   let serverTime = 0;
@@ -79,7 +81,7 @@
 
   // Made once: toLocaleString and localeCompare make theirs for each value.
   const NUMBERS = new Intl.NumberFormat("en");
-  const TIMES = new Intl.DateTimeFormat([], { hour12: false, timeStyle: "medium" });
+  const TIMES = new Intl.DateTimeFormat([], { hour12: false, timeStyle: "medium", dateStyle: saved ? "short" : undefined });
   const NAMES = new Intl.Collator("en", { numeric: true });
 
   function number(value, digits = 3) {
@@ -89,7 +91,7 @@
   }
 
   function bytes(value) {
-    if (value === undefined) return "";
+    if (value === undefined || value === null) return "";
     const units = ["B", "kB", "MB", "GB", "TB"];
     let at = 0;
     while (value >= 1000 && at < units.length - 1) { value /= 1000; at += 1; }
@@ -108,7 +110,7 @@
   // --- elements ---
 
   function set(element, text) {
-    const shown = String(text);
+    const shown = String(text ?? "");
     if (element.textContent !== shown) element.textContent = shown;
   }
 
@@ -155,21 +157,21 @@
 
   // --- panels ---
 
-  const byRank = ([, a], [, b]) => (a.rank ?? 0) - (b.rank ?? 0);
   const byName = ([a], [b]) => NAMES.compare(a, b);
+  const byRank = (a, b) => (a[1].rank ?? 0) - (b[1].rank ?? 0) || byName(a, b);
 
   function* showHeader() {
     const run = state.run;
     set($("run-id"), run.id);
     const alive = (members) => Object.values(members).filter((one) => one.state === "live").length;
-    const sets = Object.entries(state.parameters).map(
-      ([name, one]) => `${name} at version ${number(one.version_max ?? 0, 9)}, ${number(one.rate)} steps/s`);
+    const sets = Object.entries(state.parameters).map(([name, one]) =>
+      `${name} at version ${number(one.version_max ?? 0, 9)}${saved ? "" : `, ${number(one.rate)} steps/s`}`);
     const workers = alive(state.workers);
     const servers = alive(state.servers);
     set($("summary"), [
       run.phase,
-      `${workers} of ${plural(Math.max(workers, run.workers_min), "worker")}`,
-      `${servers} of ${plural(Math.max(servers, run.servers_min), "server")}`,
+      ...(saved ? [] : [`${workers} of ${plural(Math.max(workers, run.workers_min), "worker")}`,
+        `${servers} of ${plural(Math.max(servers, run.servers_min), "server")}`]),
       ...sets,
       ...Object.entries(state.datasets).map(([name, one]) =>
         `${name}: epoch ${one.data_epoch}, ${one.done_ranges} of ${plural(one.ranges, "range")} read`),
@@ -196,6 +198,7 @@
   function remarks(one, id) {
     const texts = state.problems.filter((each) => each.who === id).map((each) => each.text);
     if (!texts.length && one.reason) texts.push(one.reason);
+    if (one.note) texts.push(one.note);
     if (one.incarnation > 1) texts.push(`joined ${one.incarnation} times`);
     if (one.staleness > 0) texts.push(`${plural(one.staleness, "version")} stale`);
     return texts.join("; ");
@@ -240,7 +243,7 @@
       row.classList.toggle("bad", bad.has(id));
       set(cells[0], id);
       showState(cells[1], one);
-      showBar(cells[2], one.state === "live" ? one.phases : undefined);
+      showBar(cells[2], saved || one.state === "live" ? one.phases : undefined);
       set(cells[3], number(one.rate));
       set(cells[4], bytes(one.sent));
       set(cells[5], bytes(one.received));
@@ -365,9 +368,23 @@
       cells[1].className = warning ? "kind warning" : "kind soft";
       set(cells[2], text);
     });
+    set($("events-omitted"), state.events_omitted ? `${plural(state.events_omitted, "older event")} not shown` : "");
+  }
+
+  function* showFacts() {
+    yield* rows($("facts"), Object.entries(state.facts || {}), ["", ""], (cells, value, name) => {
+      set(cells[0], name);
+      set(cells[1], value);
+    });
   }
 
   // --- curves ---
+
+  // Curves besides those of the numbers that scripts report: over all workers, a second.
+  const RATES = {
+    "samples a second": (one) => one.samples / one.seconds,
+    "payload bytes a second": (one) => one.bytes / one.seconds,
+  };
 
   const charts = new Map();
   const sizes = new Map();  // Of the charts. Asking for them would make the browser lay out the page at once.
@@ -379,11 +396,14 @@
   }
 
   function showMetrics() {
-    const names = [...new Set(points().flatMap((one) => Object.keys(one.reported)))].sort();
+    const reported = [...new Set(points().flatMap((one) => Object.keys(one.reported)))];
+    // The loss is what people look for first.
+    reported.sort((a, b) => b.includes("loss") - a.includes("loss") || NAMES.compare(a, b));
+    const names = [...reported, ...Object.keys(RATES).filter((name) => points().some((one) => RATES[name](one) > 0))];
     const select = $("metric");
     const shown = [...select.options].map((option) => option.value);
     if (names.join("\n") !== shown.join("\n")) {
-      const chosen = select.value || (names.includes("loss") ? "loss" : names[0]);
+      const chosen = select.value || names[0];
       select.replaceChildren(...names.map((name) => {
         const option = make("option", "", name);
         option.value = name;
@@ -399,16 +419,18 @@
     const metric = $("metric").value;
     const found = points();
     const last = found.at(-1);
-    const value = last && last.reported[metric];
-    set($("c-reported"), metric ? `${metric}: ${number(value, 4)} at step ${last ? number(last.step, 9) : 0}`
+    const read = (one, name) => RATES[name] ? RATES[name](one) : one.reported[name]?.value;
+    set($("c-reported"), metric ? `${metric}: ${number(last && read(last, metric), 4)}`
       : "The script reports no numbers (context.report)");
-    draw("chart-reported", metric ? [metric] : [], found, (one, name) => one.reported[name]);
+    draw("chart-reported", metric ? [metric] : [], found, read);
     const sets = [...new Set(found.flatMap((one) => Object.keys(one.steps)))].sort().slice(0, 6);
-    const rates = sets.map((name) => `${name} ${number(last.steps[name])}`).join(", ");
-    const samples = last && last.samples ? `; ${number(last.samples)} samples per second` : "";
-    set($("c-rate"), `Steps per second of a worker: ${rates || "none yet"}${samples}`);
-    draw("chart-rate", sets, found, (one, name) => one.steps[name]);
+    const rate = (one, name) => one.steps[name] / one.seconds;
+    const rates = sets.map((name) => `${name} ${number(rate(last, name))}`).join(", ");
+    set($("c-rate"), `Updates per second: ${rates || "none yet"}`);
+    draw("chart-rate", sets, found, rate);
   }
+
+  const finite = (value) => Number.isFinite(value) ? value : null;
 
   function draw(id, names, found, read) {
     const size = sizes.get(id);
@@ -419,7 +441,7 @@
     const key = `${names.join("\n")} ${size.width} ${size.height} ${theme}`;
     const shown = `${found.length} ${found.at(-1)?.time} ${$("span").value}`;
     if (old && old.key === key && old.shown === shown) return;
-    const data = [found.map((one) => one.time), ...names.map((name) => found.map((one) => read(one, name) ?? null))];
+    const data = [found.map((one) => one.time), ...names.map((name) => found.map((one) => finite(read(one, name))))];
     if (old && old.key === key) { old.chart.setData(data); old.shown = shown; return; }
     if (old) old.chart.destroy();
     const [text, line] = [color("--soft"), color("--line")];
@@ -440,7 +462,7 @@
   // --- all ---
 
   const PANELS = [showHeader, showProblems, showWaits, showWorkers, showServers, showShards, showTraffic,
-    showSnapshots, showEvents, showCurves];
+    showSnapshots, showEvents, showFacts, showCurves];
 
   // Shows the panels in several frames if they take long, so that the page scrolls meanwhile.
   function show() {
@@ -477,6 +499,7 @@
   }
 
   function showConnection() {
+    if (saved) { set($("connection"), `saved ${clock(serverTime)}`); return; }
     const silent = Math.round((performance.now() - heardAt) / 1000);
     const late = silent >= LATE_SECONDS;
     const stalled = state && state.unanswered;
@@ -558,7 +581,13 @@
   });
   for (const id of ["chart-reported", "chart-rate"]) observer.observe($(id));
   document.addEventListener("visibilitychange", schedule);
-  addEventListener("hashchange", enter);
-  setInterval(() => { if (!document.hidden) showConnection(); }, 1000);
-  enter();
+  if (saved) {
+    document.body.classList.add("is-saved");
+    $("span").value = "whole";
+    receive(saved);
+  } else {
+    addEventListener("hashchange", enter);
+    setInterval(() => { if (!document.hidden) showConnection(); }, 1000);
+    enter();
+  }
 })();

@@ -1,21 +1,33 @@
-"""State of a run as the page shows it: nested objects by id, small enough to be sent every second.
+"""State of a run as its views show it: nested objects by id, small enough to be sent every second.
 
-Pure: assembled from the JSON forms of ``psdist.monitoring.run_json``. Numbers are rounded as the page shows them, so
-that few of them change. There are no nulls, and names of peers are values or keys, never markup.
+The dashboard's page and the terminal show a ``RunState``, which is assembled from the status and the samples; the page
+of ``psdist report`` shows a ``saved_run``. Pure. Numbers are rounded as the page shows them, so that few of them
+change. There are no nulls, and names of peers are values or keys, never markup.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from typing import Any, Final
 
-from psdist_scheduler.dashboard import problems
+import msgspec
 
+from psdist.monitoring import problems
+from psdist.monitoring.run_json import sample_json
+from psdist.monitoring.run_summary import MemberPart, Point, RunCurves, Summary, WorkerPart, point_of
+from psdist.v1 import scheduler_pb2 as pb
+
+#: Points of the recent curve. One a second: five minutes.
+POINTS: Final = 300
 #: Samples of a worker from which its slowness is judged.
 _WINDOW: Final = 3
-#: Events that the page shows.
+#: Events that the page shows, of a live run and of a summary.
 EVENTS_SHOWN: Final = 100
+EVENTS_SAVED: Final = 500
+#: Kinds of events that are faults, or reactions to them.
+_FAULTS: Final = frozenset({"loss", "promotion", "rollback", "snapshot_failed"})
 #: A heartbeat that is younger is shown as current: its age would change every second.
 _AGE_SHOWN_SECONDS: Final = 1.0
 #: Sentences of one member's waits, and those of the run.
@@ -23,29 +35,44 @@ _WAITS_SHOWN: Final = 4
 _RUN_WAITS_SHOWN: Final = 20
 _PHASES: Final = ("compute", "push", "wait", "pull")
 
+Tree = dict[str, Any]
+
 
 class RunState:
-    """Assembler of the page's state, which remembers the last samples and the curves."""
+    """Assembler of the state, which remembers the last samples and the curves."""
 
     def __init__(self) -> None:
-        self.curves = Curves()
-        self._workers: dict[str, deque[dict[str, Any]]] = {}
-        self._servers: dict[str, dict[str, Any]] = {}
+        #: The curves: second by second, and of the whole run.
+        self.recent: deque[Point] = deque(maxlen=POINTS)
+        self.whole = RunCurves()
+        self._workers: dict[str, deque[Tree]] = {}
+        self._servers: dict[str, Tree] = {}
         self._places: dict[tuple[str, int], tuple[str, int]] = {}
         self._links_judged_after = 0
         self.last_sample = 0
 
-    def add_samples(self, samples: list[dict[str, Any]]) -> list[Point]:
-        """Take in samples in the form of ``sample_json``, oldest first. Returns their points."""
+    def add_samples(self, samples: Iterable[pb.RunSample], status: Tree, whole: RunCurves | None = None) -> list[Point]:
+        """Take in samples, oldest first. Returns their points.
+
+        status: in the form of ``status_json``.
+        whole: curves of the whole run, samples included; None if it began with the first sample.
+        """
+        modes = {one["name"]: one["consistency"] for one in status["parameters"]}
         points = []
         for sample in samples:
-            self.last_sample = sample["number"]
-            for worker, one in sample["workers"].items():
+            if sample.number <= self.last_sample:  # The scheduler restarted, and counts from 1 again.
+                self.recent.clear()
+            self.last_sample = sample.number
+            form = sample_json(sample)
+            for worker, one in form["workers"].items():
                 self._workers.setdefault(worker, deque(maxlen=_WINDOW)).append(one)
-            self._servers |= sample["servers"]
-            if sample["workers"]:
-                points.append(point(sample))
-                self.curves.add(points[-1])
+            self._servers |= form["servers"]
+            if form["workers"]:
+                points.append(point_of(sample, modes))
+                if whole is None:
+                    self.whole.add(point_of(sample, modes))
+        self.recent.extend(points)
+        self.whole = whole or self.whole
         return points
 
     def state(self, status: dict[str, Any], heartbeat_seconds: float) -> Tree:
@@ -225,90 +252,97 @@ def _digits(value: float) -> float:
     return int(rounded) if rounded.is_integer() else rounded
 
 
-# --- curves -----------------------------------------------------------------------------------------------------------
-#
-# Curves since the scheduler opened the dashboard: the last minutes second by second, and the whole run with as many
-# points. Both curves have at most ``POINTS`` points, however long the run is.
-
-#: Points of each curve. One a second in the recent curve: five minutes.
-POINTS: Final = 300
-
-Point = dict[str, Any]
+# --- a summary --------------------------------------------------------------------------------------------------------
 
 
-def point(sample: dict[str, Any]) -> Point:
-    """Return the point of one sample, as ``sample_json`` returns it: means of the numbers that workers report, and the
-    rates of the run. Numbers that are not finite count as missing."""
-    workers = list(sample["workers"].values())
-    names = sorted({name for worker in workers for name in worker["reported"]})
-    sets = sorted({name for worker in workers for name in worker["steps_per_second"]})
-    reported = {name: _mean(worker["reported"].get(name) for worker in workers) for name in names}
-    steps = {name: _mean(worker["steps_per_second"].get(name) for worker in workers) for name in sets}
-    return {
-        "time": sample["time"],
-        "step": max((worker["reported_step"] for worker in workers), default=0),
-        "reported": {name: value for name, value in reported.items() if value is not None},
-        "steps": {name: value for name, value in steps.items() if value is not None},
-        "samples": round(sum(worker["samples_per_second"] for worker in workers), 1),
-    }
+def saved_run(summary: Summary) -> Tree:
+    """Return what the page shows of a summary, in the form of the message with a live run's whole state.
 
-
-class Curves:
-    """The points of a run: the recent ones, and those of the whole run.
-
-    A point of the whole run is the mean of ``stride`` points. When there are too many, neighbours are joined and the
-    stride doubles.
+    Times and rates are those of the whole run, faults are its problems, and facts are in a table.
     """
+    configuration, events = summary.configuration, summary.history.events
+    members = {one.id: one for one in summary.members}
+    workers = dict.fromkeys([*summary.workers, *(one.id for one in summary.members if one.role == "worker")])
+    storage = configuration.get("storage")
+    state = {
+        "run": {"id": summary.run_id, "phase": f"{summary.state}{summary.reason and ': '}{summary.reason}"},
+        "facts": _facts(summary),
+        "problems": [
+            {"who": "", "kind": one.kind, "text": f"{_moment(one.time)}: {one.text}"}
+            for one in [event for event in events if event.kind in _FAULTS][-EVENTS_SAVED:]
+        ],
+        "waits": [],
+        "workers": {name: _saved_worker(members.get(name), summary.workers.get(name)) for name in workers},
+        "servers": {one.id: _saved_member(one) for one in summary.members if one.role == "server"},
+        "parameters": {one.name: {**msgspec.to_builtins(one), "shards": {}} for one in summary.parameters},
+        "traffic": {},
+        "events": {str(one.number): _event(msgspec.to_builtins(one)) for one in events[-EVENTS_SAVED:]},
+        "events_omitted": summary.history.omitted + len(events[:-EVENTS_SAVED]),
+        "snapshots": {
+            "storage": storage,
+            "policy": configuration.get("snapshots"),
+            "committed": msgspec.to_builtins(summary.snapshots),
+        } if storage else None,
+        "datasets": {},
+    }  # fmt: skip
+    points = msgspec.to_builtins(summary.curves.points)
+    return {"time": summary.written, "state": without_nulls(state), "recent": [], "whole": points}
 
-    def __init__(self) -> None:
-        self.recent: deque[Point] = deque(maxlen=POINTS)
-        self.whole: list[Point] = []
-        self.stride = 1
-        self._pending: list[Point] = []
 
-    def add(self, new: Point) -> None:
-        """Add the newest point."""
-        self.recent.append(new)
-        self._pending.append(new)
-        if len(self._pending) == self.stride:
-            self.whole.append(_joined(self._pending))
-            self._pending = []
-        if len(self.whole) > POINTS:
-            self.whole = [_joined(self.whole[at : at + 2]) for at in range(0, len(self.whole), 2)]
-            self.stride *= 2
-            self._pending = []
-
-
-def _joined(points: list[Point]) -> Point:
-    if len(points) == 1:
-        return points[0]
-    last = points[-1]
+def _facts(summary: Summary) -> dict[str, str]:
+    points, steps = summary.curves.points, defaultdict[str, float](float)
+    for point in points:
+        for name, count in point.steps.items():
+            steps[name] += count
     return {
-        "time": last["time"],
-        "step": last["step"],
-        "reported": _means(points, "reported"),
-        "steps": _means(points, "steps"),
-        "samples": _mean(one["samples"] for one in points),
+        "first seen": _moment(summary.started),
+        "last seen": _moment(summary.written),
+        "time with training": f"{sum(point.seconds for point in points):,.0f} s",
+        **{f"updates of {name}": f"{count:,.0f}" for name, count in sorted(steps.items())},
+        "schedulers, one after another": str(summary.schedulers),
+        **{name.replace("_", " "): str(value) for name, value in summary.configuration.items()},
+        **{f"{name}, where the scheduler ran": value for name, value in summary.environment.items()},
     }
 
 
-def _means(points: list[Point], key: str) -> dict[str, float]:
-    names = dict.fromkeys(name for one in points for name in one[key])
-    return {name: mean for name in names if (mean := _mean(one[key].get(name) for one in points)) is not None}
+def _saved_member(member: MemberPart) -> Tree:
+    threads = f"{member.kernel_threads} kernel threads, {member.cores} cores" if member.cores else ""
+    notes = (f"on {member.host}", member.device if member.device != "cpu" else "", threads)
+    return {
+        **{name: getattr(member, name) for name in ("state", "host", "incarnation")},
+        "reason": member.reason or None,
+        "resident": member.resident_bytes,
+        "note": "; ".join(filter(None, notes)),
+    }
 
 
-def _mean(values: Iterable[float | str | None]) -> float | None:
-    """Return the mean of the numbers among ``values``, with six digits; None without any."""
-    numbers = [value for value in values if isinstance(value, int | float)]
-    return float(f"{sum(numbers) / len(numbers):.6g}") if numbers else None
+def _saved_worker(member: MemberPart | None, part: WorkerPart | None) -> Tree:
+    state: Tree = {"state": "gone"} if member is None else _saved_member(member)
+    if part is None:
+        return state
+    seconds = [max(0.0, getattr(part.phases, phase)) for phase in _PHASES]
+    total = sum(seconds) or 1.0
+    counts = f"{part.pushes:,.0f} pushes" + (f", {part.dropped:,.0f} dropped" if part.dropped else "")
+    return state | {
+        "phases": [round(100 * one / total) for one in seconds],
+        "rate": _digits(part.pushes / total),
+        "sent": _digits(part.push_bytes / total),
+        "received": _digits(part.pull_bytes / total),
+        "note": "; ".join(filter(None, (state.get("note"), counts))),
+    }
+
+
+def _moment(seconds: float) -> str:
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (ValueError, OverflowError, OSError):
+        return f"{seconds:g}"
 
 
 # --- merge patch ------------------------------------------------------------------------------------------------------
 #
 # RFC 7396: the members of an object that changed, and null for those that are gone. Lists are replaced as a whole. An
 # object that is to be patched holds no null.
-
-Tree = dict[str, Any]
 
 
 def difference(before: Tree, after: Tree) -> Tree:

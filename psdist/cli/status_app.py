@@ -1,15 +1,15 @@
-"""The textual application of ``psdist top``: shows panels, takes keys, and asks for the run every second.
+"""The textual application of ``psdist status --watch``: shows panels, takes keys, and asks for the run every second.
 
-On a wide terminal all panels are shown, on a narrow one the chosen panel. Colours are the terminal's own; with NO_COLOR
-there are none.
+On a wide terminal all panels but the first are shown, on a narrow one the chosen panel. Colours are the terminal's own;
+with NO_COLOR there are none.
 """
 
 from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, ClassVar, Final, NamedTuple
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import ClassVar, Final
 
 from rich.text import Text
 from textual import events
@@ -19,38 +19,26 @@ from textual.containers import Grid, VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Input, Static
 
-from psdist.cli import top_panels as panels
-from psdist.cli.top_panels import RunHistory
+from psdist.cli import status_panels as panels
+from psdist.cli.status_panels import RunView
 from psdist.errors import PsdistError, SchedulerUnreachableError
-from psdist.monitoring.stragglers import FACTOR
 from psdist.settings.exit_codes import OK, SIGNAL_BASE
+from psdist.v1 import scheduler_pb2 as pb
 
 _ASK_SECONDS: Final = 1.0
 
 KEYS: Final = (
-    ("1 to 6", "show training, workers, shards, transports, events, snapshots"),
-    ("tab, shift+tab", "the next panel, the previous panel; w: the waits"),
+    ("1 to 7", f"show {', '.join(panels.PANELS)}"),
+    ("tab, shift+tab", "the next panel, the previous panel; w: problems and waits"),
     ("up, down, page, home, end", "scroll (or k and j)"),
     ("/", "show only lines that contain some words; escape shows all"),
     ("?", "this help"),
     ("q, ctrl+c", "quit"),
 )
-_SIGNS: Final = (
-    f"! straggler: computes and sends {FACTOR:g} times as long for a step as the fastest quarter of the workers",
-    "! behind, ! silent: a copy that lags, a member without heartbeats; ✗ lost; … waiting or under way",
-)
-
-
-class RunAnswer(NamedTuple):
-    """A scheduler's answer in JSON forms. time: its clock, in seconds since 1970."""
-
-    status: dict[str, Any]
-    samples: list[dict[str, Any]]
-    time: float
-
+_SIGNS: Final = "! a problem or a warning; … waiting or under way"
 
 #: Asks for the status, and for the samples after a number. Raises PsdistError.
-Ask = Callable[[int], Awaitable[RunAnswer]]
+Ask = Callable[[int], Awaitable[tuple[pb.GetStatusResponse, Sequence[pb.RunSample]]]]
 
 
 class PanelView(VerticalScroll):
@@ -69,7 +57,7 @@ class PanelView(VerticalScroll):
     def compose(self) -> ComposeResult:
         yield self._lines
 
-    def show(self, run: RunHistory, words: str) -> None:
+    def show(self, run: RunView, words: str) -> None:
         """Show the panel of this run. words: only rows that contain them."""
         # Before its first layout a panel has no width.
         width = (self.scrollable_content_region.width or self.app.size.width) - 1
@@ -81,7 +69,7 @@ class HelpScreen(ModalScreen[None]):
 
     def compose(self) -> ComposeResult:
         keys = [Text.assemble((f"{keys:<28}", "bold"), meaning) for keys, meaning in KEYS]
-        yield Static(_joined([Text("psdist top", "bold"), Text(), *keys, Text(), *map(Text, _SIGNS)]), id="help")
+        yield Static(_joined([Text("psdist status --watch", "bold"), Text(), *keys, Text(), Text(_SIGNS)]), id="help")
 
     def on_key(self, event: events.Key) -> None:
         """Close it."""
@@ -89,10 +77,10 @@ class HelpScreen(ModalScreen[None]):
         self.dismiss()
 
 
-class TopApp(App[int]):
+class StatusApp(App[int]):
     """The screen of one run. ``return_value`` is the exit status."""
 
-    TITLE = "psdist top"
+    TITLE = "psdist status"
     ENABLE_COMMAND_PALETTE = False
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (160, "-wide")]  # noqa: RUF012 - textual declares it so
     CSS = """
@@ -109,6 +97,7 @@ class TopApp(App[int]):
     .-narrow .panel.chosen { display: block; }
     .-wide #panels { layout: grid; grid-size: 2 3; }
     .-wide #tabs { display: none; }
+    .-wide #run { display: none; }
     #filter { dock: bottom; height: 1; border: none; padding: 0; background: ansi_default; }
     #filter.hidden { display: none; }
     #keys { dock: bottom; height: 1; }
@@ -116,9 +105,9 @@ class TopApp(App[int]):
     #help { width: 78; max-width: 100%; height: auto; border: round ansi_blue; padding: 0 1; background: ansi_default; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("q", "quit_top", "quit"),
-        Binding("ctrl+c", "quit_top", priority=True, show=False),
-        Binding("ctrl+q", "quit_top", priority=True, show=False),
+        Binding("q", "quit_status", "quit"),
+        Binding("ctrl+c", "quit_status", priority=True, show=False),
+        Binding("ctrl+q", "quit_status", priority=True, show=False),
         Binding("question_mark,h", "show_help", "help"),
         Binding("slash", "filter", "filter"),
         Binding("escape", "clear_filter", show=False),
@@ -131,7 +120,7 @@ class TopApp(App[int]):
     def __init__(self, ask: Ask, ask_seconds: float = _ASK_SECONDS) -> None:
         super().__init__(ansi_color=True)
         self.theme = "ansi-dark"
-        self.run_history = RunHistory()
+        self.view = RunView()
         self.error: PsdistError | None = None
         self._ask = ask
         self._ask_seconds = ask_seconds
@@ -148,7 +137,7 @@ class TopApp(App[int]):
             for number, name in enumerate(panels.PANELS, 1):
                 yield PanelView(name, number)
         yield Input(placeholder="show lines with ...", id="filter", classes="hidden", compact=True)
-        yield Static("1-6 panel  tab next  / filter  ? help  q quit", id="keys")
+        yield Static("1-7 panel  tab next  / filter  ? help  q quit", id="keys")
 
     async def on_mount(self) -> None:
         """Show the first status, and begin to ask for newer ones."""
@@ -170,16 +159,16 @@ class TopApp(App[int]):
         below a notice. Any other error ends the application."""
         now = asyncio.get_running_loop().time
         try:
-            answer = await self._ask(self.run_history.newest_number)
+            answer = await self._ask(self.view.activity.last_sample)
         except SchedulerUnreachableError as error:
-            self.run_history.trouble = f"no answer for {now() - self._answered:.0f} s: {error}"
+            self.view.trouble = f"no answer for {now() - self._answered:.0f} s: {error}"
         except PsdistError as error:
             self.error = error
             self.exit()
             return
         else:
             self._answered = now()
-            self.run_history.add(*answer)
+            self.view.add(*answer)
         self._show()
 
     def on_resize(self) -> None:
@@ -187,7 +176,7 @@ class TopApp(App[int]):
         self.call_after_refresh(self._show)
 
     def _show(self) -> None:
-        run, found = self.run_history, panels.waits(self.run_history)
+        run, found = self.view, panels.notices(self.view)
         self.query_one("#title", Static).update(_joined(panels.title(run)))
         self.query_one("#tabs", Static).update(self._tabs())
         self.query_one("#waits").set_class(not found, "hidden")
@@ -219,7 +208,7 @@ class TopApp(App[int]):
 
     def action_waits(self) -> None:
         """Let keys scroll the waits."""
-        if panels.waits(self.run_history):
+        if panels.notices(self.view):
             self.query_one("#waits").focus()
 
     def action_show_help(self) -> None:
@@ -248,7 +237,7 @@ class TopApp(App[int]):
         """Let keys scroll the filtered lines."""
         self.action_choose(self._chosen)
 
-    def action_quit_top(self) -> None:
+    def action_quit_status(self) -> None:
         """End with status 0."""
         self.exit(OK)
 
