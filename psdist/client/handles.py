@@ -203,7 +203,7 @@ class Handles:
 
         client = MeasuredClient(
             identity, session.waits.sentences, lambda: self._opened, session.waits.phases,
-            session.activities.throughput, self.reported,
+            session.activities.pushes, self.reported,
         )  # fmt: skip
         self.metrics = WorkerMetrics(replace(endpoint, key=session.registrar.listener.verifier.key), client)
         session.registrar.metrics_address = self.metrics.address
@@ -223,7 +223,7 @@ class Handles:
 
     def _totals(self) -> scheduler_pb2.WorkerTotals:
         session = self._session
-        return worker_totals(session.waits.phases, session.activities.throughput, self.reported, self._opened)
+        return worker_totals(session.waits.phases, session.activities.pushes, self.reported, self._opened)
 
     async def close(self) -> None:
         """Cancel calls under way, and close all connections to servers."""

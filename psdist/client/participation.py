@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -395,7 +394,7 @@ class Participation:
         self.current.sequence.end_push(request, seen=seen)
         self.writes.clear()
         self.has_begun = False
-        session.activities.throughput.push_ended(self.name, request.staleness_max)
+        session.activities.pushes.push_ended(self.name, request.staleness_max)
         if self._keeps_state:
             session.snapshots.states.push_finished(self.name)
         session.shutdown.push_ended()
@@ -432,11 +431,6 @@ class Participation:
 
         limited = limited or self.options.request_timeout is not None
         return self._session.activities.waits(limited=limited, sent=sent, **what)
-
-    def counted_wait(self) -> AbstractContextManager[None]:
-        """Return a context manager that counts its block as waiting. For waits that no other worker can end by
-        itself."""
-        return self._session.activities.throughput.waiting()
 
     def _first_clock(self) -> int | None:
         """SSP: return this worker's clock minus the number of its next push. None until the map lists the worker."""

@@ -378,8 +378,7 @@ class Push:
                 raise InvalidArgumentError(
                     f"step {self.number} was begun in buckets and misses {missing}: give them by push_pull_async first"
                 )
-            with self._part.counted_wait():
-                await self._changed.wait()
+            await self._changed.wait()
 
     async def raise_failure(self) -> None:
         """Raise the error of a failed bucket, unless it was raised before."""

@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 
 from psdist.client.core.push_sequence import SnapshotMarks
-from psdist.client.reporting.phase_timer import Throughput
 from psdist.client.session.waits import Activities, AwaitedCall, GroupCalls, ReportedWait
 from psdist.collectives.core import plans
 from psdist.collectives.core.machine import COLLECTIVES, CallDone, CallLane, Effect, GroupMachine, SendCall, SendPart
@@ -111,7 +110,6 @@ class Worker:
         marks = SnapshotMarks()
         self.activities = Activities(lambda: marks, self.calls)
         self.activities.is_alone = lambda: True
-        self.activities.throughput = Throughput(lambda: 0.0)
         self.calls.is_awaited = lambda task: task is self.waiting
         self.calls.lacks = self.lacks
         self.groups: dict[bytes, Group] = {}

@@ -16,26 +16,21 @@ each phase and request also becomes a span.
 
 Invariant: The phases add up to the time since the clock was started, regardless of the order of events, provided time
 never decreases.
-
-``Throughput`` counts pushes, and the waits of the script that end with other members: a worker's speed over the last
-seconds, for heartbeats.
 """
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, NamedTuple, Self
 
 from psdist.metrics.interval import Phase, PhaseTimes
 from psdist.tracing.spans import PHASE_KINDS, Span, SpanKind, SpanSink
-from psdist.v1 import scheduler_pb2 as pb
 
 _NOT_TRACED: Final = nullcontext()
 #: Looked up in each request.
@@ -320,77 +315,20 @@ class PhaseTimer:
                 sink.end_step(parameters, step, self._span_start)
 
 
-# --- pushes and waits of the last seconds -----------------------------------------------------------------------------
+class PushCounter:
+    """Counter of one client's answered pushes."""
 
-#: Length of the measured window.
-_WINDOW_SECONDS: Final = 10.0
-
-
-class _Sample(NamedTuple):
-    """Counters at one time of the clock."""
-
-    time: float
-    waited: float
-    pushes: Counter[str]
-
-
-class Throughput:
-    """Counter of the pushes and waits of one client. clock: seconds, monotonic; by default the loop's."""
-
-    def __init__(self, clock: Callable[[], float] = lambda: asyncio.get_running_loop().time()) -> None:
-        self._clock = clock
-        #: Answered pushes by parameter set.
-        self.pushes: Counter[str] = Counter()
+    def __init__(self) -> None:
+        #: By parameter set.
+        self.counts: Counter[str] = Counter()
         #: Of the last push: the largest over its slices, in versions.
         self.staleness = 0
         #: Called with the staleness of each push that ended.
         self.on_push: Callable[[int], None] | None = None
-        #: Seconds of finished waits, number of waits under way, and start of the first of these.
-        self._waited = 0.0
-        self._open = 0
-        self._since = 0.0
-        self._samples: deque[_Sample] = deque()
 
     def push_ended(self, parameters: str, staleness: int = 0) -> None:
         """Count an answered push. staleness: the largest over its slices, in versions."""
-        self.pushes[parameters] += 1
+        self.counts[parameters] += 1
         self.staleness = staleness
         if self.on_push is not None:
             self.on_push(staleness)
-
-    def wait_began(self) -> None:
-        """Start a wait of the script. Concurrent waits of several threads count once."""
-        if not self._open:
-            self._since = self._clock()
-        self._open += 1
-
-    def wait_ended(self) -> None:
-        """End a wait."""
-        self._open -= 1
-        if not self._open:
-            self._waited += self._clock() - self._since
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Return a ``with`` block that counts as a wait."""
-        self.wait_began()
-        try:
-            yield
-        finally:
-            self.wait_ended()
-
-    def rates(self) -> pb.WorkerRates | None:
-        """Return pushes and waits since the oldest call of this method within the window; None at the first call."""
-        now = self._clock()
-        current = _Sample(now, self._waited + (now - self._since if self._open else 0.0), self.pushes.copy())
-        while len(self._samples) > 1 and self._samples[0].time < now - _WINDOW_SECONDS:
-            self._samples.popleft()
-        self._samples.append(current)
-        before = self._samples[0]
-        if before is current:
-            return None
-        return pb.WorkerRates(
-            seconds=now - before.time,
-            waiting_seconds=current.waited - before.waited,
-            pushes=current.pushes - before.pushes,
-        )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from psdist.client.reporting.phase_timer import PhaseTimer, Throughput
+from psdist.client.reporting.phase_timer import PhaseTimer, PushCounter
 from psdist.client.reporting.worker_totals import ReportedNumbers, codecs_of
 from psdist.metrics.interval import Phase
 from psdist.monitoring.catalog import SECONDS_BOUNDS, VERSIONS_BOUNDS
@@ -52,7 +52,7 @@ class MeasuredClient:
     waits: Callable[[], list[str]]
     handles: Callable[[], Iterable[MeasuredHandle]]
     phases: PhaseTimer
-    throughput: Throughput
+    pushes: PushCounter
     reported: ReportedNumbers
 
 
@@ -72,7 +72,7 @@ class WorkerMetrics:
         self._bytes: Counter[tuple[str, str, str, str]] = Counter()
         self._counted: Counter[tuple[str, str]] = Counter()
         self._exporter = Exporter(endpoint, "worker", lambda: client.identity()[:2], self._read)
-        client.throughput.on_push = self._push_ended
+        client.pushes.on_push = self._push_ended
 
     @property
     def address(self) -> str:
@@ -81,7 +81,7 @@ class WorkerMetrics:
 
     def close(self) -> None:
         """Stop serving."""
-        self._client.throughput.on_push = None
+        self._client.pushes.on_push = None
         self._exporter.close()
 
     def _push_ended(self, staleness: int) -> None:
@@ -99,7 +99,7 @@ class WorkerMetrics:
         for phase, histogram in self._steps.items():
             readings.add_histogram("psdist_step_seconds", histogram, phase=phase.name.lower())
         readings.add_histogram("psdist_staleness_versions", self._staleness)
-        for name, count in sorted(self._client.throughput.pushes.items()):
+        for name, count in sorted(self._client.pushes.counts.items()):
             readings.add("psdist_steps_total", count, parameters=name)
         for name, value in self._client.reported.newest.items():
             readings.add("psdist_reported", value, metric=name)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any, Protocol
 
-from psdist.client.reporting.phase_timer import PhaseTimer, Throughput
+from psdist.client.reporting.phase_timer import PhaseTimer, PushCounter
 from psdist.metrics.interval import Measurements
 from psdist.metrics.report import MEASURED
 from psdist.types import ParametersSpec
@@ -52,7 +52,7 @@ class ReportedNumbers:
 
 
 def worker_totals(
-    phases: PhaseTimer, throughput: Throughput, reported: ReportedNumbers, handles: Iterable[CountedHandle]
+    phases: PhaseTimer, pushes: PushCounter, reported: ReportedNumbers, handles: Iterable[CountedHandle]
 ) -> pb.WorkerTotals:
     """Return the totals of a client so far. Bytes of a handle count for the transport and codecs that it has now."""
     compute, push, wait, pull = phases.seconds()
@@ -68,7 +68,7 @@ def worker_totals(
         push_seconds=push,
         wait_seconds=wait,
         pull_seconds=pull,
-        pushes=throughput.pushes,
+        pushes=pushes.counts,
         traffic=[
             pb.WorkerTotals.Traffic(
                 transport=key[0], push_codec=key[1], pull_codec=key[2], push_bytes=count, pull_bytes=pulled[key]
@@ -76,7 +76,7 @@ def worker_totals(
             for key, count in sorted(pushed.items())
         ],
         dropped=dropped,
-        staleness=throughput.staleness,
+        staleness=pushes.staleness,
         reported=reported.newest,
         reported_step=reported.step,
         samples_per_second=reported.samples_per_second,

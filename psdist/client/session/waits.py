@@ -29,7 +29,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from psdist.client.core.push_sequence import SnapshotMarks
-from psdist.client.reporting.phase_timer import PhaseTimer, Subject, Throughput, TimedRequest
+from psdist.client.reporting.phase_timer import PhaseTimer, PushCounter, Subject, TimedRequest
 from psdist.errors import MutualWaitError, PsdistError
 from psdist.tracing.member import MemberTrace
 from psdist.v1 import scheduler_pb2 as pb
@@ -299,7 +299,7 @@ class Activities:
     def __init__(self, marks: Callable[[], SnapshotMarks], group_calls: GroupCalls) -> None:
         self._marks = marks
         self._group_calls = group_calls
-        self.throughput = Throughput()
+        self.pushes = PushCounter()
         #: Returns the totals of this client so far.
         self.totals: Callable[[], pb.WorkerTotals | None] = lambda: None
         self.is_alone: Callable[[], bool] = lambda: False
@@ -326,12 +326,10 @@ class Activities:
 
     def began(self, wait: ReportedWait) -> None:
         """Record that a wait has begun."""
-        self.throughput.wait_began()
         self._wait = wait
 
     def ended(self, wait: ReportedWait) -> None:
         """Record that a wait is over."""
-        self.throughput.wait_ended()
         if self._wait is wait:
             self._wait = None
             self._sequence += 1

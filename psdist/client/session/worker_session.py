@@ -188,7 +188,6 @@ class WorkerSession(MemberSession):
             waiting_for=self.waits.sentences(),
             connections=connections if changed else None,
             activity=self.activities.report(),
-            rates=self.activities.throughput.rates(),
             totals=self.activities.totals(),
             unreachable=self.reachability.reports(),
             metrics_address=self.registrar.metrics_address,

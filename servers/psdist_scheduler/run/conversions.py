@@ -7,7 +7,6 @@ addresses, lengths of texts, and names, lengths and digests of files, which are 
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -352,15 +351,6 @@ def connections(message: pb.Connections) -> list[pb.Connection]:
         pb.Connection(**{name: _cut(getattr(one, name)) for name in names})
         for one in message.connections[:CONNECTIONS_KEPT]
     ]
-
-
-def rates(message: pb.WorkerRates) -> pb.WorkerRates:
-    """Return a worker's report of its speed; without numbers if they are not plausible."""
-    if not 0 <= message.waiting_seconds <= message.seconds < math.inf or len(message.pushes) > PARAMETERS_MAX:
-        return pb.WorkerRates()
-    # Copied, because a message that is kept must not keep other content from a peer.
-    pushes = {name: count for name, count in message.pushes.items() if len(name) <= TEXT_CHARACTERS_MAX}
-    return pb.WorkerRates(seconds=message.seconds, waiting_seconds=message.waiting_seconds, pushes=pushes)
 
 
 #: In seconds since 1970: beyond it no time can be printed.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 
 from psdist.consistency import kind_of
@@ -47,8 +47,6 @@ class Reports:
         if heartbeat.HasField("connections"):
             kept.ClearField("connections")
             kept.connections.extend(conversions.connections(heartbeat.connections))
-        if heartbeat.HasField("rates"):
-            kept.rates.CopyFrom(conversions.rates(heartbeat.rates))
         self.samples.on_heartbeat(member_id, heartbeat, now)
         kept.metrics_address = conversions.metrics_address(heartbeat.metrics_address)
         kept.certificate_not_after = conversions.moment(heartbeat.certificate_not_after)
@@ -69,7 +67,7 @@ class Reports:
 
 def status(cluster: Cluster, reports: Reports, now: float) -> pb.GetStatusResponse:
     """Return the status report."""
-    by_id = reports.by_member
+    by_id, rates = reports.by_member, reports.samples.rates()
     return pb.GetStatusResponse(
         metrics_address=reports.metrics_address,
         dashboard_address=reports.dashboard_address,
@@ -81,7 +79,7 @@ def status(cluster: Cluster, reports: Reports, now: float) -> pb.GetStatusRespon
         servers_min=cluster.demand.servers_min,
         servers_wanted=cluster.demand.servers_wanted,
         replicas=cluster.settings.replicas,
-        members=[_member(cluster, member, by_id.get(member.member_id), now) for member in cluster.members.all],
+        members=[_member(cluster, member, by_id.get(member.member_id), rates, now) for member in cluster.members.all],
         parameters=[
             pb.ParametersStatus(
                 entry=convert.entry_to_proto(p.entry) if p.record else {"spec": {"name": p.name}},
@@ -124,14 +122,16 @@ def _member(
     cluster: Cluster,
     member: Member,
     reported: pb.MemberStatus | None,
+    rates: Mapping[str, pb.WorkerRates],
     now: float,
 ) -> pb.MemberStatus:
     report = make_message(pb.MemberStatus, member, draining=member.draining and member.live)
     if reported is not None:
         report.MergeFrom(reported)
+    if member.live and member.member_id in rates:
+        report.rates.CopyFrom(rates[member.member_id])
     if not member.live:
         report.ClearField("connections")
-        report.ClearField("rates")
         report.ClearField("metrics_address")
         report.ClearField("certificate_not_after")
     if (presence := cluster.members.sessions.liveness.get(member.member_id)) is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final, NamedTuple
 
 from psdist.v1 import scheduler_pb2 as pb
@@ -22,6 +23,9 @@ SAMPLES_KEPT: Final = 300
 #: Limit on the bytes of all kept samples, which are sent in one message. A member's period has some 200 bytes, and more
 #: with many parameter sets or reported numbers. In a large run fewer samples are kept.
 BYTES_KEPT: Final = 16 << 20
+#: Length of the period of rates, and number of samples in which it is looked for.
+RATE_SECONDS: Final = 10.0
+_RATE_SAMPLES: Final = 60
 #: A worker's period names the parameter sets that it pushed this recently. The others' rate is 0.
 NAMED_SECONDS: Final = 60.0
 
@@ -123,6 +127,19 @@ class SampleHistory:
         """Return the kept samples after this one, oldest first. A number that was not reached is of an earlier
         scheduler: then all are new."""
         return [sample for sample in self._samples if sample.number > number or number > self._number]
+
+    def rates(self) -> dict[str, pb.WorkerRates]:
+        """Return the rates of each worker over its last ``RATE_SECONDS``, or longer if its heartbeats are rarer."""
+        found: dict[str, pb.WorkerRates] = {}
+        for sample in islice(reversed(self._samples), _RATE_SAMPLES):
+            for one in sample.workers:
+                rates = found.setdefault(one.worker_id, pb.WorkerRates())
+                if rates.seconds < RATE_SECONDS:
+                    rates.seconds += one.seconds
+                    rates.waiting_seconds += one.wait_seconds + one.pull_seconds
+                    for name, count in one.pushes.items():
+                        rates.pushes[name] += count
+        return found
 
     def _keep(self, sample: pb.RunSample) -> None:
         self._samples.append(sample)

@@ -101,21 +101,6 @@ def test_before_the_first_report_nothing_is_known() -> None:
     assert form["parameters"][0]["steps_per_second"] == 0.0 and table(report)
 
 
-def test_rates_that_make_no_sense_are_not_kept() -> None:
-    for wrong in [
-        {"seconds": math.nan},
-        {"seconds": math.inf},
-        {"seconds": -1.0},
-        {"seconds": 1.0, "waiting_seconds": 2.0},
-        {"seconds": 1.0, "waiting_seconds": -0.5},
-        {"seconds": 1.0, "waiting_seconds": math.nan},
-        {"seconds": 1.0, "pushes": {str(number): 1 for number in range(2000)}},
-    ]:
-        assert conversions.rates(pb.WorkerRates(**wrong)) == pb.WorkerRates()
-        good = pb.WorkerRates(seconds=2.0, waiting_seconds=1.0, pushes={"model": 3})
-        assert conversions.rates(good) == good
-
-
 def test_watch_shows_blocks_until_it_is_interrupted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -183,3 +183,20 @@ def test_kept_samples_are_limited_in_bytes_whatever_workers_report(monkeypatch: 
         history.on_heartbeat("worker-0", worker(time, 0.0, time, reported=reported), time)
         history.on_tick(time, time)
     assert [sample.number for sample in history.after(0)] == [8, 9, 10]  # Some 10 kB each.
+
+
+def test_rates_are_of_the_last_seconds() -> None:
+    history = SampleHistory()
+    beats = [worker(0.75 * second, 0.25 * second, 2 * second + max(0, second - 20)) for second in range(31)]
+    for beat in beats:
+        beat.totals.pull_seconds = beat.totals.wait_seconds
+        beat.totals.compute_seconds -= beat.totals.wait_seconds
+    observe(history, *beats)
+    rates = history.rates()["worker-0"]
+    assert (rates.seconds, rates.waiting_seconds, dict(rates.pushes)) == (10.0, 5.0, {"model": 30})
+    rare = SampleHistory()
+    for time in range(0, 61, 20):
+        rare.on_heartbeat("worker-0", worker(10.0 * time, 10.0 * time, time), time)
+        for tick in range(20):
+            rare.on_tick(time + tick, time + tick)
+    assert dict(rare.rates()["worker-0"].pushes) == {"model": 20}
