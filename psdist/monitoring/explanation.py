@@ -21,7 +21,7 @@ from math import inf
 from statistics import fmean, median
 from typing import Any, Final, NamedTuple
 
-from psdist.monitoring.problems import StepTimes, lower_quartile, stragglers
+from psdist.monitoring.problems import StepTimes, lower_quartile, period, stragglers
 
 #: Completed steps of each worker that an explanation needs: one more or less is an error of a fifth.
 STEPS_MIN: Final = 5
@@ -202,29 +202,19 @@ def _main_parameters(
 
 def _worker(member: str, parameters: str, window: Iterable[Mapping[str, Any]]) -> _Worker | None:
     """Return a worker's means; None if it has made too few steps of the parameter set."""
-    steps = seconds = 0.0
-    sums: defaultdict[str, float] = defaultdict(float)
-    transports = set()
-    for sample in window:
-        if (one := sample["workers"].get(member)) is None:
-            continue
-        seconds += one["seconds"]
-        steps += one["steps_per_second"].get(parameters, 0.0) * one["seconds"]
-        for phase, share in one["phases"].items():
-            sums[phase] += share * one["seconds"]
-        for each in one["traffic"]:
-            transports.add(each["transport"])
-            for key in ("push_bytes", "pull_bytes"):
-                sums[key] += each[f"{key}_per_second"] * one["seconds"]
+    found = [sample["workers"][member] for sample in window if member in sample["workers"]]
+    mean = period(found)
+    steps = mean.rates.get(parameters, 0.0) * mean.seconds
     if steps < STEPS_MIN - 0.01:
         return None
+    push_bytes, pull_bytes = (each * mean.seconds / steps for each in mean.traffic)
     return _Worker(
         id=member,
-        seconds=seconds / steps,
-        times=StepTimes(**{phase: sums[phase] / steps for phase in StepTimes._fields}),
-        push_bytes=sums["push_bytes"] / steps,
-        pull_bytes=sums["pull_bytes"] / steps,
-        transports=frozenset(transports),
+        seconds=mean.seconds / steps,
+        times=mean.step_times(steps),
+        push_bytes=push_bytes,
+        pull_bytes=pull_bytes,
+        transports=frozenset(each["transport"] for one in found for each in one["traffic"]),
     )
 
 

@@ -24,10 +24,17 @@ _HELD_UP: Final = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Period:
-    """A worker's last seconds. shares: of the time, by phase. rates: steps per second, by parameter set."""
+    """A worker's mean over some of its periods.
 
+    shares: of the time, by phase.
+    rates: steps per second, by parameter set.
+    traffic: pushed and pulled bytes per second.
+    """
+
+    seconds: float
     shares: Mapping[str, float]
     rates: Mapping[str, float]
+    traffic: tuple[float, float]
 
     @property
     def rate(self) -> float:
@@ -38,19 +45,29 @@ class Period:
         """Return the time that a step spends in these phases; None if there was no step."""
         return sum(self.shares[phase] for phase in phases) / self.rate if self.rate else None
 
+    def step_times(self, steps: float) -> StepTimes:
+        """Return the time of a step by phase, if there were this many."""
+        return StepTimes(**{phase: self.shares[phase] * self.seconds / steps for phase in StepTimes._fields})
 
-def period(samples: Iterable[dict[str, Any]]) -> Period:
-    """Return the mean of a worker's periods in samples, by their length."""
-    found = list(samples)
-    seconds = sum(one["seconds"] for one in found) or 1.0
+
+def period(periods: Sequence[Mapping[str, Any]]) -> Period:
+    """Return the mean of a worker's periods, in the form of ``sample_json``, by their length."""
+    seconds = sum(one["seconds"] for one in periods)
 
     def mean(values: Iterable[float]) -> float:
-        return float(sum(value * one["seconds"] for value, one in zip(values, found, strict=True)) / seconds)
+        weighted = (value * one["seconds"] for value, one in zip(values, periods, strict=True))
+        return float(sum(weighted) / (seconds or 1.0))
 
-    sets = {name for one in found for name in one["steps_per_second"]}
+    sets = {name for one in periods for name in one["steps_per_second"]}
+    push, pull = (
+        mean(sum(each[f"{way}_bytes_per_second"] for each in one["traffic"]) for one in periods)
+        for way in ("push", "pull")
+    )
     return Period(
-        {phase: mean(one["phases"][phase] for one in found) for phase in ("compute", "push", "wait", "pull")},
-        {name: mean(one["steps_per_second"].get(name, 0.0) for one in found) for name in sets},
+        seconds,
+        {phase: mean(one["phases"][phase] for one in periods) for phase in StepTimes._fields},
+        {name: mean(one["steps_per_second"].get(name, 0.0) for one in periods) for name in sets},
+        (push, pull),
     )
 
 
@@ -177,33 +194,17 @@ def stragglers(workers: Mapping[str, StepTimes]) -> dict[str, float]:
     return found
 
 
-def step_times(periods: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, StepTimes]:
+def step_times(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, StepTimes]:
     """Return the mean step of each worker from its periods, in the form of ``sample_json``.
 
     A step counts for the parameter set with most steps. A worker without a finished step has its time so far. In a
     window with few steps the times are those of a second.
     """
-    seconds = {who: sum(one["seconds"] for one in found) for who, found in periods.items()}
-    steps = {who: max(1.0, _steps(found)) for who, found in periods.items()}
+    periods = {who: period(found) for who, found in samples.items()}
+    steps = {who: max(1.0, one.rate * one.seconds) for who, one in periods.items()}
     if max(steps.values(), default=0.0) < _STEPS_MIN:
-        steps = {who: one or 1.0 for who, one in seconds.items()}
-    return {who: _mean_step(found, steps[who]) for who, found in periods.items()}
-
-
-def _steps(periods: Iterable[Mapping[str, Any]]) -> float:
-    steps: dict[str, float] = {}
-    for one in periods:
-        for name, rate in one["steps_per_second"].items():
-            steps[name] = steps.get(name, 0.0) + rate * one["seconds"]
-    return max(steps.values(), default=0.0)
-
-
-def _mean_step(periods: Iterable[Mapping[str, Any]], steps: float) -> StepTimes:
-    sums = dict.fromkeys(StepTimes._fields, 0.0)
-    for one in periods:
-        for phase in sums:
-            sums[phase] += one["phases"][phase] * one["seconds"]
-    return StepTimes(**{phase: total / steps for phase, total in sums.items()})
+        steps = {who: one.seconds or 1.0 for who, one in periods.items()}
+    return {who: one.step_times(steps[who]) for who, one in periods.items()}
 
 
 def lower_quartile(values: Iterable[float]) -> float:

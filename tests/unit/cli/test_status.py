@@ -8,6 +8,7 @@ import math
 import sys
 import time
 from argparse import Namespace
+from types import SimpleNamespace
 
 import pytest
 
@@ -113,7 +114,7 @@ def test_watch_shows_blocks_until_it_is_interrupted(
 
     monkeypatch.setattr(status, "find_target", lambda given, environ: SchedulerChoice("h:1", Credentials(), "test"))
     monkeypatch.setattr(status, "fetch", lambda target, timeout: answer())
-    monkeypatch.setattr(status.time, "sleep", pause)
+    monkeypatch.setattr(status, "time", SimpleNamespace(sleep=pause))  # Other threads may sleep.
     assert status.run(Namespace(watch=True, timeout=1.0, format="table"), {}) == 0
     written = capsys.readouterr()
     assert paused == [1.0] * 3 and not written.err and "\x1b" not in written.out
@@ -172,7 +173,7 @@ def test_on_a_terminal_without_textual_the_blocks_come_with_the_remedy(
 
     monkeypatch.setattr(status, "find_target", lambda given, environ: SchedulerChoice("h:1", Credentials(), "test"))
     monkeypatch.setattr(status, "fetch", lambda target, timeout: answer())
-    monkeypatch.setattr(status.time, "sleep", pause)
+    monkeypatch.setattr(status, "time", SimpleNamespace(sleep=pause))  # Other threads may sleep.
     monkeypatch.setattr(status, "find_spec", lambda name: None)
     for stream in (sys.stdin, sys.stdout):
         monkeypatch.setattr(stream, "isatty", lambda: True)
