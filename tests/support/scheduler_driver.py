@@ -69,6 +69,7 @@ class Driver:
         self._base = stored.base if stored else RestorePoint()
         self._schedulers = stored.schedulers if stored else ()
         self._run_lost = stored.run_lost if stored else ""
+        self._ends = stored.ends if stored else ()
         self._nodes: dict[str, Node] = {n.agent_id: n for n in (stored.nodes if stored else ())}
         self._barriers = {(r.worker_id, r.name): r for r in (stored.barriers if stored else ())}
         self._datasets = {record.spec.name: record for record in (stored.datasets if stored else ())}
@@ -209,6 +210,7 @@ class Driver:
             barriers=tuple(self._barriers.values()),
             schedulers=self._schedulers,
             run_lost=self._run_lost,
+            ends=self._ends,
         )
 
     def _carry_out(self, effects: list[ef.Effect]) -> None:
@@ -220,6 +222,7 @@ class Driver:
                     self._base = effect.base or self._base
                     self._schedulers = effect.schedulers or self._schedulers
                     self._run_lost = effect.run_lost or self._run_lost
+                    self._ends = self._ends if effect.ends is None else effect.ends
                     self._parameters |= {r.entry.spec.name: r for r in effect.parameters}
                     self._nodes |= {n.agent_id: n for n in effect.nodes}
                     self._barriers |= {(r.worker_id, r.name): r for r in effect.barriers}
@@ -254,7 +257,7 @@ class Driver:
 
 
 def _is_about_data_alone(change: ef.Persist) -> bool:
-    return replace(change, datasets=(), barriers=(), run_lost="") == ef.Persist(change.epoch)
+    return replace(change, datasets=(), barriers=(), run_lost="", ends=None) == ef.Persist(change.epoch)
 
 
 def caller(member: Member) -> ev.Caller:

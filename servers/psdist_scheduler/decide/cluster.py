@@ -113,7 +113,7 @@ class Cluster:
         self.replica_manager = ReplicaManager(settings, registry, members)
         self.datasets = datasets = Datasets(stored.datasets, resume)
         self.snapshots = snapshots = Snapshots(
-            settings, registry, members, datasets, self.alignment, self._calls, history, now
+            settings, registry, members, datasets, self.alignment, self._calls, history, now, stored.ends
         )
         self.rollback = Rollback(registry, self.joins, members, datasets, snapshots)
         vacant = max(settings.worker_lease_seconds, _VACANT_SECONDS)
@@ -531,9 +531,9 @@ class Cluster:
         yield from self.alignment.waits()
 
     def _makes_epoch(self, changes: Persist) -> bool:
-        """Return True if something changed that the map shows, or that a restart needs. Data sets and barriers make no
-        epoch."""
-        return replace(changes, datasets=(), barriers=()) != Persist(self.epoch)
+        """Return True if something changed that the map shows, or that a restart needs. Data sets, barriers and the
+        steps of the end make no epoch."""
+        return replace(changes, datasets=(), barriers=(), ends=None) != Persist(self.epoch)
 
     def _take_changes(self) -> Persist:
         """Return everything that changed since the previous call."""
@@ -549,6 +549,7 @@ class Cluster:
             base=self.registry.resume.take_change(),
             barriers=self.barriers.take_changes(),
             schedulers=self.lineage.take_change(),
+            ends=self.snapshots.end_snapshot.take_change(),
         )
 
     def _end_calls_of_the_gone(self) -> list[Effect]:

@@ -214,6 +214,14 @@ class DatasetRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class EndStep:
+    """Step at which all workers of a parameter set ended together."""
+
+    parameters: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class RestorePoint:
     """Starting point of parameters that are not placed yet.
 
@@ -259,6 +267,8 @@ class StoredState:
     schedulers: tuple[SchedulerProcess, ...] = ()
     #: Why the run can never continue from this store; empty if it can.
     run_lost: str = ""
+    #: Where all workers ended together, if nobody trained since.
+    ends: tuple[EndStep, ...] = ()
 
 
 def group(pairs: Iterable[tuple[T, int]]) -> dict[T, list[int]]:

@@ -27,6 +27,7 @@ from psdist_scheduler.decide.cluster_state import (
     BarrierRecord,
     DataLease,
     DatasetRecord,
+    EndStep,
     Member,
     Node,
     ParametersRecord,
@@ -384,6 +385,8 @@ class Persist:
     schedulers: tuple[SchedulerProcess, ...] = ()
     #: Why the run can never continue from this store; empty for no change.
     run_lost: str = ""
+    #: Where all workers ended together; None for no change. Stores of earlier releases have no such field.
+    ends: tuple[EndStep, ...] | None = None
 
 
 @dataclass(frozen=True)

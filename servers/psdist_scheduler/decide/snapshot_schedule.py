@@ -22,7 +22,7 @@ from psdist.errors import PsdistError
 from psdist.snapshots.format import CommitRecord, Manifest
 from psdist.snapshots.policy import SavePolicy
 from psdist_scheduler.decide.alignment import Alignment
-from psdist_scheduler.decide.cluster_state import Member
+from psdist_scheduler.decide.cluster_state import EndStep, Member
 from psdist_scheduler.decide.effects import Answer, Effect, Refuse
 from psdist_scheduler.decide.leased_datasets import Datasets
 from psdist_scheduler.decide.parameter_sets import ParameterSet
@@ -144,15 +144,26 @@ class EndSnapshot:
     When it is wanted, all workers have stopped pushing, at steps that no slice can pass meanwhile. Once the servers
     have agreed to its cut, the workers leave one after another (``run_end``). Their departure may close
     steps that were in progress, and these must not be saved. So this snapshot stays the last one until somebody trains
-    again. If it fails, no later step is saved.
+    again. If it fails, no later step is saved, nor by a scheduler that was restarted meanwhile: ``ends`` has the steps
+    that its predecessor stored.
 
     steps: final step of each BSP parameter set.
     attempt: number of the attempt that takes it; 0 for none.
     commit: its commit record; None before it was taken.
     """
 
-    def __init__(self) -> None:
-        self.forget()
+    def __init__(self, ends: Sequence[EndStep] = ()) -> None:
+        self._stored = dict[str, int]()
+        # Whether the predecessor's attempt was committed is not known: a snapshot of these steps is allowed.
+        self._set(EndState.FAILED if ends else EndState.NONE, {end.parameters: end.step for end in ends})
+        self._stored = self.steps
+
+    def take_change(self) -> tuple[EndStep, ...] | None:
+        """Return the steps, if they changed since the previous call."""
+        if self._stored == self.steps:
+            return None
+        self._stored = self.steps
+        return tuple(EndStep(*end) for end in sorted(self.steps.items()))
 
     def want(self, steps: Mapping[str, int]) -> None:
         """Request the last snapshot at ``steps``."""

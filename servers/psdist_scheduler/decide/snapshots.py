@@ -19,7 +19,7 @@ Files are written by ``snapshot_io``; see ``rollback`` for rolling back, ``resto
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -28,7 +28,7 @@ from psdist.snapshots.format import CommitRecord, directory_name
 from psdist_scheduler.decide import snapshot_events as sn
 from psdist_scheduler.decide import snapshot_schedule
 from psdist_scheduler.decide.alignment import Alignment
-from psdist_scheduler.decide.cluster_state import ClusterSettings, Identity, Member
+from psdist_scheduler.decide.cluster_state import ClusterSettings, EndStep, Identity, Member
 from psdist_scheduler.decide.effects import Draining, Effect, LogEvent, Wait
 from psdist_scheduler.decide.leased_datasets import Datasets
 from psdist_scheduler.decide.members import Membership
@@ -84,6 +84,7 @@ class Snapshots:
         calls: WaitingCalls,
         history: sn.History | None,
         now: float,
+        ends: Sequence[EndStep] = (),
     ) -> None:
         self._settings = settings
         self._registry = registry
@@ -94,7 +95,7 @@ class Snapshots:
         self.catalog = Catalog(registry.resume, history)
         self.schedule = SnapshotSchedule(settings.policy, now)
         self.waiters = SnapshotWaiters()
-        self.end_snapshot = EndSnapshot()
+        self.end_snapshot = EndSnapshot(ends)
         self.states = WorkerStateRegistry(members)
         self.attempt: Attempt | None = None
         self.failures = SnapshotFailures()

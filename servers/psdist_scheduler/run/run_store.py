@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields, make_dataclass
+from dataclasses import astuple, dataclass, field, fields, make_dataclass
 from typing import TYPE_CHECKING, Any, Final, get_type_hints
 
 import msgspec
@@ -16,7 +16,14 @@ from google.protobuf.message import DecodeError
 from psdist.errors import ConfigurationError
 from psdist.v1 import common_pb2, scheduler_pb2
 from psdist.wire import convert
-from psdist_scheduler.decide.cluster_state import DataLease, DatasetRecord, EventRecord, ParametersRecord, StoredState
+from psdist_scheduler.decide.cluster_state import (
+    DataLease,
+    DatasetRecord,
+    EndStep,
+    EventRecord,
+    ParametersRecord,
+    StoredState,
+)
 from psdist_scheduler.decide.effects import Persist
 
 if TYPE_CHECKING:
@@ -74,7 +81,7 @@ def check_run(place: object, held: str, run_id: str, kind: str) -> None:
 
 # --- changes ----------------------------------------------------------------------------------------------------------
 #
-# MessagePack with a fixed form: the fields of ``Persist``, all required. Optimizers, layouts and settings
+# MessagePack with a fixed form: the fields of ``Persist``, all required but ``ends``. Optimizers, layouts and settings
 # are protobuf messages in it, as in the SQLite file. Content that does not parse is refused.
 
 
@@ -87,7 +94,10 @@ class _Parameters:
 
 
 _ROWS: Final = {"parameters": tuple[_Parameters, ...], "datasets": tuple[tuple[str, bytes, str], ...]}
-_Changes: Final[Any] = make_dataclass("_Changes", (get_type_hints(Persist) | _ROWS).items())
+_REQUIRED: Final = {name: kind for name, kind in get_type_hints(Persist).items() if name != "ends"} | _ROWS
+_Changes: Final[Any] = make_dataclass(
+    "_Changes", [*_REQUIRED.items(), ("ends", tuple[EndStep, ...] | None, field(default=None))]
+)
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(_Changes)
 
@@ -122,7 +132,7 @@ def whole(state: StoredState, forgotten: Sequence[str] = ()) -> Persist:
 
 
 def _fields(value: DataclassInstance) -> dict[str, Any]:
-    return {field.name: getattr(value, field.name) for field in fields(value)}
+    return {one.name: getattr(value, one.name) for one in fields(value)}
 
 
 def _parameters_row(record: ParametersRecord) -> _Parameters:
@@ -136,7 +146,7 @@ def _parameters_row(record: ParametersRecord) -> _Parameters:
 def dataset_row(record: DatasetRecord) -> tuple[str, bytes, str]:
     """Return a data set's name, its settings as a protobuf message, and its state as JSON."""
     spec = convert.dataset_to_proto(record.spec).SerializeToString()
-    names = [field.name for field in fields(record)]
+    names = [one.name for one in fields(record)]
     state = dict(zip(names, astuple(record), strict=True))
     del state["spec"]
     return record.spec.name, spec, json.dumps(state, separators=(",", ":"))

@@ -242,6 +242,7 @@ def merge(changes: list[Persist]) -> Persist:
         barriers=newest("barriers", lambda record: (record.worker_id, record.name)),
         schedulers=next((c.schedulers for c in reversed(changes) if c.schedulers), ()),
         run_lost=next((c.run_lost for c in reversed(changes) if c.run_lost), ""),
+        ends=next((c.ends for c in reversed(changes) if c.ends is not None), None),
     )
 
 

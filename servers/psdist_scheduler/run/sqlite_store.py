@@ -24,6 +24,7 @@ from psdist.wire import convert
 from psdist.wire.limits import BARRIER_NAMES_MAX, EVENTS_MAX
 from psdist_scheduler.decide.cluster_state import (
     BarrierRecord,
+    EndStep,
     EventRecord,
     Member,
     Node,
@@ -66,6 +67,7 @@ _TABLES: Final[dict[str, tuple[type, str]]] = {
     "nodes": (Node, "agent_id"),
     "barriers": (BarrierRecord, "worker_id, name"),
     "events": (EventRecord, "number"),
+    "ends": (EndStep, "parameters"),
 }
 _TYPES: Final[dict[Any, str]] = {int: "INTEGER", bool: "INTEGER", float: "REAL"}
 _BASE = "base_directory, base_digest, generation, term, base_epoch, began"
@@ -123,6 +125,7 @@ class SqliteStore(Store):
                 barriers=self._read("barriers"),
                 schedulers=self._read("schedulers"),
                 run_lost=run_lost,
+                ends=self._read("ends"),
             )
         except (sqlite3.Error, DecodeError, ValueError, LookupError, TypeError) as error:
             raise _unusable(self._path, error) from None
@@ -144,6 +147,9 @@ class SqliteStore(Store):
             if changes.schedulers:
                 self._db.execute("DELETE FROM schedulers")
                 self._write("schedulers", changes.schedulers)
+            if changes.ends is not None:
+                self._db.execute("DELETE FROM ends")
+                self._write("ends", changes.ends)
             if changes.run_lost:
                 self._db.execute("UPDATE run SET run_lost = ?", (changes.run_lost,))
             self._db.executemany("DELETE FROM parameters WHERE name = ?", [(name,) for name in changes.forgotten])
@@ -194,7 +200,7 @@ class SqliteStore(Store):
                 self._db.execute(statement)
             self._db.execute("INSERT INTO run VALUES (1, ?, 0, 0, '', x'', 0, 1, 0, 0, '')", (run_id or new_run_id(),))
             self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-        for table in _TABLES:  # Files of some releases have no events.
+        for table in _TABLES:  # Files of some releases have neither events nor ends.
             self._db.execute(_create(table))
         self._db.execute("COMMIT")
         (state,) = self._db.execute("PRAGMA quick_check(1)").fetchone()

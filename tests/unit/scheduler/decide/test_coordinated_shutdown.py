@@ -13,8 +13,9 @@ from psdist_scheduler.decide import cluster_events as ev
 from psdist_scheduler.decide import effects as ef
 from psdist_scheduler.decide import snapshot_events as sn
 from psdist_scheduler.decide.alignment import RETRY_SECONDS
+from psdist_scheduler.decide.cluster import Cluster
 from psdist_scheduler.decide.cluster_events import AlignReported, StopReported
-from psdist_scheduler.decide.cluster_state import Member
+from psdist_scheduler.decide.cluster_state import EndStep, Member
 from psdist_scheduler.decide.effects import AlignCommand, StopCommand
 from psdist_scheduler.decide.run_end import COLLECT_SECONDS, SAVE_SECONDS, UNKNOWN_SECONDS
 from tests.support.scheduler_driver import Driver, caller
@@ -265,6 +266,10 @@ def test_a_step_of_some_is_not_saved_where_the_last_snapshot_fails(trains: bool)
     run.on(sn.PartFailed(server, attempt.number, "the disk is full"))
     run.writing = True
     run.all_leave()
+    assert run.stored.ends == (EndStep("mlp", 7),)
+    for step, text in ((7, ""), (8, "ended together at step 7 of 'mlp', which is at step 8")):
+        restarted = Cluster(run.settings, run.stored, run.now)
+        assert text in (found := restarted.snapshots.end_snapshot.check({"mlp": step})) and bool(text) == bool(found)
     if trains:
         run.train(8)  # Of worker-0 alone.
         error = run.state(run.save())
@@ -272,6 +277,8 @@ def test_a_step_of_some_is_not_saved_where_the_last_snapshot_fails(trains: bool)
         assert "ended together at step 7 of 'mlp', which is at step 8" in error.message and run.steps == []
     else:
         assert run.saved(run.save()).steps == {"mlp": 7}
+        run.begin()
+        assert run.stored.ends == ()
 
 
 def test_asynchronous_workers_leave_after_their_pushes() -> None:

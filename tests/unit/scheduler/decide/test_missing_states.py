@@ -74,6 +74,7 @@ def test_a_waiting_worker_is_served_without_the_state_of_one_that_joins_later(wa
 def test_the_last_snapshot_is_without_the_state_of_a_worker_that_joins_later() -> None:
     driver = JoinerDriver()
     driver.cluster.snapshots.save_for_the_end({"mlp": 8})
+    driver.tick()
     driver.train(8)
     driver.tick()
     driver.go_on()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import msgspec
 import pytest
@@ -12,6 +12,7 @@ from psdist_scheduler.decide.cluster_state import (
     BarrierRecord,
     DataLease,
     DatasetRecord,
+    EndStep,
     Member,
     RestorePoint,
     SchedulerProcess,
@@ -34,6 +35,7 @@ EVERYTHING = Persist(
     barriers=(BarrierRecord("w0", "b", 1, 2),),
     schedulers=(SchedulerProcess("s", 5),),
     run_lost="lost",
+    ends=(EndStep("m", 9),),
 )
 
 
@@ -47,7 +49,7 @@ def test_the_fields_are_those_of_the_format() -> None:
     """Raise ``etcd_store.FORMAT`` when the stored fields change: an older log lacks them."""
     stored = msgspec.msgpack.decode(run_store.encode(EVERYTHING))
     assert etcd_store.FORMAT == 1
-    names = "epoch members parameters nodes servers_wanted datasets forgotten base barriers schedulers run_lost"
+    names = "epoch members parameters nodes servers_wanted datasets forgotten base barriers schedulers run_lost ends"
     assert [*stored] == names.split()
     assert [*stored["parameters"][0]] == ["entry", "layout", "uploader", "committed"]
     assert [*stored["members"][0]] == [field.name for field in fields(Member)]
@@ -58,6 +60,12 @@ def test_a_change_without_a_field_is_refused() -> None:
     del stored["barriers"]
     with pytest.raises(ValueError, match="missing required field `barriers`"):
         run_store.decode(msgspec.msgpack.encode(stored))
+
+
+def test_a_change_of_an_earlier_release_has_no_ends() -> None:
+    stored = msgspec.msgpack.decode(run_store.encode(EVERYTHING))
+    del stored["ends"]
+    assert run_store.decode(msgspec.msgpack.encode(stored)) == replace(EVERYTHING, ends=None)
 
 
 def test_a_whole_state_is_one_change() -> None:

@@ -17,6 +17,7 @@ from psdist.types import (
 from psdist.wire.limits import BARRIERS_PASSED_MAX
 from psdist_scheduler.decide.cluster_state import (
     BarrierRecord,
+    EndStep,
     Member,
     RestorePoint,
     SchedulerProcess,
@@ -75,10 +76,13 @@ def test_what_became_of_the_run_is_loaded(tmp_path: Path) -> None:
     record, processes = replace(RECORD, entry=reset), (SchedulerProcess("a", 5), SchedulerProcess("b"))
     store = SqliteStore(tmp_path / "s", "run")
     store.write(Persist(6, parameters=(record,), base=base, schedulers=processes))
-    store.write(Persist(7, run_lost="it is gone"))
+    ends = (EndStep("mlp", 4), EndStep("other", 7))
+    store.write(Persist(7, run_lost="it is gone", ends=ends))
+    wanted = StoredState("run", 7, (), (record,), base=base, schedulers=processes, run_lost="it is gone", ends=ends)
+    assert store.load() == wanted
+    store.write(Persist(7, ends=()))
     store.close()
-    wanted = StoredState("run", 7, parameters=(record,), base=base, schedulers=processes, run_lost="it is gone")
-    assert loaded(tmp_path) == wanted
+    assert loaded(tmp_path) == replace(wanted, ends=())
 
 
 def test_what_workers_have_passed_is_loaded(tmp_path: Path) -> None:
