@@ -59,19 +59,9 @@ class ProcessTable:
         """Return the number of this process's current start, from 0."""
         return self._running[key].attempt if key in self._running else 0
 
-    def start(
-        self,
-        key: ProcessKey,
-        now: float,
-        attempt: int = 0,
-        quick_deaths: int = 0,
-        last_error: str = "",
-        was_grouped: bool = False,
-    ) -> None:
+    def start(self, key: ProcessKey, process: RunningProcess) -> None:
         """Add a process that is started now."""
-        self._running[key] = RunningProcess(
-            now, attempt, quick_deaths=quick_deaths, last_error=last_error, was_grouped=was_grouped
-        )
+        self._running[key] = process
 
     def connect(self, key: ProcessKey) -> None:
         """Record that a worker, which may have ended, registered."""

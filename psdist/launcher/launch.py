@@ -94,7 +94,7 @@ def launch(
     try:
         flags, command = _command(target, args, kwargs, settings, directory)
         argv = (*program("psdist"), "run", *flags, f"--report-file={directory / _REPORT}")
-        with RunProcess((*argv, "--", *command), len(argv)) as process:
+        with RunProcess(argv, ("--", *command)) as process:
             status = process.run_to_end(timeout)
             report = RunReport.read(directory / _REPORT)
             if status != 0 or report is None:
@@ -194,15 +194,15 @@ _SHOWN_LINES: Final = 5
 class RunProcess:
     """A running ``psdist run``. Leaving its ``with`` block ends it.
 
-    command: the command line without ``--lifeline-fd``, which is inserted at ``position``.
+    argv, words: parts of the command line; ``--lifeline-fd`` comes between them.
     """
 
-    def __init__(self, command: Sequence[str], position: int) -> None:
+    def __init__(self, argv: Sequence[str], words: Sequence[str]) -> None:
         self._lifeline = Lifeline()
         inherited = self._lifeline.end_of_children
         try:
             self._process = subprocess.Popen(
-                [*command[:position], f"--lifeline-fd={inherited}", *command[position:]],
+                [*argv, f"--lifeline-fd={inherited}", *words],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -28,6 +28,7 @@ from psdist.launcher.events import (
     ProcessKey,
     ProcessTable,
     Role,
+    RunningProcess,
     Say,
     Start,
     describe,
@@ -169,5 +170,5 @@ class Shutdown:
     def _start_snapshot(self, now: float) -> list[Effect]:
         if not self._saves or not self._table.ever_connected or not self._table.with_role("scheduler"):
             return []
-        self._table.start(_SNAPSHOT, now)
+        self._table.start(_SNAPSHOT, RunningProcess(now))
         return [Start(_SNAPSHOT, 0)]

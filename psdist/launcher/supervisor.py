@@ -181,7 +181,7 @@ class ServerScaling:
         for _ in range(min(missing, STARTS_AT_ONCE)):
             key = ProcessKey("server", self._next_number)
             self._next_number += 1
-            self._table.start(key, now)
+            self._table.start(key, RunningProcess(now))
             effects += [Say(f"{key} is started: {event.servers} servers are wanted"), Start(key, 0)]
         return effects
 
@@ -206,7 +206,7 @@ class WorkerScaling:
         effects: list[Effect] = []
         for rank in range(first, first + event.workers - len(active)):
             key = ProcessKey("worker", rank)
-            self._table.start(key, now)
+            self._table.start(key, RunningProcess(now))
             effects += [Say(f"{key} is started: {event.workers} workers are wanted"), Start(key, 0)]
         for key in active[event.workers :]:
             deadline = now + self._stop_timeout_seconds
@@ -307,7 +307,7 @@ class Supervisor:
         if deaths == QUICK_DEATHS_ALLOWED:
             given_up = f"{how}; the last of {deaths} exits in a row within {QUICK_SECONDS:g} s of its start"
             return self._give_up(Finish(exit_codes.INFRASTRUCTURE, given_up, key), now)
-        self.table.start(key, now, process.attempt + 1, deaths)
+        self.table.start(key, RunningProcess(now, process.attempt + 1, quick_deaths=deaths))
         what = "the run continues, and it is restarted"
         if key.role == "server" and event.returncode != 0 and not self._policy.copies:
             what = "it is restarted; its shards come from the last snapshot, if there is one"
@@ -321,7 +321,8 @@ class Supervisor:
         if process.attempt < most and not recurs:
             attempt = process.attempt + 1
             grouped = event.group_age is not None
-            self.table.start(event.key, now, attempt, last_error=event.error, was_grouped=grouped)
+            again = RunningProcess(now, attempt, last_error=event.error, was_grouped=grouped)
+            self.table.start(event.key, again)
             return [Say(f"{event.key} failed: {how}; restart {attempt} of {most}"), Start(event.key, attempt)]
         tried = recurs or (f" (--max-restarts {most} used up)" if most else "")
         cause = Finish(status_of(event.returncode), f"{event.key} failed: {how}{tried}", event.key)

@@ -260,7 +260,7 @@ import os, signal, sys
 from psdist.launcher.launch import RunProcess
 
 waits = "import os, sys; os.read(int(sys.argv[1].partition('=')[2]), 1)"
-run = RunProcess([sys.executable, "-c", waits], 3)
+run = RunProcess([sys.executable, "-c", waits], ())
 print("services", run._process.pid, flush=True)
 if os.fork() == 0:
     print("forked", os.getpid(), flush=True)
