@@ -165,7 +165,8 @@
     set($("run-id"), run.id);
     const alive = (members) => Object.values(members).filter((one) => one.state === "live").length;
     const sets = Object.entries(state.parameters).map(([name, one]) =>
-      `${name} at version ${number(one.version_max ?? 0, 9)}${saved ? "" : `, ${number(one.rate)} steps/s`}`);
+      name + (one.version_max == null ? "" : ` at version ${number(one.version_max, 9)}`)
+        + (saved ? "" : `, ${number(one.rate)} steps/s`));
     const workers = alive(state.workers);
     const servers = alive(state.servers);
     set($("summary"), [
@@ -293,7 +294,8 @@
       part.region.setAttribute("aria-label", `shards of ${name}`);
       const shards = Object.entries(one.shards);
       set(part.text, `${one.state}: ${plural(one.tensors, "tensor")}, ${plural(one.elements, "element")}, `
-        + `${plural(one.slices, "slice")} in ${plural(shards.length, "shard")}; ${one.consistency}, ${one.optimizer}`);
+        + plural(one.slices, "slice") + (shards.length ? ` in ${plural(shards.length, "shard")}` : "")
+        + `; ${one.consistency}, ${one.optimizer}`);
       yield* rows(part.body, shards, ["", "", "", "number opt"], (cells, shard, index, row) => {
         row.classList.toggle("bad", Boolean(shard.lost));
         set(cells[0], index);

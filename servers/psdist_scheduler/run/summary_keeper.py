@@ -83,8 +83,16 @@ class SummaryKeeper:
         summary.state, summary.reason = state or "running", reason
         summary.configuration = _configuration(status)
         summary.members = msgspec.convert(_newest_members(status["members"]), list[form.MemberPart])
-        summary.parameters = msgspec.convert(status["parameters"][: form.MEMBERS_KEPT], list[form.ParametersPart])
         snapshots = status["snapshots"]["committed"] if status["snapshots"] else []
+        # Servers report versions, and are gone at the end of a run.
+        newest = max(snapshots, key=lambda one: float(one["time"]), default=None)
+        versions = dict[str, int](newest["steps"] if newest is not None else {})
+        for old in summary.parameters:
+            versions[old.name] = max(versions.get(old.name, 0), old.version_max or 0)
+        summary.parameters = msgspec.convert(status["parameters"][: form.MEMBERS_KEPT], list[form.ParametersPart])
+        for part in summary.parameters:
+            if part.version_max is None:
+                part.version_max = versions.get(part.name)
         summary.snapshots = msgspec.convert(snapshots[: form.MEMBERS_KEPT], list[form.SnapshotPart])
         summary.history = _history(list(events))
         return form.to_bytes(summary)

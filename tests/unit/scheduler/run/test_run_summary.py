@@ -71,6 +71,19 @@ def test_a_summary_has_curves_workers_and_configuration() -> None:
     assert [one.number for one in found.history.events] == [1, 2, 3] and found.environment["Python"]
 
 
+def test_a_run_without_servers_is_at_the_newest_version_that_is_known() -> None:
+    kept = keeper()
+    assert document(kept).parameters[0].version_max == 5, "as in its snapshot"
+    answer = pb.GetStatusResponse(run_id="digits")
+    entry = answer.parameters.add(state="ready").entry
+    entry.spec.name = "model"
+    entry.shards.add().primary.server_id = "server-0"
+    statistics = answer.members.add(member_id="server-0", role=pb.ROLE_SERVER, state="live").statistics
+    statistics.parameters.add(parameters="model", version_min=7, version_max=7)
+    kept.document(status_json(answer), [], 2000.0)
+    assert document(kept).parameters[0].version_max == 7
+
+
 def test_a_long_run_has_fewer_points_of_the_same_sums() -> None:
     kept = keeper()
     seconds = 5 * form.POINTS_KEPT
