@@ -22,7 +22,7 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
-from psdist import settings as settings  # Makes those of gRPC before anything imports it.
+from psdist.settings import grpc_settings as grpc_settings  # Before anything imports gRPC.
 from psdist.version import __version__
 
 if TYPE_CHECKING:

@@ -1,13 +1,1 @@
-"""Settings of psdist's programs and scripts; and gRPC's own, made here because ``psdist`` imports this before gRPC."""
-
-from __future__ import annotations
-
-import os
-import sys
-from typing import Final
-
-#: True if gRPC was imported before, and has not read the first setting.
-grpc_came_first: Final = "grpc" in sys.modules and "GRPC_ENABLE_FORK_SUPPORT" not in os.environ
-
-os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+"""Settings and exit statuses of the programs: flags and environment variables."""

@@ -20,7 +20,7 @@ from psdist.client.process.other_processes import ProcessBound
 from psdist.client.process.sigterm import StoppableClient, sigterm
 from psdist.client.reporting.phase_timer import PhaseTimer
 from psdist.errors import ClosedError, ConfigurationError
-from psdist.settings import grpc_came_first
+from psdist.settings.grpc_settings import grpc_came_first
 from psdist.wire import malloc_options
 
 T = TypeVar("T")
