@@ -353,9 +353,9 @@ replica_to_proto, replica_from_proto = pair(Replica, pb.Replica)
 _shard_to_proto, _shard_from_proto = pair(Shard, pb.Shard)
 member_to_proto, member_from_proto = pair(ParametersMember, pb.ParametersMember)
 worker_to_proto, worker_from_proto = pair(WorkerEntry, pb.WorkerEntry)
-server_to_proto, server_from_proto = pair(ServerEntry, pb.ServerEntry)
+pair(ServerEntry, pb.ServerEntry)
 #: The name of the directory is checked.
-restore_to_proto, restore_from_proto = pair(Restore, pb.Restore, directory=(str, check_directory))
+pair(Restore, pb.Restore, directory=(None, check_directory))
 _range_to_proto, _range_from_proto = pair(GroupRange, pb.GroupRange)
 
 

@@ -151,8 +151,7 @@ class Cluster:
 
         Workers that are done count as present.
         """
-        begun = any(entry.ready for entry in self.registry.entries)
-        return self.rendezvous.shortage(self.demand.ranks_in_service) if begun else ""
+        return self.rendezvous.shortage(self.demand.ranks_in_service) if self.registry.has_begun else ""
 
     @property
     def waits(self) -> list[str]:
@@ -364,7 +363,7 @@ class Cluster:
             raise lost(why, remedy, snapshot=directory)
         # Members that this scheduler knows are back, or it began with an empty store, so the unknown member is late.
         is_known = lineage.is_first or bool(self.members.sessions.by_call)
-        if not is_older and is_known and any(entry.ready for entry in self.registry.entries):
+        if not is_older and is_known and self.registry.has_begun:
             raise lost(why, "The run was started again without it")
         error = lost(why, "Give the scheduler the newest store of this run (--store)" if is_older else _NO_RECORD)
         resume.fail(error)

@@ -207,7 +207,7 @@ class DeferredLosses:
 
         if member.role != "server":
             return False
-        shards = (s for p in self._registry.all if p.record is not None and p.entry.ready for s in p.entry.shards)
+        shards = (shard for entry in self._registry.entries if entry.ready for shard in entry.shards)
         return any(is_holder(shard) and after_loss(shard, is_left).lost and not shard.lost for shard in shards)
 
 
@@ -375,8 +375,7 @@ class UnreachableServers:
 
     def _entries_of(self, server: Replica) -> list[ParametersEntry]:
         """Return the parameter sets that the server is a primary of."""
-        entries = [p.entry for p in self._registry.all if p.record is not None]
-        return [entry for entry in entries if any(shard.primary == server for shard in entry.shards)]
+        return [entry for entry in self._registry.entries if any(shard.primary == server for shard in entry.shards)]
 
     def _is_waited_for(self, worker: Identity, server: Replica) -> bool:
         """Return True if others wait for the pushes of this worker to this server."""

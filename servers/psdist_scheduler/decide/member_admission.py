@@ -83,8 +83,6 @@ class MemberAdmission:
     def _check(self, event: Register) -> None:
         _check_protocol(event)
         self._members.check_run(event.run_id)
-        if event.role not in ("server", "worker"):
-            raise InvalidArgumentError(f"role {event.role!r} is unknown: use server or worker")
         if event.member_id:
             check_name(event.member_id, "member id")
         if event.world_size > WORLD_MAX:

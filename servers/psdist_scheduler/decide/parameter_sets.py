@@ -258,6 +258,16 @@ class Registry:
         return tuple(self._all.values())
 
     @property
+    def placed(self) -> list[ParameterSet]:
+        """Placed parameter sets, in the order in which they were first requested."""
+        return [p for p in self._all.values() if p.record is not None]
+
+    @property
+    def has_begun(self) -> bool:
+        """True if a parameter set is ready: the run trains."""
+        return any(entry.ready for entry in self.entries)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Names of all requested parameter sets."""
         return tuple(self._all)

@@ -76,7 +76,7 @@ class Rollback:
         """True if shards are lost that nobody else holds, and workers need them."""
         if not self._members.workers or not (self._members.changed or self._registry.lost_text):
             return False
-        return any(self._is_lost(p) for p in self._registry.all if p.record is not None)
+        return any(self._is_lost(p) for p in self._registry.placed)
 
     def _is_lost(self, p: ParameterSet) -> bool:
         shards = [after_loss(shard, self._members.has) for shard in p.entry.shards]
@@ -89,7 +89,7 @@ class Rollback:
 
         Incarnations of workers end, because their knowledge of steps and leases is no longer true.
         """
-        placed = [p for p in self._registry.all if p.record is not None]
+        placed = self._registry.placed
         if not why:
             why = self._loss_text = self._losses()
         lost = tuple((p.name, found.commit.steps.get(p.name, 0), p.version) for p in placed if p.state != "loading")
@@ -111,7 +111,7 @@ class Rollback:
         return effects
 
     def _losses(self) -> str:
-        return "; ".join(self._loss(p) for p in self._registry.all if p.record is not None and self._is_lost(p))
+        return "; ".join(self._loss(p) for p in self._registry.placed if self._is_lost(p))
 
     def _loss(self, p: ParameterSet) -> str:
         shards = enumerate(p.entry.shards)

@@ -455,7 +455,7 @@ class RunStart:
 
     def progress(self, now: float) -> list[Effect]:
         """Report the members that the run waits for, and end it if it cannot begin."""
-        self._has_begun = self._has_begun or any(entry.ready for entry in self._registry.entries)
+        self._has_begun = self._has_begun or self._registry.has_begun
         if self._has_begun:
             return []
         shortage = self._members.demand.shortage(begun=True)

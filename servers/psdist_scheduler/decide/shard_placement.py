@@ -9,7 +9,7 @@ and which to drop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from psdist.types import Replica, Shard, Slicing
@@ -57,7 +57,7 @@ class ReplicaManager:
             return []
         self._unreachable = {place: t for place, t in self._unreachable.items() if self._members.has(place[2])}
         effects: list[ef.Effect] = []
-        for p in self._placed():
+        for p in self._registry.placed:
             before = p.entry.shards
             after = tuple(after_loss(shard, self._members.has) for shard in before)
             if after == before:
@@ -124,7 +124,7 @@ class ReplicaManager:
             return []
         self._confirmed, self._leaving = confirmed, leaving
         effects = self._drop_unreachable(now)
-        placed = {p.name: p for p in self._placed()}
+        placed = {p.name: p for p in self._registry.placed}
         plan = PlacementPlan(
             [p.placed for p in placed.values()],
             self._members.servers,
@@ -151,12 +151,12 @@ class ReplicaManager:
         """Return a sentence about shards with fewer copies than wanted; empty if all have theirs."""
         wanted = self._settings.replicas
         short: dict[str, list[int]] = {}
-        for p in self._placed():
+        for p in self._registry.placed:
             for server, numbers in self._registry.missing_replicas(p).items():
                 short.setdefault(server, []).extend(numbers)
         if not short:
             return ""
-        shards = sum(len(p.entry.shards) for p in self._placed())
+        shards = sum(len(p.entry.shards) for p in self._registry.placed)
         count = sum(len(numbers) for numbers in short.values())
         targets = ", ".join(sorted(server for server in short if server))
         what = f"being copied to {targets}" if targets else "waiting for a server that can hold the next"
@@ -190,9 +190,6 @@ class ReplicaManager:
                 del self._doubted[place]
                 effects += self._drop(place, shard, reason, now)
         return effects
-
-    def _placed(self) -> Iterable[ParameterSet]:
-        return [p for p in self._registry.all if p.record is not None]
 
     def _set(self, name: str, number: int, shard: Shard) -> ParameterSet:
         p = self._registry.get(name)

@@ -42,9 +42,8 @@ def read(scheduler: Scheduler, readings: Readings) -> None:
     readings.add("psdist_epoch", cluster.epoch)
     readings.add("psdist_waits", len(cluster.waits))
     _read_members(cluster, readings, now)
-    for p in cluster.registry.all:
-        if p.record is not None:
-            _read_shards(p, cluster.settings.replicas, readings)
+    for p in cluster.registry.placed:
+        _read_shards(p, cluster.settings.replicas, readings)
     counts = scheduler.history.counts
     for kind in get_args(EventKind):  # From 0 on: Prometheus sees no increase to the first value of a series.
         readings.add("psdist_events_total", counts[kind], kind=kind)

@@ -90,12 +90,11 @@ class Service:
         settings = self._scheduler.cluster.settings
         return convert.make_message(
             pb.RegisterResponse,
-            value.member,
+            value,
+            member_id=value.member.member_id,
+            incarnation=value.member.incarnation,
+            rank=value.member.rank,
             run_id=settings.run_id,
-            protocol_version=value.protocol_version,
-            world_size=value.world_size,
-            lease_seconds=value.lease_seconds,
-            heartbeat_seconds=value.heartbeat_seconds,
             silence_seconds=settings.lease_seconds,
             takes_changes=True,
             map=self._scheduler.calls.map,
