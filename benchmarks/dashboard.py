@@ -28,8 +28,7 @@ from playwright.sync_api import sync_playwright
 
 from psdist.monitoring.dashboard import dashboard_link, view_key
 from psdist.settings.config import DashboardEndpoint
-from psdist_scheduler.dashboard.dashboard_server import DashboardServer
-from psdist_scheduler.dashboard.feed import Reading
+from psdist_scheduler.run.dashboard import DashboardServer, Reading
 from tests.support.dashboard_runs import advance, sample, status
 
 WORKERS: Final = 100

@@ -231,6 +231,11 @@
     });
   }
 
+  function count(all, role) {
+    if (saved) return plural(all.length, role);
+    return `${plural(all.filter(([, one]) => one.state === "live").length, `live ${role}`)} of ${all.length}`;
+  }
+
   function links(one) {
     return Object.entries(one.links || {}).map(([name, count]) => `${count} ${name.split("|")[0]}`).join(", ");
   }
@@ -239,7 +244,7 @@
     const bad = new Set(state.problems.map((one) => one.who));
     const all = Object.entries(state.workers).sort(byRank);
     const shown = $("only-problems").checked ? all.filter(([id]) => bad.has(id)) : all;
-    set($("workers-count"), `${plural(all.filter(([, one]) => one.state === "live").length, "live worker")} of ${all.length}`);
+    set($("workers-count"), count(all, "worker"));
     yield* rows($("workers"), shown, ["", "", "bars", "number", "number opt", "number opt", "opt", ""], (cells, one, id, row) => {
       row.classList.toggle("bad", bad.has(id));
       set(cells[0], id);
@@ -256,7 +261,7 @@
   function* showServers() {
     const bad = new Set(state.problems.map((one) => one.who));
     const all = Object.entries(state.servers).sort(byName);
-    set($("servers-count"), `${plural(all.filter(([, one]) => one.state === "live").length, "live server")} of ${all.length}`);
+    set($("servers-count"), count(all, "server"));
     const columns = ["", "", "number", "number", "number", "number opt", "number opt", "number opt", "number", ""];
     yield* rows($("servers"), all, columns, (cells, one, id, row) => {
       row.classList.toggle("bad", bad.has(id));
@@ -296,6 +301,7 @@
       set(part.text, `${one.state}: ${plural(one.tensors, "tensor")}, ${plural(one.elements, "element")}, `
         + plural(one.slices, "slice") + (shards.length ? ` in ${plural(shards.length, "shard")}` : "")
         + `; ${one.consistency}, ${one.optimizer}`);
+      part.region.hidden = Boolean(saved);
       yield* rows(part.body, shards, ["", "", "", "number opt"], (cells, shard, index, row) => {
         row.classList.toggle("bad", Boolean(shard.lost));
         set(cells[0], index);

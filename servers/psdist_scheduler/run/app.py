@@ -50,7 +50,7 @@ from psdist_scheduler.run.snapshot_io import check_fresh, check_readable, check_
 from psdist_scheduler.run.summary_keeper import SummaryKeeper, SummaryWriter, load
 
 if TYPE_CHECKING:
-    from psdist_scheduler.dashboard.dashboard_server import DashboardServer
+    from psdist_scheduler.run.dashboard import DashboardServer
 
 logger = logging.getLogger("psdist.scheduler")
 
@@ -173,21 +173,21 @@ def _serve_dashboard(scheduler: Scheduler, endpoint: DashboardEndpoint, *, optio
     Otherwise raises ConfigurationError and InsecureBindError.
     """
     require_dashboard()
-    from psdist_scheduler.dashboard import dashboard_server, feed  # They need the libraries of an extra.
+    from psdist_scheduler.run import dashboard  # It needs the libraries of an extra.
 
     settings = scheduler.cluster.settings
 
-    def read(after: int) -> feed.Reading:
+    def read(after: int) -> dashboard.Reading:
         began = time.perf_counter()
         status, samples = scheduler.status(), scheduler.reports.samples.after(after)
         workers = sum(member.role == "worker" and member.live for member in scheduler.cluster.members.all)
         heartbeat = max(settings.heartbeat_of("server", workers), settings.heartbeat_of("worker", workers))
         curves = scheduler.reports.summary.curves() if scheduler.reports.summary is not None and not after else None
-        return feed.Reading(status, samples, heartbeat, time.perf_counter() - began, curves)
+        return dashboard.Reading(status, samples, heartbeat, time.perf_counter() - began, curves)
 
     try:
         key = view_key(endpoint.token, settings.run_id)
-        server = dashboard_server.DashboardServer(endpoint, key, read)
+        server = dashboard.DashboardServer(endpoint, key, read)
     except ConfigurationError as error:
         if not optional:
             raise

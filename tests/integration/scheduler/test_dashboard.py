@@ -16,14 +16,12 @@ from typing import Any
 import pytest
 
 from psdist.errors import ConfigurationError, InsecureBindError
-from psdist.monitoring import dashboard
-from psdist.monitoring.dashboard import listen, view_key
+from psdist.monitoring.dashboard import content, listen, view_key
 from psdist.monitoring.run_state import RunState
 from psdist.settings.config import DashboardEndpoint
 from psdist.wire import limits
-from psdist_scheduler.dashboard import feed
-from psdist_scheduler.dashboard.dashboard_server import DashboardServer
-from psdist_scheduler.dashboard.feed import Reading
+from psdist_scheduler.run import dashboard
+from psdist_scheduler.run.dashboard import DashboardServer, Reading
 from tests.support.dashboard_runs import advance, sample, status
 
 TOKEN = "secret"
@@ -119,10 +117,10 @@ async def test_the_page_is_small_and_may_load_nothing_from_elsewhere() -> None:
 
 
 def test_the_page_never_makes_html_of_text() -> None:
-    script = dashboard.content("dashboard.js").decode()
+    script = content("dashboard.js").decode()
     for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function"):
         assert word not in script
-    page = dashboard.content("index.html").decode()
+    page = content("index.html").decode()
     assert "style=" not in page and "onclick" not in page and page.count("<script") == page.count("<script src=")
 
 
@@ -140,7 +138,7 @@ async def test_changes_follow_the_whole_state() -> None:
 
 
 async def test_nobody_is_read_for_while_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "_IDLE_SECONDS", 1e6)
+    monkeypatch.setattr(dashboard, "_IDLE_SECONDS", 1e6)
     read, times = made_up(), []
     once = asyncio.Event()
 
@@ -197,7 +195,7 @@ async def test_the_scheduler_does_not_wait_for_a_dashboard_that_hangs(monkeypatc
 
 async def test_a_browser_that_never_reads_is_cut_off_and_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "DASHBOARD_STALL_SECONDS", 0.5)
-    monkeypatch.setattr(feed, "_INTERVAL_SECONDS", 0.01)
+    monkeypatch.setattr(dashboard, "_INTERVAL_SECONDS", 0.01)
     read, rng = made_up(1), random.Random(2)
 
     def large(after: int) -> Reading:

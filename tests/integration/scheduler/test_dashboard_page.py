@@ -26,8 +26,7 @@ from psdist.monitoring.run_summary import (
     WorkerPart,
 )
 from psdist.settings.config import DashboardEndpoint
-from psdist_scheduler.dashboard.dashboard_server import DashboardServer
-from psdist_scheduler.dashboard.feed import Reading
+from psdist_scheduler.run.dashboard import DashboardServer, Reading
 from tests.support.dashboard_runs import advance, sample, status
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""

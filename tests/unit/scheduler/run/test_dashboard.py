@@ -7,7 +7,7 @@ import pytest
 from psdist.monitoring.dashboard import dashboard_link, view_key
 from psdist.security.roles import Role
 from psdist.security.tokens import create
-from psdist_scheduler.dashboard.dashboard_server import Access
+from psdist_scheduler.run.dashboard import Access
 
 KEY = view_key("secret", "run")
 
