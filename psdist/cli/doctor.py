@@ -50,7 +50,7 @@ def run(given: Namespace, environ: Mapping[str, str]) -> int:
 
     findings = asyncio.run(check_all())
     show(given.format, [asdict(finding) for finding in findings], lambda _: _print(findings))
-    return checks.STATUSES[checks.worst(findings)]
+    return max(checks.STATUSES[finding.level] for finding in findings)
 
 
 def _print(findings: list[Finding]) -> None:

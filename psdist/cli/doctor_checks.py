@@ -10,7 +10,7 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
@@ -45,9 +45,8 @@ _SLOW_PING_SECONDS: Final = 0.02
 
 Level = Literal["ok", "warn", "fail"]
 
-#: Exit status by the worst level.
+#: Exit status by level; of several the largest counts.
 STATUSES: Final[dict[Level, int]] = {"ok": 0, "warn": 1, "fail": 69}
-_ORDER: Final[tuple[Level, ...]] = ("ok", "warn", "fail")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +72,6 @@ def warn(check: str, text: str, remedy: str) -> Finding:
 def fail(check: str, text: str, remedy: str) -> Finding:
     """Return a finding that keeps a run from working."""
     return Finding(check, "fail", text, remedy)
-
-
-def worst(findings: Iterable[Finding]) -> Level:
-    """Return the worst level."""
-    return max((finding.level for finding in findings), key=_ORDER.index, default="ok")
 
 
 def check_shared_directory() -> Finding:

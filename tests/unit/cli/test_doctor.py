@@ -15,15 +15,11 @@ import pytest
 
 from psdist.cli.doctor_checks import (
     STATUSES,
-    Finding,
     check_clock,
     check_connection,
     check_name,
     check_shared_directory,
     check_version,
-    ok,
-    warn,
-    worst,
 )
 from psdist.version import __version__
 
@@ -48,11 +44,6 @@ def test_findings_are_printed_and_the_worst_is_the_status() -> None:
 def test_wrong_files_of_tls_are_named(tmp_path: Path) -> None:
     done = doctor(*(f"--tls-{what}={tmp_path / what}" for what in ("ca", "cert", "key")))
     assert done.returncode == 2 and f"{tmp_path / 'ca'} (--tls-ca) cannot be read" in done.stderr
-
-
-def test_the_levels_are_ordered() -> None:
-    assert worst([]) == "ok" and worst([ok("a", ""), warn("b", "", "r")]) == "warn"
-    assert worst([Finding("c", "fail", ""), warn("b", "", "r")]) == "fail" and STATUSES["fail"] > STATUSES["warn"] > 0
 
 
 def test_a_full_shared_directory_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
