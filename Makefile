@@ -82,7 +82,7 @@ PROTOS := $(wildcard proto/psdist/v1/*.proto)
 # The tests of make check.
 CHECKS := tests/test_tidy.py tests/test_structure.py tests/test_prose.py tests/test_proto.py
 
-.PHONY: demo kernels test clusters frameworks check lint docs verify long torch-suite sim chaos fuzz bench proto sync updates clean
+.PHONY: demo kernels test clusters frameworks check lint docs verify long torch-suite sim chaos fuzz bench proto sync api updates clean
 .DEFAULT_GOAL := test
 
 # --- environment: the demo needs neither torch nor linters, and does not wait for them -------------------------------

@@ -8,7 +8,8 @@ Invariants: a push keeps its number until every slice is answered, and uses it u
 again with all slices pending, and servers ignore those that they have. The failure of a bucket is raised at least once,
 by the bucket or by the next call.
 
-Not here: which slices are ready (``buckets``), checks of values (``gradients``), the order of pushes (``push_order``).
+Not here: which slices are ready (``push_sequence``), checks of values (``gradients``), the order of pushes
+(``push_order``).
 """
 
 from __future__ import annotations

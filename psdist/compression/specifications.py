@@ -84,7 +84,7 @@ class BFloat16(Cast):
 
 @dataclass(frozen=True)
 class Auto(Codec):
-    """Automatic choice among the codecs that train as well as float32 (``automatic``).
+    """Automatic choice among the codecs that train as well as float32 (``client.automatic_compression``).
 
     It is made when the parameters are opened, from the speed of the links and of the encoder: the codec with the
     shortest pushes wins.

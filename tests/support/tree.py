@@ -28,7 +28,7 @@ def is_generated(path: Path) -> bool:
 
 
 def module_name(path: Path) -> str:
-    """``servers/psdist_server/shard.py`` -> ``psdist_server.core.shard``."""
+    """``servers/psdist_server/core/shard.py`` -> ``psdist_server.core.shard``."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     parts = parts[1:] if parts[0] == "servers" else parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)

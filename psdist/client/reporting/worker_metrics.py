@@ -33,7 +33,7 @@ class MeasuredHandle(Protocol):
 
     @property
     def participation(self) -> Any:
-        """Its ``ServerAccess``. Only the options are read."""
+        """Its ``Participation``. Only the options are read."""
 
     def statistics(self) -> Any:
         """Return its ``Statistics``."""

@@ -27,7 +27,7 @@ class CountedHandle(Protocol):
 
     @property
     def participation(self) -> Any:
-        """Its ``ServerAccess``. Only transports and options are read."""
+        """Its ``Participation``. Only transports and options are read."""
 
     def measure(self) -> Measurements:
         """Return its counters."""
@@ -90,7 +90,7 @@ def transport_of(transports: Mapping[str, str]) -> str:
 
 
 def codecs_of(spec: ParametersSpec, options: Any) -> tuple[str, str]:
-    """Return the names of the codecs of pushes and pulls. options: of a ``ServerAccess``."""
+    """Return the names of the codecs of pushes and pulls. options: of a ``Participation``."""
     pull = spec.pull_compression.partition("(")[0] or options.pull_dtype
     return type(options.codec).__name__.lower(), pull.lower()
 

@@ -5,7 +5,7 @@ requests, until it answers or is gone. So a server counts as unreachable exactly
 requests wait for. Heartbeats report such servers, and the scheduler names them and decides what follows; it also has
 other workers call the server (``check``).
 
-Not here: attempts to send a request (``delivery``), the consequences (the scheduler's ``unreachable_servers``).
+Not here: attempts to send a request (``delivery``), the consequences (the scheduler's ``losses``).
 """
 
 from __future__ import annotations

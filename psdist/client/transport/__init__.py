@@ -1,1 +1,1 @@
-"""The data path: requests to servers, over gRPC or shared memory."""
+"""The data path: requests to servers, over shared memory, TCP or gRPC."""

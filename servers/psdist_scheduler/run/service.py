@@ -52,7 +52,7 @@ Context: TypeAlias = grpc.aio.ServicerContext
 
 
 class Service:
-    """Methods for each RPC that is more than an event and its answers; ``messages.REQUESTS`` lists the others.
+    """Methods for each RPC that is more than an event and its answers; ``conversions.REQUESTS`` lists the others.
 
     See scheduler.proto for their meaning.
 

@@ -6,7 +6,7 @@ adds nothing to the gradient, not even for infinite weights, as in torch. Choice
 
 It is written once for all: ``updates`` compiles it for single elements, numpy runs it on whole arrays of any float
 dtype (``interpreted``, ``double``), and ``device_source`` translates it to CUDA C. After a change, run
-``python -m tests.kernel_wrappers``.
+``make updates``.
 """
 
 from __future__ import annotations

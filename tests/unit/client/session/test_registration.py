@@ -1,6 +1,6 @@
 """Joining a run: ``connect`` returns with a membership that lasts, or raises the scheduler's refusal.
 
-``test_client_connection`` covers clients that find no scheduler, ``test_client_rejoin`` clients that rejoin.
+``test_worker_session`` covers clients that find no scheduler, ``test_rejoin`` clients that rejoin.
 """
 
 from __future__ import annotations
