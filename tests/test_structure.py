@@ -204,8 +204,9 @@ def test_the_main_loops_name_what_exists() -> None:
     assert named and named <= known, sorted(named - known)
 
 
-def test_the_architecture_names_files_that_exist() -> None:
-    named = set(re.findall(r"`([\w/]+\.py)`", PAGE.read_text(encoding="utf-8")))
+@pytest.mark.parametrize("page", [PAGE, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_the_pages_for_developers_name_files_that_exist(page: Path) -> None:
+    named = set(re.findall(r"`([\w/]+\.py)`", page.read_text(encoding="utf-8")))
     paths = [path.relative_to(ROOT).as_posix() for path in MODULES]
     assert named and {name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in paths)} == set()
 

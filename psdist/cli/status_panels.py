@@ -398,7 +398,7 @@ def _connections(status: dict[str, Any]) -> list[Text]:
 def _events(found: Iterable[dict[str, Any]]) -> list[Text]:
     return [
         Text(
-            f"{clock(event['time'])} {'!' if event['warning'] else ' '} {event['kind']:<9} {event['text']}",
+            f"{clock(event['time'])} {'!' if event['warning'] else ' '} {event['kind']:<11} {event['text']}",
             "yellow" if event["warning"] else "dim",
         )
         for event in found

@@ -147,7 +147,7 @@ def test_transports_show_bytes_by_codec_and_reasons() -> None:
 
 def test_events_are_newest_first() -> None:
     first, second, *_ = texts(panels.events(made_run(), 80))
-    assert first.endswith("! loss      lost?[31m worker-7") and second.endswith("  join      worker 38 joined")
+    assert first.endswith("! loss        lost?[31m worker-7") and second.endswith("  join        worker 38 joined")
 
 
 def test_texts_of_members_cannot_control_the_terminal() -> None:
