@@ -20,7 +20,7 @@ from tests.support.mounted import Mount
 from tests.support.programs import Programs, until
 
 _SCRIPT = """
-import sys
+import os, sys
 import numpy as np, psdist
 gradient = {"w": np.ones((300, 200), np.float32)}
 with psdist.init() as context:
@@ -35,6 +35,7 @@ with psdist.init() as context:
         values = model.push_pull(gradient)
     print("is at step", model.step, "with", values["w"][0, 0])
     if "break" in sys.argv:
+        os.rename("broken", "renamed")
         open("broken", "x").close()
     while "hold" in sys.argv:
         model.push_pull(gradient)
@@ -128,6 +129,7 @@ def test_another_script_under_a_run_id_with_snapshots_is_refused_at_its_start(st
 def test_a_storage_that_breaks_costs_the_snapshot_and_nothing_else(stage: Stage) -> None:
     run = stage.start("psdist", "run", "--run-id", "digits", "--storage-path", "broken", "train.py", "hold")
     until(run, "is at step")
+    (stage.path / "broken").rename(stage.path / "aside")
     (stage.path / "broken").touch()
     status, text = stage.run("psdist", "snapshot", "save")
     assert status == 1 and "broken" in text and "training continues" in text, text
