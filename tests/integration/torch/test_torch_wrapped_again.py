@@ -132,7 +132,7 @@ def test_a_context_that_is_opened_again_does_not_continue_with_another_model() -
                 model = mlp()
                 with pytest.raises(InvalidArgumentError, match=REFUSED):
                     wrap(second, model)
-                with pytest.raises(LateWorkerError, match="opened its context again gives the new model another name="):
+                with pytest.raises(LateWorkerError, match="opened its context again passes another name="):
                     average(second)
                 optimizers[0].close()
                 again = wrap(second, models[0])
