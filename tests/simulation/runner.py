@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import gc
 import multiprocessing
+import sys
 import time
 import warnings
 from collections import Counter
@@ -164,7 +165,9 @@ def carry_out(kind: str, given: argparse.Namespace) -> int:
         return _ablations(kind, given.ablations, given.processes)
     if given.seed is not None:
         prepare(kind)
-        return tell(runs_of(kind).run(given.seed, trace=given.trace), kind)
+        status = tell(runs_of(kind).run(given.seed, trace=given.trace), kind)
+        sys.unraisablehook = lambda _: None  # Objects of the run that die with this process may complain.
+        return status
     return _many(kind, given)
 
 
