@@ -179,8 +179,11 @@ def _hashes(kind: str, seeds: Iterable[int]) -> int:
 
 
 def _ablations(kind: str, names: Sequence[str], processes: int) -> int:
-    missed = 0
-    for name, seeds, seen in hunt_all(kind, names or list(ablations_of(kind).ABLATIONS), processes):
+    known, missed = list(ablations_of(kind).ABLATIONS), 0
+    if unknown := [name for name in names if name not in known]:
+        print(f"no safeguard is named {unknown[0]!r}; these are:", *known, sep="\n  ", file=sys.stderr)
+        return 2
+    for name, seeds, seen in hunt_all(kind, names or known, processes):
         missed += not seeds
         print(f"{f'caught by seed {seeds - 1}' if seeds else 'NOT CAUGHT':20} {name}: {seen:.100}", flush=True)
     return 1 if missed else 0
