@@ -2,7 +2,7 @@
 #
 #   make demo     train real digits through two servers and two workers on this machine
 #   make test     all checks, unit and property tests, the contract of channels, some seeds of each simulation, and
-#                 eight real runs: 6 minutes on two slow cores, once installed and compiled
+#                 eight real runs: 5 minutes on two cores, once installed and compiled
 #   make clusters
 #                 the tests with connections and processes: clients, links, collectives, launchers, engines, faults,
 #                 snapshots, monitoring, devices, compression, examples
