@@ -256,7 +256,7 @@ def _digits(value: float) -> float:
 
 
 def saved_run(summary: Summary) -> Tree:
-    """Return what the page shows of a summary, in the form of the message with a live run's whole state.
+    """Return the page of a summary, in the form of the message that has the whole state of a live run.
 
     Times and rates are those of the whole run, faults are its problems, and facts are in a table.
     """

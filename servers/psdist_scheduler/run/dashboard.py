@@ -223,7 +223,7 @@ class Feed:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Count a reader, for whom the run is read."""
+        """Count a reader during a block. The run is read while there are any."""
         self.readers += 1
         self._wanted.set()
         try:
