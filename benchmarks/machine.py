@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import psutil
 
-PACKAGES = ("psdist", "grpcio", "numpy", "numba", "torch", "uvloop")
+from psdist.version import __version__
+
+PACKAGES = ("grpcio", "numpy", "numba", "torch", "uvloop")
 _COPY_BYTES = 1 << 27
 
 
@@ -39,7 +41,7 @@ def copy_gigabytes_per_second(threads: int) -> float:
 
 def versions() -> dict[str, str]:
     """Versions of the libraries that matter, if installed."""
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), "psdist": __version__}
     for name in PACKAGES:
         try:
             found[name] = metadata.version(name)

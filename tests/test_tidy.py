@@ -74,6 +74,10 @@ FRAMEWORKS = (
 TEXTS = {
     "an absolute path of one machine": re.compile(r"(?<![\w.~$}/-])/(?:home|root|Users|work|tmp|farm)/\w"),
     "a mark of unfinished work": re.compile(r"\b(?:TODO|FIXME|XXX|HACK)\b"),
+    # No release is on PyPI, under either name.
+    "an installation of another project named psdist": re.compile(
+        r"\bpip3? install\b[^\n&;|]*[ '\"]psdist(?:-train)?(?![\w/-])|['\"]psdist(?:-train)?\[[a-z]"
+    ),
     "a word on who made it": re.compile(
         r"(?i)\bco-authored-by\b|\bas an ai\b|\b(?:written|generated) by an? (?:ai|llm)\b"
     ),
@@ -283,7 +287,16 @@ def test_rules_let_good_code_through(module: str, source: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["see /home/ann/x", "in '/tmp/run'", "# TODO later", "Co-Authored-by: x", "# FIXME"],
+    [
+        "see /home/ann/x",
+        "in '/tmp/run'",
+        "# TODO later",
+        "Co-Authored-by: x",
+        "# FIXME",
+        "run pip install psdist",
+        "pip install -U 'psdist[tls]'",
+        '"psdist[otel]"',
+    ],
 )
 def test_texts_see_what_breaks_them(text: str) -> None:
     assert any(pattern.search(text) for pattern in TEXTS.values())

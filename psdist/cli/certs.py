@@ -210,7 +210,7 @@ def _place(given: Namespace) -> Path:
 
 def _require_cryptography() -> None:
     if find_spec("cryptography") is None:
-        raise ConfigurationError("psdist certs needs the package cryptography: pip install 'psdist[tls]'")
+        raise ConfigurationError("psdist certs needs the package cryptography: pip install cryptography")
 
 
 CERTS: Final = Group(

@@ -8,7 +8,6 @@ import secrets
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +18,7 @@ from psdist.security.roles import CERTIFICATE_ROLES, DOMAIN, SERVICE_ROLES, Role
 from psdist.settings.config import check_run_id
 from psdist.settings.exit_codes import LATE, OK, statuses
 from psdist.settings.flags import CommandLine, flags_of, integer, read, setting
+from psdist.version import __version__
 
 _FOLDER: Final = "k8s"
 #: A label of DNS, short enough for the suffixes of objects and pods.
@@ -41,7 +41,6 @@ _PROBE_SECONDS: Final = 5
 _METRICS_PORT: Final = 29603
 #: Pods of workers or servers that a certificate can name: a chain of certificates has at most 100 kB.
 _NAMED_PODS: Final = 512
-_DEFAULT_VERSION: Final = "0"
 
 
 def name_text(value: str) -> str:
@@ -72,10 +71,7 @@ def quantity_text(value: str) -> str:
 
 
 def _default_image() -> str:
-    try:
-        return f"psdist:{metadata.version('psdist')}"
-    except metadata.PackageNotFoundError:
-        return f"psdist:{_DEFAULT_VERSION}"
+    return f"psdist:{__version__}"
 
 
 def _size(help_text: str, default: str) -> str:

@@ -14,15 +14,11 @@ from psdist.cli.commands import Command, Group, Leaf, call
 from psdist.cli.terminal import UnwritableError, open_closed_streams, tell_errors_apart
 from psdist.settings import exit_codes
 from psdist.settings.flags import CommandLine
+from psdist.version import __version__
 
 
 def _version(given: Namespace, environ: Mapping[str, str]) -> int:
-    from importlib import metadata
-
-    try:
-        print(f"psdist {metadata.version('psdist')}")
-    except metadata.PackageNotFoundError:
-        print("psdist, not installed as a package")
+    print(f"psdist {__version__}")
     return exit_codes.OK
 
 

@@ -41,7 +41,7 @@ def command_line() -> CommandLine:
         (
             *target_flags(),
             Flag(
-                "--watch", "show it until Ctrl-C: on a terminal in panels (pip install 'psdist[tui]'; the key ? shows "
+                "--watch", "show it until Ctrl-C: on a terminal in panels (pip install textual; the key ? shows "
                 "all keys), otherwise again every second", twin=False,
             ),
         ),
@@ -55,7 +55,7 @@ def run(given: Namespace, environ: Mapping[str, str]) -> int:
         if find_spec("textual") is not None:
             fetch(target, given.timeout)  # A wrong address or token ends the command before it takes the terminal.
             return asyncio.run(_show_panels(target, given.timeout))
-        print("psdist: panels and keys need the package textual: pip install 'psdist[tui]'", file=sys.stderr)
+        print("psdist: panels and keys need the package textual: pip install textual", file=sys.stderr)
     try:
         while True:
             _print(given.format, fetch(target, given.timeout))

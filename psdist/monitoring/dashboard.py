@@ -87,7 +87,7 @@ def require_dashboard() -> None:
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
     if missing:
         raise ConfigurationError(
-            f"the dashboard needs {' and '.join(missing)}: pip install 'psdist[dashboard]', or leave out --dashboard "
+            f"the dashboard needs {' and '.join(missing)}: pip install {' '.join(missing)}, or leave out --dashboard "
             "and --dashboard-port"
         )
 

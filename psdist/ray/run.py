@@ -27,7 +27,7 @@ try:
 
     from psdist.ray.actors import Ended, Returned, SchedulerActor, ServerActor, WorkerActor, WorkerPlace
 except ImportError as error:
-    raise ConfigurationError(f"psdist.ray needs Ray ({error}): pip install 'psdist[ray]'") from None
+    raise ConfigurationError(f"psdist.ray needs Ray ({error}): pip install ray") from None
 
 #: Ray restarts scheduler and servers without limit, as psdist ends a run that cannot be saved by an exit status.
 _FOR_EVER: Final = -1

@@ -18,7 +18,7 @@ import pytest
 import psdist
 from psdist.errors import ConfigurationError, LaunchFailedError, WaitTimeoutError
 
-ray = pytest.importorskip("ray", reason="needs Ray: pip install 'psdist[ray]'")
+ray = pytest.importorskip("ray", reason="needs Ray: pip install ray")
 cluster_utils = pytest.importorskip("ray.cluster_utils")  # A part of Ray.
 from ray.util.placement_group import remove_placement_group  # noqa: E402 - as above
 

@@ -179,7 +179,7 @@ def test_on_a_terminal_without_textual_the_blocks_come_with_the_remedy(
         monkeypatch.setattr(stream, "isatty", lambda: True)
     assert status.run(Namespace(watch=True, timeout=1.0, format="table"), {}) == 0
     written = capsys.readouterr()
-    assert "digits: training" in written.out and "pip install 'psdist[tui]'" in written.err
+    assert "digits: training" in written.out and "pip install textual" in written.err
 
 
 def test_times_that_make_no_sense_are_not_kept() -> None:

@@ -22,7 +22,7 @@ def test_a_scheduler_without_a_dashboard_imports_none_of_it() -> None:
 def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     present: dict[str, ModuleSpec | None] = {"starlette": ModuleSpec("starlette", None), "uvicorn": None}
     monkeypatch.setattr(dashboard, "find_spec", present.get)
-    with pytest.raises(ConfigurationError, match=r"needs uvicorn: pip install 'psdist\[dashboard\]'"):
+    with pytest.raises(ConfigurationError, match=r"needs uvicorn: pip install uvicorn, or"):
         dashboard.require_dashboard()
 
 
