@@ -32,9 +32,7 @@ ORDER: Final = (
         "psdist/compression",
         "psdist/device",
         "psdist/torch",
-        "psdist/metrics",
-        "psdist/tracing",
-        "psdist/trackers",
+        "psdist/monitoring",
     ),
     *("psdist/launcher", "psdist/settings", "psdist/cli", "psdist", "tests/simulation"),
 )

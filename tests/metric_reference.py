@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from psdist.monitoring.catalog import METRICS, Metric
+from psdist.monitoring.exporter import METRICS, Metric
 
 PAGE: Final = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 START: Final = "<!-- metrics: python -m tests.metric_reference -->\n"

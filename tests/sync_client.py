@@ -49,9 +49,9 @@ from psdist.client.process.sigterm import sigterm
 from psdist.client.reporting.phase_timer import PhaseTimer
 from psdist.client.reporting.reporter import RunInfo
 from psdist.errors import PsdistError
-from psdist.metrics.interval import Measurements
-from psdist.metrics.interval import Phase
-from psdist.metrics.trackers import Tracker
+from psdist.monitoring.metrics import Measurements
+from psdist.monitoring.metrics import Phase
+from psdist.monitoring.trackers import Tracker
 '''
 
 _GROUP_HEAD: Final = '''\

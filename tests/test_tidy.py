@@ -28,9 +28,8 @@ PURE_MODULES = (
     *("psdist.wire.limits", "psdist.wire.backoff", "psdist.launcher.supervisor"),
     *("psdist.launcher.events", "psdist.launcher.shutdown", "psdist.settings", "psdist.settings.exit_codes"),
     *("psdist.snapshots.format", "psdist.snapshots.policy", "psdist.snapshots.records"),
-    *("psdist.metrics", "psdist.metrics.interval"),
-    *("psdist.tracing", "psdist.tracing.spans", "psdist.tracing.trace_events", "psdist.tracing.trace_events"),
-    *("psdist.metrics.report", "psdist.data.batch_machine", "psdist.data.padding"),
+    *("psdist.monitoring.metrics", "psdist.monitoring.spans"),
+    *("psdist.data.batch_machine", "psdist.data.padding"),
 )
 IMPURE_IMPORTS = frozenset(
     {

@@ -26,7 +26,7 @@ from psdist.settings.flags import CommandLine, Flag, integer, text
 from psdist.wire.limits import TRACE_STEPS_MAX
 
 if TYPE_CHECKING:
-    from psdist.tracing.trace_events import WorkerSummary
+    from psdist.monitoring.spans import WorkerSummary
     from psdist.v1 import scheduler_pb2 as pb
 
 #: Shortest time between two lines on progress.
@@ -72,7 +72,7 @@ def run(given: Namespace, environ: Mapping[str, str]) -> int:
         if not (traced := recording.processes()):
             why = "; ".join(recording.warnings()) or "no member sent spans"
             raise InvalidArgumentError(f"nothing was recorded ({why})")
-        from psdist.tracing.trace_events import summarize
+        from psdist.monitoring.spans import summarize
 
         count = _write(file, traced, recording.facts())
         summary = summarize([process for process in traced if process.details["role"] == "worker"])
@@ -125,8 +125,8 @@ class Recording:
 
     def processes(self) -> list[Any]:
         """Return the members with spans and a clock, as ``TracedProcess``: workers by rank, then servers."""
-        from psdist.tracing.member import spans_from_proto
-        from psdist.tracing.trace_events import TracedClock, TracedProcess, share_clocks
+        from psdist.monitoring.spans import TracedClock, TracedProcess, share_clocks
+        from psdist.monitoring.tracing import spans_from_proto
 
         timed = {name: member for name, member in self.members.items() if member.HasField("offset_ns")}
         clocks = share_clocks({
@@ -188,7 +188,7 @@ class Recording:
 
 def _write(file: IO[str], traced: list[Any], facts: Mapping[str, Any]) -> int:
     """Write the trace, an event per line. Returns the number of its spans."""
-    from psdist.tracing.trace_events import trace_events
+    from psdist.monitoring.spans import trace_events
 
     file.write('{"traceEvents":[\n')
     for number, event in enumerate(trace_events(traced)):

@@ -32,7 +32,7 @@ from psdist.client.sync_client import Client, Parameters
 from psdist.collectives import SILENCE_SECONDS
 from psdist.collectives.on_demand import Collectives
 from psdist.errors import ConfigurationError, DuplicateMemberError, InvalidArgumentError, LateWorkerError
-from psdist.metrics.trackers import PLAIN_SECONDS, ProgressTracker, Tracker
+from psdist.monitoring.trackers import PLAIN_SECONDS, ProgressTracker, Tracker
 from psdist.security.tls import TlsFiles
 from psdist.settings.config import MetricsSettings, TransportName, metrics_settings
 

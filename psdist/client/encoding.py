@@ -32,8 +32,8 @@ from psdist.compression import Cast, Codec, Compressor, PerTensor
 from psdist.compression.regions import regions, send_differences
 from psdist.errors import FencedError, InternalError, InvalidArgumentError
 from psdist.machine import usable_cores
+from psdist.monitoring.spans import SpanKind
 from psdist.off_loop import LARGE_ELEMENTS, in_thread, off_loop, until_done
-from psdist.tracing.spans import SpanKind
 from psdist.types import ITEM_BYTES, GradientDifference, Layout, Slicing
 from psdist.wire.limits import STATE_BYTES_MAX
 

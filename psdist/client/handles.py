@@ -22,7 +22,7 @@ from psdist.client.transport.delivery import Delivery, Transports
 from psdist.client.transport.grpc import GrpcTransport
 from psdist.compression import Auto, Float32
 from psdist.errors import InvalidArgumentError, LayoutMismatchError, SettingsMismatchError
-from psdist.metrics.interval import Measurements
+from psdist.monitoring.metrics import Measurements
 from psdist.off_loop import in_thread
 from psdist.settings.config import MetricsEndpoint
 from psdist.types import DType, Layout, ParametersSpec

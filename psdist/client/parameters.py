@@ -45,7 +45,7 @@ from psdist.client.transport.buffers import PullDestination, PullTarget
 from psdist.device.device import device_number
 from psdist.errors import InvalidArgumentError
 from psdist.hyperparameters import by_group
-from psdist.metrics.interval import Measurements, Phase
+from psdist.monitoring.metrics import Measurements, Phase
 from psdist.off_loop import in_thread, off_loop
 from psdist.types import ITEM_BYTES, Layout, ParametersSpec
 

@@ -39,7 +39,7 @@ from psdist.errors import (
     WrittenWeightsError,
     copy_error,
 )
-from psdist.metrics.interval import Phase
+from psdist.monitoring.metrics import Phase
 from psdist.off_loop import until_done
 
 Gradient = Flat | EncodedGradient

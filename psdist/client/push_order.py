@@ -31,10 +31,10 @@ from psdist.client.session.membership import DropCounter, run_in_incarnation
 from psdist.client.transport.buffers import PullDestination, PullTarget, Results
 from psdist.consistency import BSP, SSP, check_weight
 from psdist.errors import FencedError, InvalidArgumentError, WrittenWeightsError
-from psdist.metrics.interval import Phase
+from psdist.monitoring.metrics import Phase
+from psdist.monitoring.spans import SpanKind
 from psdist.off_loop import in_thread, off_loop
 from psdist.settings import launcher_reports
-from psdist.tracing.spans import SpanKind
 from psdist.types import WORDS
 
 if TYPE_CHECKING:

@@ -32,8 +32,8 @@ from psdist.client.snapshots import SnapshotInfo
 from psdist.compression import Codec
 from psdist.consistency import Consistency
 from psdist.errors import PsdistError
-from psdist.metrics.interval import Measurements, Phase
-from psdist.metrics.trackers import Tracker
+from psdist.monitoring.metrics import Measurements, Phase
+from psdist.monitoring.trackers import Tracker
 from psdist.optim import Optimizer
 from psdist.security.tls import TlsFiles
 from psdist.settings.config import TransportName

@@ -20,8 +20,8 @@ from typing import Final, get_args
 
 from psdist.errors import MalformedPayloadError
 from psdist.launcher.output import Output
-from psdist.metrics.interval import WorkerInterval, from_line, last_step, summarize
-from psdist.metrics.trackers import (
+from psdist.monitoring.metrics import WorkerInterval, from_line, last_step, summarize
+from psdist.monitoring.trackers import (
     PLAIN_SECONDS,
     JsonLinesTracker,
     ProgressTracker,

@@ -1,1 +1,1 @@
-"""Metrics for Prometheus: their catalog, and the HTTP port on which a process shows them."""
+"""Measurements of a run: metrics, spans and state, their trackers and exporter, and what the views derive from them."""

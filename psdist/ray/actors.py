@@ -29,7 +29,7 @@ from psdist.client import context
 from psdist.launcher.plan import program
 from psdist.launcher.process import Lifeline
 from psdist.launcher.run_metrics import MetricsReceiver
-from psdist.metrics.interval import WorkerInterval, summarize
+from psdist.monitoring.metrics import WorkerInterval, summarize
 from psdist.ray.settings import RaySettings
 from psdist.settings.exit_codes import Role, statuses
 from psdist.wire.limits import OUTPUT_LINE_BYTES_MAX

@@ -24,11 +24,11 @@ from psdist.compression import segments
 from psdist.compression.kernel_runtime import LARGE_ELEMENTS, BackgroundCompiler
 from psdist.errors import NoStorageError, StaleEpochError, StaleTermError, UnknownParametersError, WrongRunError
 from psdist.machine import usable_cores
+from psdist.monitoring.tracing import MemberTrace
 from psdist.off_loop import in_thread
 from psdist.security.tls import Credentials
 from psdist.snapshots.opening import open_storage
 from psdist.snapshots.storage import Storage
-from psdist.tracing.member import MemberTrace
 from psdist.types import ClusterMap, Identity, ParametersEntry, ParametersMember, Replica
 from psdist.v1 import scheduler_pb2, server_pb2
 from psdist_server.core.contributions import EqualReport

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 
 from psdist.client.reporting.phase_timer import PhaseTimer, TimedRequest
 from psdist.errors import MalformedPayloadError
-from psdist.metrics.interval import (
+from psdist.monitoring.metrics import (
     IntervalAccumulator,
     Measurements,
     Phase,
     PhaseTimes,
+    StepReport,
     WorkerInterval,
     from_line,
     summarize,
     to_line,
 )
-from psdist.metrics.report import StepReport
 
 seconds = st.floats(0, 100)
 #: Whole numbers, whose float sums are exact in any order.

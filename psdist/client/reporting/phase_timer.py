@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, NamedTuple, Self
 
-from psdist.metrics.interval import Phase, PhaseTimes
-from psdist.tracing.spans import PHASE_KINDS, Span, SpanKind, SpanSink
+from psdist.monitoring.metrics import Phase, PhaseTimes
+from psdist.monitoring.spans import PHASE_KINDS, Span, SpanKind, SpanSink
 
 _NOT_TRACED: Final = nullcontext()
 #: Looked up in each request.

@@ -17,9 +17,16 @@ from typing import Any, Literal
 
 from psdist.client.reporting.phase_timer import PhaseTimer
 from psdist.errors import ClosedError, ConfigurationError, check_integer
-from psdist.metrics.interval import IntervalAccumulator, Measurements, WorkerInterval, last_step, summarize, to_line
-from psdist.metrics.report import check_report
-from psdist.metrics.trackers import Tracker, Trackers
+from psdist.monitoring.metrics import (
+    IntervalAccumulator,
+    Measurements,
+    WorkerInterval,
+    check_report,
+    last_step,
+    summarize,
+    to_line,
+)
+from psdist.monitoring.trackers import Tracker, Trackers
 
 _MOST_STEPS = (1 << 62) - 1
 

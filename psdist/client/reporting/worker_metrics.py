@@ -13,9 +13,8 @@ from typing import Any, Protocol
 
 from psdist.client.reporting.phase_timer import PhaseTimer, PushCounter
 from psdist.client.reporting.worker_totals import ReportedNumbers, codecs_of
-from psdist.metrics.interval import Phase
-from psdist.monitoring.catalog import SECONDS_BOUNDS, VERSIONS_BOUNDS
-from psdist.monitoring.exporter import Exporter, Histogram, Readings
+from psdist.monitoring.exporter import SECONDS_BOUNDS, VERSIONS_BOUNDS, Exporter, Histogram, Readings
+from psdist.monitoring.metrics import Phase
 from psdist.settings.config import MetricsEndpoint
 from psdist.types import ParametersSpec
 

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any, Protocol
 
 from psdist.client.reporting.phase_timer import PhaseTimer, PushCounter
-from psdist.metrics.interval import Measurements
-from psdist.metrics.report import MEASURED
+from psdist.monitoring.metrics import MEASURED, Measurements
 from psdist.types import ParametersSpec
 from psdist.v1 import scheduler_pb2 as pb
 

@@ -31,7 +31,7 @@ from typing import Any, Final, Self
 from psdist.client.core.push_sequence import SnapshotMarks
 from psdist.client.reporting.phase_timer import PhaseTimer, PushCounter, Subject, TimedRequest
 from psdist.errors import MutualWaitError, PsdistError
-from psdist.tracing.member import MemberTrace
+from psdist.monitoring.tracing import MemberTrace
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import limits
 

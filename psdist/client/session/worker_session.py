@@ -39,7 +39,7 @@ from psdist.errors import (
     PsdistError,
     UnauthenticatedError,
 )
-from psdist.tracing.otel import step_tracer
+from psdist.monitoring.tracing import step_tracer
 from psdist.types import ClusterMap, Replica
 from psdist.v1 import scheduler_pb2
 from psdist.wire import convert, status

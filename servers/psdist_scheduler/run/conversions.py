@@ -19,8 +19,8 @@ from google.protobuf.message_factory import GetMessageClass
 
 from psdist.addresses import parse_address
 from psdist.errors import ConfigurationError, InvalidArgumentError, LimitExceededError, StorageError
+from psdist.monitoring.tracing import check_spans
 from psdist.snapshots.format import ShardFile
-from psdist.tracing.member import check_spans
 from psdist.types import check_name
 from psdist.v1 import common_pb2 as common
 from psdist.v1 import scheduler_pb2 as pb

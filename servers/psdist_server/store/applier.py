@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from psdist.tracing.spans import SpanKind
+from psdist.monitoring.spans import SpanKind
 from psdist.types import ParametersEntry
 from psdist_server.core.events import Aggregate, Apply
 from psdist_server.core.replication import Replicated, ReplicaUpdate, RoomFreed

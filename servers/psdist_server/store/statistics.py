@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from psdist.tracing.spans import Span, SpanKind, SpanRecorder
+from psdist.monitoring.spans import Span, SpanKind, SpanRecorder
 from psdist.v1 import server_pb2
 
 

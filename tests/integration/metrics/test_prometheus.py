@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from psdist.monitoring.catalog import METRICS
+from psdist.monitoring.exporter import METRICS
 from tests.support.launched import Run
 
 #: The workers train until the file exists.

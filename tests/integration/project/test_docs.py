@@ -22,7 +22,7 @@ from psdist.cli import run
 from psdist.compression.specifications import PULL_CODECS
 from psdist.device.coders import coder_of
 from psdist.launcher.embedded import EmbeddedCluster
-from psdist.metrics.report import MEASURED
+from psdist.monitoring.metrics import MEASURED
 from tests.flag_reference import time_limits
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"

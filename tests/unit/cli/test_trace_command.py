@@ -12,8 +12,8 @@ import pytest
 from psdist.cli import trace
 from psdist.cli.trace import Recording, _write
 from psdist.errors import InvalidArgumentError
-from psdist.tracing.member import spans_to_proto
-from psdist.tracing.spans import Span, SpanKind
+from psdist.monitoring.spans import Span, SpanKind
+from psdist.monitoring.tracing import spans_to_proto
 from psdist.v1 import scheduler_pb2 as pb
 from tests.support.trace_format import check_trace
 

@@ -20,7 +20,7 @@ from psdist.errors import ConfigurationError
 from psdist.launcher.events import ProcessKey
 from psdist.launcher.output import STDOUT, Output, Routing
 from psdist.launcher.run_metrics import MetricsOptions, RunMetrics
-from psdist.metrics.interval import PhaseTimes, WeightedSum, WorkerInterval, to_line
+from psdist.monitoring.metrics import PhaseTimes, WeightedSum, WorkerInterval, to_line
 from psdist.wire.limits import METRIC_LINE_BYTES_MAX
 
 WORKER = ProcessKey("worker", 0)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from psdist.monitoring.catalog import BY_NAME
+from psdist.monitoring.exporter import BY_NAME
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "deploy" / "monitoring"

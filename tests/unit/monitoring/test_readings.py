@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from psdist.monitoring.catalog import METRICS, SECONDS_BOUNDS
-from psdist.monitoring.exporter import Histogram, Readings
+from psdist.monitoring.exporter import METRICS, SECONDS_BOUNDS, Histogram, Readings
 
 
 def test_names_follow_the_conventions() -> None:

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 
 from psdist.client.reporting.phase_timer import PhaseTimer, Subject
-from psdist.metrics.interval import Phase, PhaseTimes
-from psdist.tracing.spans import Span, SpanKind, SpanRecorder
+from psdist.monitoring.metrics import Phase, PhaseTimes
+from psdist.monitoring.spans import Span, SpanKind, SpanRecorder
 
 PHASES = (SpanKind.COMPUTE, SpanKind.PUSH, SpanKind.WAIT, SpanKind.PULL)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from psdist.client.reporting.phase_timer import PhaseTimer, TimedRequest
-from psdist.metrics.interval import Phase, PhaseTimes
+from psdist.monitoring.metrics import Phase, PhaseTimes
 
 
 class Script:

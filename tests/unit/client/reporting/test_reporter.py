@@ -11,7 +11,7 @@ import pytest
 from psdist.client.reporting.phase_timer import PhaseTimer
 from psdist.client.reporting.reporter import MetricsPipe, Reporter
 from psdist.errors import ClosedError, ConfigurationError, InvalidArgumentError
-from psdist.metrics.interval import Measurements, Phase, WorkerInterval, from_line
+from psdist.monitoring.metrics import Measurements, Phase, WorkerInterval, from_line
 
 
 class Worker:

@@ -19,7 +19,7 @@ from psdist.client.transport.requests import ByteCounters, PullRequest, PushRequ
 from psdist.client.transport.tcp import TcpConnection
 from psdist.compression import resolve
 from psdist.errors import InternalError, LimitExceededError, ServerLostError, ServerUnreachableError
-from psdist.metrics.interval import Phase
+from psdist.monitoring.metrics import Phase
 from psdist.types import Slicing
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import limits, status

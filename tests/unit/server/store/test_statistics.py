@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from psdist.tracing.spans import SpanKind, SpanRecorder
+from psdist.monitoring.spans import SpanKind, SpanRecorder
 from psdist_server.store.statistics import SliceSpans
 
 

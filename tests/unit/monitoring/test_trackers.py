@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from psdist.errors import ConfigurationError
-from psdist.metrics.trackers import ProgressTracker, Trackers
+from psdist.monitoring.trackers import ProgressTracker, Trackers
 from psdist.trackers import JsonLinesTracker, TensorBoardTracker
 from tests.support.event_files import EventFile
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psdist.tracing.spans import SpanKind
-from psdist.tracing.trace_events import (
+from psdist.monitoring.spans import (
+    SpanKind,
     TracedClock,
     TracedProcess,
     WireSpan,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any, Final, Protocol
 
 from psdist.errors import ConfigurationError
-from psdist.metrics.report import MEASURED, progress_line
+from psdist.monitoring.metrics import MEASURED, progress_line
 
 logger = logging.getLogger("psdist")
 
@@ -33,7 +33,7 @@ class Tracker(Protocol):
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Record one interval.
 
-        values: the script's values, and those of ``psdist.metrics.report.MEASURED``; some may be NaN or infinite.
+        values: the script's values, and those of ``psdist.monitoring.metrics.MEASURED``; some may be NaN or infinite.
         step: step of the last report. It may decrease if the run went back to a snapshot.
         """
 

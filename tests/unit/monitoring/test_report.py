@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from psdist.errors import InvalidArgumentError, InvalidNameError
-from psdist.metrics.report import MEASURED, check_report
+from psdist.monitoring.metrics import MEASURED, check_report
 from psdist.wire.limits import METRIC_NAME_CHARACTERS_MAX, METRIC_NAMES_MAX
 
 NUMBERS = (

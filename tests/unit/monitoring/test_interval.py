@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from psdist.errors import InvalidArgumentError, MalformedPayloadError
-from psdist.metrics.interval import (
+from psdist.monitoring.metrics import (
+    MEASURED,
     IntervalAccumulator,
     Measurements,
     PhaseTimes,
+    StepReport,
     WeightedSum,
     WorkerInterval,
     from_line,
@@ -20,7 +22,6 @@ from psdist.metrics.interval import (
     summarize,
     to_line,
 )
-from psdist.metrics.report import MEASURED, StepReport
 from psdist.wire.limits import METRIC_LINE_BYTES_MAX, METRIC_NAME_CHARACTERS_MAX, METRIC_NAMES_MAX, WORLD_MAX
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from psdist.tracing.member import MemberTrace, clock_id
-from psdist.tracing.spans import Span, SpanKind, SpanRecorder
+from psdist.monitoring.spans import Span, SpanKind, SpanRecorder
+from psdist.monitoring.tracing import MemberTrace, clock_id
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire.limits import TRACE_SPANS_PER_MESSAGE
 

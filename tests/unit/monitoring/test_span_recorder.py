@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from psdist.errors import InvalidArgumentError, LimitExceededError
-from psdist.tracing.member import check_spans, spans_from_proto, spans_to_proto
-from psdist.tracing.spans import Span, SpanKind, SpanRecorder
+from psdist.monitoring.spans import Span, SpanKind, SpanRecorder
+from psdist.monitoring.tracing import check_spans, spans_from_proto, spans_to_proto
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire.limits import TRACE_SPANS_MAX, TRACE_SPANS_PER_MESSAGE
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from psdist.metrics.interval import PhaseTimes, WeightedSum, WorkerInterval, summarize
-from psdist.metrics.report import progress_line
+from psdist.monitoring.metrics import PhaseTimes, WeightedSum, WorkerInterval, progress_line, summarize
 
 
 def test_the_line_has_the_newest_numbers() -> None:

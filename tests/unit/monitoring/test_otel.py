@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from psdist.client.reporting.phase_timer import PhaseTimer
-from psdist.metrics.interval import Phase
-from psdist.tracing.otel import StepTracer, step_tracer
+from psdist.monitoring.metrics import Phase
+from psdist.monitoring.tracing import StepTracer, step_tracer
 
 pytest.importorskip("opentelemetry.sdk")
 

@@ -1,1 +1,0 @@
-"""Spans of time that members record for ``psdist trace``, and for OpenTelemetry."""
