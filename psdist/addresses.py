@@ -22,14 +22,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from psdist.errors import ConfigurationError, SchedulerUnreachableError
+from psdist.errors import ConfigurationError, SchedulerUnreachableError, ServerUnreachableError
 
 _WILDCARDS: Final = ("0.0.0.0", "::")
 _LOOPBACK: Final = "127.0.0.1"
 #: Documentation addresses (RFC 5737 and 3849). A route to one is the default route.
 _ELSEWHERE: Final = ("192.0.2.1", "2001:db8::1")
 _RETRY_SECONDS: Final = 0.25
-#: Longest wait for this process's own name: others can use its address instead.
+#: Longest wait for an answer about this process's own name. Without TLS others can use its address instead.
 _ADVERTISED_SECONDS: Final = 5.0
 #: Longest wait for one of several names of the scheduler.
 _NEXT_SECONDS: Final = 2.0
@@ -272,14 +272,35 @@ async def reachable_host(host: str, scheduler: str, timeout_seconds: float, on_f
 
 
 async def advertised_address(
-    named: str, bound: str, scheduler: str, timeout_seconds: float, on_failure: Callable[[str], None]
+    named: str,
+    bound: str,
+    scheduler: str,
+    timeout_seconds: float,
+    on_failure: Callable[[str], None],
+    *,
+    is_verified: bool = False,
 ) -> str:
     """Return the ``host:port`` by which others reach a process that listens at ``bound``.
 
     named: address that the user chose, or empty. Others would wait for a name that does not resolve, so an address of
         this host then replaces it.
+    is_verified: True if others compare the host with a certificate. Nothing can replace the name then: raises
+        ServerUnreachableError if it does not resolve within ``timeout_seconds``.
     """
-    if named and not (reason := await _unresolved(parse_address(named)[0], timeout_seconds)):
+    reason = await _unresolved(parse_address(named)[0], timeout_seconds) if named else ""
+    deadline = asyncio.get_running_loop().time() + timeout_seconds
+    while reason and is_verified:
+        on_failure(f"the name in --advertise {named} does not resolve: {reason}")
+        if asyncio.get_running_loop().time() >= deadline:
+            raise ServerUnreachableError(
+                f"the name in --advertise {named} did not resolve within {timeout_seconds:g} s (--start-timeout): "
+                f"{reason}. Other processes look for it in the certificate, so no address replaces it: correct the "
+                "name, or the DNS (a headless Service of Kubernetes needs publishNotReadyAddresses)",
+                address=named,
+            )
+        await asyncio.sleep(_RETRY_SECONDS)
+        reason = await _unresolved(parse_address(named)[0], timeout_seconds)
+    if named and not reason:
         return named
     host, port = parse_address(bound)
     address = format_address(await reachable_host(host, scheduler, timeout_seconds, on_failure), port)

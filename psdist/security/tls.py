@@ -77,6 +77,15 @@ class TlsIdentity:
         """Return the name that the certificate of a scheduler or server at ``host`` must have."""
         return service_name(host) if self.knows_services else host
 
+    def has_host(self, host: str) -> bool:
+        """True if a process that dials the holder, a scheduler or server, at ``host`` accepts the certificate."""
+        wanted = self.service_name(host).lower().removesuffix(".")
+        address = addresses.literal(wanted) if wanted != "localhost" else None
+        if address is not None:
+            return any(kind == "IP Address" and addresses.literal(name) == address for kind, name in self.names)
+        matches = (wanted, f"*.{wanted.partition('.')[2]}")
+        return any(kind == "DNS" and name.lower() in matches for kind, name in self.names)
+
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Return credentials for a gRPC channel."""
         import grpc
@@ -168,6 +177,15 @@ class TlsFiles:
     def service_name(self, host: str) -> str:
         """Return the name that the certificate of a scheduler or server at ``host`` must have."""
         return self.identity().service_name(host)
+
+    def require_host(self, host: str) -> None:
+        """Raise ConfigurationError if all that dial this process at ``host`` would refuse its certificate."""
+        if not self.identity().has_host(host):
+            raise ConfigurationError(
+                f"the certificate {self.cert} does not name {host}, where others dial this process: pass --advertise "
+                f"with a host that it names, or issue another ('psdist certs issue --host {host}')",
+                host=host,
+            )
 
     def grpc_context(self) -> ssl.SSLContext:
         """Return a context that dials a gRPC port, for diagnosis."""

@@ -202,8 +202,12 @@ async def _follow_readiness(link: ServerSession, probe: health.HealthServicer) -
 
 
 async def _own_address(settings: ServerSettings, scheduler: str, port: int) -> str:
-    """Return the address at which others reach this server. Raises SchedulerUnreachableError if the scheduler's name
-    does not resolve."""
+    """Return the address at which others reach this server.
+
+    Raises SchedulerUnreachableError if the scheduler's name does not resolve; with TLS ServerUnreachableError if this
+    server's does not, ConfigurationError if its certificate lacks it: the workers would wait for it forever.
+    """
+    tls = settings.credentials.tls
     now, pacers = (
         asyncio.get_running_loop().time,
         defaultdict[str, LogPacer](lambda: LogPacer(limits.REPORT_WAIT_SECONDS)),
@@ -214,9 +218,17 @@ async def _own_address(settings: ServerSettings, scheduler: str, port: int) -> s
             logger.warning("cannot resolve a name", scheduler=scheduler, reason=reason)
 
     bound = addresses.format_address(settings.host, port)
-    return await addresses.advertised_address(
-        settings.advertise, bound, scheduler, settings.start_timeout_seconds, on_failure
+    address = await addresses.advertised_address(
+        settings.advertise,
+        bound,
+        scheduler,
+        settings.start_timeout_seconds,
+        on_failure,
+        is_verified=tls is not None,
     )
+    if tls is not None:
+        tls.require_host(addresses.parse_address(address)[0])
+    return address
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[None, None, T]) -> T | None:

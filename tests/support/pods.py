@@ -1,7 +1,7 @@
 """Pods of rendered manifests as real processes, in a network namespace that knows their names.
 
-Their names mean the loopback, or each an address of it of its own, which then stands for 0.0.0.0. Only paths are of
-this machine.
+Their names mean the loopback, or each an address of it of its own, which then stands for 0.0.0.0. They resolve when
+Kubernetes' DNS would know them. Only paths are of this machine.
 """
 
 from __future__ import annotations
@@ -33,11 +33,15 @@ def pods(
         each["spec"]["template"]["spec"]["containers"][0]["name"]: each["spec"]["template"]["spec"]
         for each in with_pods
     }
+    services = {each["metadata"]["name"]: each["spec"] for each in objects if each["kind"] == "Service"}
     for role, names in (("scheduler", schedulers), ("server", servers), ("worker", workers)):
         service = {"scheduler": "psdist-scheduler", "server": "psdist-servers", "worker": "psdist-workers"}[role]
         for number, name in enumerate(names):
             host = name if name == service else f"{name}.{service}"
-            yield _pod(found[role], role, number, host, path)
+            # A headless Service names each of its pods, once that is ready if it does not say otherwise.
+            is_headless = services[service].get("clusterIP") == "None"
+            is_hidden = is_headless and not services[service].get("publishNotReadyAddresses", False)
+            yield _pod(found[role], role, number, host, path) | {"named_once_ready": is_hidden}
 
 
 def _pod(template: Object, role: str, number: int, host: str, path: Path) -> dict[str, Any]:
@@ -86,8 +90,7 @@ def with_own_address(pod: dict[str, Any], last: int) -> dict[str, Any]:
 def run_pods(running: list[dict[str, Any]], path: Path) -> tuple[dict[str, Any], str]:
     """Run pods until the workers have ended. Returns the reports of the driver, and the logs."""
     (path / "pods.json").write_text(json.dumps(running))
-    lines = ["127.0.0.1 localhost", *(f"{pod['address']} {pod['name']}" for pod in running)]
-    (path / "hosts").write_text("\n".join(lines) + "\n")
+    (path / "hosts").touch()
     script = 'ip link set lo up && mount --bind "$1" /etc/hosts && exec "$2" "$3" "$4"'
     ended = subprocess.run(
         ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", script, "sh",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from psdist import addresses
-from psdist.errors import InvalidArgumentError, SchedulerUnreachableError
+from psdist.errors import InvalidArgumentError, SchedulerUnreachableError, ServerUnreachableError
 
 _LONG = 60.0
 
@@ -196,6 +196,21 @@ async def test_an_advertised_name_that_does_not_resolve_is_replaced_and_said(mon
     (text,) = said
     assert "--advertise box:80 does not resolve: Name or service not known" in text and "10.0.0.3:7000" in text
     assert await addresses.advertised_address("box:80", "10.0.0.4:7000", "", _LONG, said.append) == "10.0.0.4:7000"
+
+
+async def test_an_advertised_name_that_a_certificate_has_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others would find no address of this host in the certificate."""
+    monkeypatch.setattr(addresses, "_RETRY_SECONDS", 0.001)
+    resolver(monkeypatch, *[unresolved()] * 5, "10.0.0.9")
+    said: list[str] = []
+    told = await addresses.advertised_address("box:80", "0.0.0.0:7000", "", _LONG, said.append, is_verified=True)
+    assert told == "box:80" and len(said) == 5 and "box:80 does not resolve: Name or service not known" in said[0]
+
+
+async def test_an_advertised_name_that_never_resolves_is_refused_with_tls(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolver(monkeypatch, unresolved())
+    with pytest.raises(ServerUnreachableError, match=r"box:80 did not resolve within 0.01 s .*Name or service.*DNS"):
+        await addresses.advertised_address("box:80", "10.0.0.4:7000", "", 0.01, lambda _: None, is_verified=True)
 
 
 async def test_an_advertised_name_that_resolves_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

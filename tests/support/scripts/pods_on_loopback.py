@@ -1,13 +1,19 @@
 """Run the pods of a file of JSON: ends with the reports of all, as JSON. For a network namespace of its own.
 
 Arguments: the file. It has processes (name, role, argv, env, probes), services first. Services end by SIGTERM once the
-workers have. If there are two schedulers, the one that leads is killed as soon as the workers train. A scheduler that
-ended is started again, as Kubernetes does. The file "led" tells the workers that the other one leads.
+workers have. As soon as the workers train, the scheduler that leads is killed. A scheduler that ended is started again,
+as Kubernetes does: if there is only one, once the servers are not ready any more. The file "led" tells the workers that
+a scheduler leads again.
+
+The file "hosts" beside it, which is /etc/hosts here, has the names of the running pods. Those with "named_once_ready"
+have a name while their readiness probe succeeds.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
 import threading
@@ -32,6 +38,10 @@ class Pods:
         #: Pod that is not started again now, as if its node was lost.
         self._lost = ""
         self._pause = threading.Event()
+        self._named: set[str] = set()
+        self._hosts = os.open(path.with_name("hosts"), os.O_WRONLY)
+        self._name({pod["name"] for pod in self.found if pod["role"] not in ("scheduler", "server", "worker")})
+        threading.Thread(target=self._follow_readiness, daemon=True).start()
 
     def log(self, name: str) -> Path:
         return self._path.with_name(f"{name}.log")
@@ -42,6 +52,38 @@ class Pods:
             self._starts[name] = log.tell()
             process = subprocess.Popen(pod["argv"], env=pod["env"], stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         self._processes[name] = process
+        if not pod.get("named_once_ready"):
+            self._name(self._named | {name})
+
+    def _name(self, names: set[str]) -> None:
+        """Let only these pods have a name. The file is never empty to its readers."""
+        lines = [
+            "127.0.0.1 localhost",
+            *(f"{pod['address']} {pod['name']}" for pod in self.found if pod["name"] in names),
+        ]
+        content = ("\n".join(lines) + "\n").encode()
+        os.pwrite(self._hosts, content, 0)
+        os.ftruncate(self._hosts, len(content))
+        self._named = names
+
+    def _follow_readiness(self) -> None:
+        while True:
+            for pod in self.found:
+                if pod.get("named_once_ready") and pod["name"] in self._processes:
+                    name = {pod["name"]}
+                    self._name(self._named | name if self.is_ready(pod) else self._named - name)
+            self._pause.wait(0.5)
+
+    def is_ready(self, pod: dict[str, Any]) -> bool:
+        """Return the result of a readiness probe."""
+        return subprocess.run(pod["probes"][1], env=pod["env"], stdout=subprocess.DEVNULL).returncode == 0
+
+    def are_named(self, role: str) -> bool:
+        """Return True if the names of all pods of a role resolve."""
+        try:
+            return all(socket.getaddrinfo(pod["name"], None) for pod in self.of(role))
+        except OSError:
+            return False
 
     def of(self, role: str) -> list[dict[str, Any]]:
         """Return the pods of a role."""
@@ -82,11 +124,17 @@ class Pods:
         killed, self._lost = time.monotonic(), leader["name"]
         self._processes[leader["name"]].kill()
         self._processes[leader["name"]].wait()
+        named = True
+        if len(self.of("scheduler")) == 1:
+            self.await_true(lambda: not any(map(self.is_ready, self.of("server"))), "servers without a scheduler")
+            self._pause.wait(5)  # a round of all probes
+            named = self.are_named("server")
+            self.start(leader)
         self.await_true(lambda: bool(self.leaders()), "the other scheduler", 0.02)
         seconds, led = time.monotonic() - killed, [pod["name"] for pod in self.leaders()]
         self._lost = ""
         self._path.with_name("led").touch()
-        return {"killed": leader["name"], "leads": led, "seconds": seconds}
+        return {"killed": leader["name"], "leads": led, "seconds": seconds, "named": named}
 
     def await_end(self, pod: dict[str, Any]) -> int:
         """Return the status of a pod that ends by itself."""
@@ -116,8 +164,7 @@ def main(path: Path) -> None:
         for pod in services:
             for probe in pod["probes"][1:]:
                 pods.await_probe(probe, pod["env"])
-        if len(pods.of("scheduler")) > 1:
-            statuses["failover"] = pods.fail_over()
+        statuses["failover"] = pods.fail_over()
         for pod in pods.of("worker"):
             statuses[pod["name"]] = pods.await_end(pod)
     finally:

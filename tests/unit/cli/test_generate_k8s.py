@@ -151,6 +151,24 @@ def test_mounts_and_selectors_refer_to_something(root: Path) -> None:
                 assert any(wanted.items() <= found.items() for found in labels), each
 
 
+def test_names_of_pods_do_not_wait_for_readiness(root: Path) -> None:
+    """A pod is ready once it has joined, which takes its name; and a lost scheduler must not take names away."""
+    for name, objects in variants(root).items():
+        for each in objects:
+            if each["kind"] == "Service" and each["spec"].get("clusterIP") == "None":
+                assert each["spec"]["publishNotReadyAddresses"] is True, (name, each["metadata"]["name"])
+
+
+def test_workers_have_shared_memory_of_the_size_of_their_memory(root: Path) -> None:
+    for name, objects in variants(root).items():
+        for _, pod, container in containers(objects):
+            if container["command"] == ["psdist-worker"]:
+                (volume,) = [each for each in pod["volumes"] if each["name"] == "shm"]
+                limit = container["resources"]["limits"]["memory"]
+                assert volume["emptyDir"] == {"medium": "Memory", "sizeLimit": limit}, name
+                assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
+
+
 def test_a_node_never_has_a_primary_and_its_copy(root: Path, tmp_path: Path) -> None:
     def constraint(folder: Path) -> Object:
         (found,) = find(render(folder / "base"), "StatefulSet", "psdist-servers")["spec"]["template"]["spec"][

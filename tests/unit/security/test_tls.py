@@ -44,6 +44,17 @@ def test_identity_shows_names_and_validity(tmp_path: Path) -> None:
         assert repr(secret) not in repr(identity)
 
 
+def test_a_host_that_the_certificate_lacks_is_refused(tmp_path: Path) -> None:
+    """Others would wait for a process that they cannot trust."""
+    hosts = ("node-1.example", "10.0.0.7", "::1", "*.pods.example")
+    files = write_tls(tmp_path, CA, Role.SERVER, hosts=hosts)
+    for host in ("node-1.example", "NODE-1.example.", "10.0.0.7", "::1", "a.pods.example"):
+        files.require_host(host)
+    for host in ("node-2.example", "10.0.0.8", "pods.example", "a.b.pods.example"):
+        with pytest.raises(ConfigurationError, match=f"cert.pem does not name {host}, .*--advertise.*--host {host}"):
+            files.require_host(host)
+
+
 @pytest.mark.parametrize("missing", ["ca", "cert", "key"])
 def test_missing_file_is_named(tmp_path: Path, missing: str) -> None:
     files = write_tls(tmp_path, CA)
