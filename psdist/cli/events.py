@@ -32,8 +32,9 @@ def command_line() -> CommandLine:
     """Return the command line of ``psdist events``."""
     return CommandLine(
         "psdist events",
-        "Prints the history of a run: members that joined, left or were lost, promotions, rollbacks, snapshots and "
-        "scale requests. The scheduler keeps the newest 10,000 events. --format json prints one object per line.",
+        "Prints the history of a run: members that joined, left or were lost, promotions, rollbacks, snapshots, scale "
+        "requests, and problems that lasted. The scheduler keeps the newest 10,000 events. --format json prints one "
+        "object per line.",
         (
             *target_flags(),
             Flag(

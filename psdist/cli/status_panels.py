@@ -38,8 +38,6 @@ from psdist.v1 import scheduler_pb2 as pb
 _LEVELS: Final = "▁▂▃▄▅▆▇█"
 #: Sign and colour of each phase in a worker's bar.
 PHASE_SIGNS: Final = {"compute": ("█", "green"), "push": ("▓", "blue"), "wait": ("░", "yellow"), "pull": ("▒", "cyan")}
-#: Between two heartbeats of a member, at most: only the scheduler knows.
-_HEARTBEAT_SECONDS: Final = 1.5
 _BAR_COLUMNS: Final = 24
 #: Of the first panel.
 _SHOWN_EVENTS: Final = 8
@@ -66,7 +64,7 @@ class RunView:
         """Take an answer of the scheduler. samples: those after ``activity.last_sample``, oldest first."""
         status = status_json(answer)
         self.activity.add_samples(samples, status)
-        self.state = printable_values(self.activity.state(status, _HEARTBEAT_SECONDS))
+        self.state = printable_values(self.activity.state(status))
         self.status, self.trouble, self.time = printable_values(status), "", answer.time
 
 

@@ -218,7 +218,7 @@ class AsyncParameters(ProcessBound):
         counters, dropped = self._order.counters, self._order.drops.count
         step = sequence.step if sequence.synchronous else sequence.version
         staleness = counters.staleness_mean, counters.staleness_max
-        return Measurements(step, *staleness, traffic.sent, traffic.received, dropped)
+        return Measurements(step, *staleness, traffic.sent, traffic.received, dropped, counters.abstained)
 
     def statistics(self) -> Statistics:
         """Return the counters of this handle."""

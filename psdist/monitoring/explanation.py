@@ -21,7 +21,7 @@ from math import inf
 from statistics import fmean, median
 from typing import Any, Final, NamedTuple
 
-from psdist.monitoring.run_state import StepTimes, lower_quartile, period, stragglers
+from psdist.monitoring.problems import StepTimes, lower_quartile, period, stragglers
 
 #: Completed steps of each worker that an explanation needs: one more or less is an error of a fifth.
 STEPS_MIN: Final = 5

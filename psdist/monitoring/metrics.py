@@ -227,6 +227,7 @@ class Measurements(NamedTuple):
     staleness_mean, staleness_max: staleness of the last push, in versions.
     push_bytes, pull_bytes: bytes of payloads since the start.
     dropped: pushes that were dropped.
+    abstained: pushes without their gradient, or without a part of it.
     """
 
     step: int | None = None
@@ -235,6 +236,7 @@ class Measurements(NamedTuple):
     push_bytes: int = 0
     pull_bytes: int = 0
     dropped: int = 0
+    abstained: int = 0
 
 
 @dataclass(frozen=True, slots=True)

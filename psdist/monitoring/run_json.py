@@ -32,6 +32,7 @@ def status_json(answer: scheduler_pb2.GetStatusResponse) -> dict[str, Any]:
         "datasets": [_dataset(one) for one in answer.datasets],
         "snapshots": _snapshots(answer.snapshots) if answer.HasField("snapshots") else None,
         "waiting_for": list(answer.waiting_for),
+        "problems": [values(each, "who", "kind", "text") for each in answer.problems],
         "metrics_address": answer.metrics_address,
         "dashboard_address": answer.dashboard_address,
         "certificate_not_after": answer.certificate_not_after or None,
@@ -117,6 +118,7 @@ def _parameters(
                 "rank": member.rank,
                 "first_step": member.first_step,
                 "compression": _compression(counted.values(), member.worker_id),
+                "non_finite": _non_finite(counted.values(), member.worker_id),
             }
             for member in entry.members
         ],
@@ -129,6 +131,11 @@ def _compression(counted: Iterable[server_pb2.ParametersStatistics], worker_id: 
     found = [worker for each in counted for worker in each.workers if worker.worker_id == worker_id]
     pushed, saved = sum(one.push_bytes for one in found), sum(one.saved_bytes for one in found)
     return round((pushed + saved) / pushed, 2) if pushed and saved else None
+
+
+def _non_finite(counted: Iterable[server_pb2.ParametersStatistics], worker_id: str) -> int:
+    """Return the slices of a worker that these servers left out or refused because they held NaN or Inf."""
+    return sum(worker.non_finite for each in counted for worker in each.workers if worker.worker_id == worker_id)
 
 
 def _versions_per_second(one: scheduler_pb2.ParametersStatus, members: Iterable[scheduler_pb2.MemberStatus]) -> float:
@@ -252,7 +259,7 @@ def _worker_period(one: scheduler_pb2.WorkerSample) -> dict[str, Any]:
             }
             for each in one.traffic
         ],
-        **values(one, "dropped", "staleness", "reported_step"),
+        **values(one, "dropped", "abstained", "staleness", "reported_step"),
         "reported": {name: number(value) for name, value in sorted(one.reported.items())},
         "samples_per_second": round(one.samples_per_second, 3),
     }

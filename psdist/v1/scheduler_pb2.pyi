@@ -427,7 +427,7 @@ class WorkerRates(_message.Message):
     def __init__(self, seconds: _Optional[float] = ..., waiting_seconds: _Optional[float] = ..., pushes: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class WorkerTotals(_message.Message):
-    __slots__ = ("compute_seconds", "push_seconds", "wait_seconds", "pull_seconds", "pushes", "traffic", "dropped", "staleness", "reported", "reported_step", "samples_per_second")
+    __slots__ = ("compute_seconds", "push_seconds", "wait_seconds", "pull_seconds", "pushes", "traffic", "dropped", "staleness", "reported", "reported_step", "samples_per_second", "abstained")
     class Traffic(_message.Message):
         __slots__ = ("transport", "push_codec", "pull_codec", "push_bytes", "pull_bytes")
         TRANSPORT_FIELD_NUMBER: _ClassVar[int]
@@ -466,6 +466,7 @@ class WorkerTotals(_message.Message):
     REPORTED_FIELD_NUMBER: _ClassVar[int]
     REPORTED_STEP_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    ABSTAINED_FIELD_NUMBER: _ClassVar[int]
     compute_seconds: float
     push_seconds: float
     wait_seconds: float
@@ -477,7 +478,8 @@ class WorkerTotals(_message.Message):
     reported: _containers.ScalarMap[str, float]
     reported_step: int
     samples_per_second: float
-    def __init__(self, compute_seconds: _Optional[float] = ..., push_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., pull_seconds: _Optional[float] = ..., pushes: _Optional[_Mapping[str, int]] = ..., traffic: _Optional[_Iterable[_Union[WorkerTotals.Traffic, _Mapping]]] = ..., dropped: _Optional[int] = ..., staleness: _Optional[int] = ..., reported: _Optional[_Mapping[str, float]] = ..., reported_step: _Optional[int] = ..., samples_per_second: _Optional[float] = ...) -> None: ...
+    abstained: int
+    def __init__(self, compute_seconds: _Optional[float] = ..., push_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., pull_seconds: _Optional[float] = ..., pushes: _Optional[_Mapping[str, int]] = ..., traffic: _Optional[_Iterable[_Union[WorkerTotals.Traffic, _Mapping]]] = ..., dropped: _Optional[int] = ..., staleness: _Optional[int] = ..., reported: _Optional[_Mapping[str, float]] = ..., reported_step: _Optional[int] = ..., samples_per_second: _Optional[float] = ..., abstained: _Optional[int] = ...) -> None: ...
 
 class Activity(_message.Message):
     __slots__ = ("sequence", "next", "partial", "step", "clock", "call", "group")
@@ -1505,6 +1507,16 @@ class EventStatus(_message.Message):
     warning: bool
     def __init__(self, time: _Optional[float] = ..., text: _Optional[str] = ..., number: _Optional[int] = ..., kind: _Optional[str] = ..., warning: _Optional[bool] = ...) -> None: ...
 
+class ProblemStatus(_message.Message):
+    __slots__ = ("who", "kind", "text")
+    WHO_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    who: str
+    kind: str
+    text: str
+    def __init__(self, who: _Optional[str] = ..., kind: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
+
 class WatchEventsRequest(_message.Message):
     __slots__ = ("after", "follow")
     AFTER_FIELD_NUMBER: _ClassVar[int]
@@ -1526,7 +1538,7 @@ class GetSamplesRequest(_message.Message):
     def __init__(self, after: _Optional[int] = ...) -> None: ...
 
 class WorkerSample(_message.Message):
-    __slots__ = ("worker_id", "seconds", "compute_seconds", "push_seconds", "wait_seconds", "pull_seconds", "pushes", "traffic", "dropped", "staleness", "reported", "reported_step", "samples_per_second")
+    __slots__ = ("worker_id", "seconds", "compute_seconds", "push_seconds", "wait_seconds", "pull_seconds", "pushes", "traffic", "dropped", "staleness", "reported", "reported_step", "samples_per_second", "abstained")
     class PushesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -1554,6 +1566,7 @@ class WorkerSample(_message.Message):
     REPORTED_FIELD_NUMBER: _ClassVar[int]
     REPORTED_STEP_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    ABSTAINED_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     seconds: float
     compute_seconds: float
@@ -1567,7 +1580,8 @@ class WorkerSample(_message.Message):
     reported: _containers.ScalarMap[str, float]
     reported_step: int
     samples_per_second: float
-    def __init__(self, worker_id: _Optional[str] = ..., seconds: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., push_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., pull_seconds: _Optional[float] = ..., pushes: _Optional[_Mapping[str, int]] = ..., traffic: _Optional[_Iterable[_Union[WorkerTotals.Traffic, _Mapping]]] = ..., dropped: _Optional[int] = ..., staleness: _Optional[int] = ..., reported: _Optional[_Mapping[str, float]] = ..., reported_step: _Optional[int] = ..., samples_per_second: _Optional[float] = ...) -> None: ...
+    abstained: int
+    def __init__(self, worker_id: _Optional[str] = ..., seconds: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., push_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., pull_seconds: _Optional[float] = ..., pushes: _Optional[_Mapping[str, int]] = ..., traffic: _Optional[_Iterable[_Union[WorkerTotals.Traffic, _Mapping]]] = ..., dropped: _Optional[int] = ..., staleness: _Optional[int] = ..., reported: _Optional[_Mapping[str, float]] = ..., reported_step: _Optional[int] = ..., samples_per_second: _Optional[float] = ..., abstained: _Optional[int] = ...) -> None: ...
 
 class ServerSample(_message.Message):
     __slots__ = ("server_id", "seconds", "slices_applied", "apply_seconds", "waiting_bytes", "resident_bytes", "lag_updates", "idle_cores")
@@ -1618,7 +1632,7 @@ class GetSummaryResponse(_message.Message):
     def __init__(self, summary: _Optional[bytes] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("run_id", "psdist_version", "epoch", "phase", "uptime_seconds", "workers_min", "servers_min", "members", "parameters", "waiting_for", "events", "replicas", "servers_wanted", "datasets", "snapshots", "metrics_address", "time", "dashboard_address", "certificate_not_after")
+    __slots__ = ("run_id", "psdist_version", "epoch", "phase", "uptime_seconds", "workers_min", "servers_min", "members", "parameters", "waiting_for", "events", "replicas", "servers_wanted", "datasets", "snapshots", "metrics_address", "time", "dashboard_address", "certificate_not_after", "problems")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     PSDIST_VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -1638,6 +1652,7 @@ class GetStatusResponse(_message.Message):
     TIME_FIELD_NUMBER: _ClassVar[int]
     DASHBOARD_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     CERTIFICATE_NOT_AFTER_FIELD_NUMBER: _ClassVar[int]
+    PROBLEMS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     psdist_version: str
     epoch: int
@@ -1657,7 +1672,8 @@ class GetStatusResponse(_message.Message):
     time: float
     dashboard_address: str
     certificate_not_after: float
-    def __init__(self, run_id: _Optional[str] = ..., psdist_version: _Optional[str] = ..., epoch: _Optional[int] = ..., phase: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., workers_min: _Optional[int] = ..., servers_min: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., parameters: _Optional[_Iterable[_Union[ParametersStatus, _Mapping]]] = ..., waiting_for: _Optional[_Iterable[str]] = ..., events: _Optional[_Iterable[_Union[EventStatus, _Mapping]]] = ..., replicas: _Optional[int] = ..., servers_wanted: _Optional[int] = ..., datasets: _Optional[_Iterable[_Union[DatasetStatus, _Mapping]]] = ..., snapshots: _Optional[_Union[SnapshotsStatus, _Mapping]] = ..., metrics_address: _Optional[str] = ..., time: _Optional[float] = ..., dashboard_address: _Optional[str] = ..., certificate_not_after: _Optional[float] = ...) -> None: ...
+    problems: _containers.RepeatedCompositeFieldContainer[ProblemStatus]
+    def __init__(self, run_id: _Optional[str] = ..., psdist_version: _Optional[str] = ..., epoch: _Optional[int] = ..., phase: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., workers_min: _Optional[int] = ..., servers_min: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., parameters: _Optional[_Iterable[_Union[ParametersStatus, _Mapping]]] = ..., waiting_for: _Optional[_Iterable[str]] = ..., events: _Optional[_Iterable[_Union[EventStatus, _Mapping]]] = ..., replicas: _Optional[int] = ..., servers_wanted: _Optional[int] = ..., datasets: _Optional[_Iterable[_Union[DatasetStatus, _Mapping]]] = ..., snapshots: _Optional[_Union[SnapshotsStatus, _Mapping]] = ..., metrics_address: _Optional[str] = ..., time: _Optional[float] = ..., dashboard_address: _Optional[str] = ..., certificate_not_after: _Optional[float] = ..., problems: _Optional[_Iterable[_Union[ProblemStatus, _Mapping]]] = ...) -> None: ...
 
 class TraceRequest(_message.Message):
     __slots__ = ("run_id", "steps")

@@ -55,13 +55,15 @@ def worker_totals(
 ) -> pb.WorkerTotals:
     """Return the totals of a client so far. Bytes of a handle count for the transport and codecs that it has now."""
     compute, push, wait, pull = phases.seconds()
-    pushed, pulled, dropped = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]](), 0
+    pushed, pulled = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
+    dropped = abstained = 0
     for handle in handles:
         key = (transport_of(handle.participation.transports()), *codecs_of(handle.spec, handle.participation.options))
         counted = handle.measure()
         pushed[key] += counted.push_bytes
         pulled[key] += counted.pull_bytes
         dropped += counted.dropped
+        abstained += counted.abstained
     return pb.WorkerTotals(
         compute_seconds=compute,
         push_seconds=push,
@@ -79,6 +81,7 @@ def worker_totals(
         reported=reported.newest,
         reported_step=reported.step,
         samples_per_second=reported.samples_per_second,
+        abstained=abstained,
     )
 
 

@@ -450,7 +450,7 @@ class Probe:
 #: Subject of an entry of the run's history.
 EventKind = Literal[
     "join", "leave", "loss", "shard_loss", "promotion", "replication", "rollback", "snapshot", "snapshot_failed",
-    "scale", "parameters", "data", "shutdown", "note",
+    "scale", "parameters", "data", "problem", "shutdown", "note",
 ]  # fmt: skip
 
 

@@ -180,10 +180,8 @@ def _serve_dashboard(scheduler: Scheduler, endpoint: DashboardEndpoint, *, optio
     def read(after: int) -> dashboard.Reading:
         began = time.perf_counter()
         status, samples = scheduler.status(), scheduler.reports.samples.after(after)
-        workers = sum(member.role == "worker" and member.live for member in scheduler.cluster.members.all)
-        heartbeat = max(settings.heartbeat_of("server", workers), settings.heartbeat_of("worker", workers))
         curves = scheduler.reports.summary.curves() if scheduler.reports.summary is not None and not after else None
-        return dashboard.Reading(status, samples, heartbeat, time.perf_counter() - began, curves)
+        return dashboard.Reading(status, samples, time.perf_counter() - began, curves)
 
     try:
         key = view_key(endpoint.token, settings.run_id)
@@ -215,7 +213,7 @@ async def _until_the_end(settings: SchedulerSettings, scheduler: Scheduler, addr
     waiting = asyncio.create_task(ended.wait())
     over = asyncio.create_task(_end_when_idle(scheduler))
     failed = asyncio.create_task(_end_when_failed(scheduler))
-    working = [asyncio.create_task(scheduler.run()), asyncio.create_task(scheduler.tick())]
+    working = [asyncio.create_task(one) for one in (scheduler.run(), scheduler.tick(), scheduler.watch())]
     if settings.address_file is not None:
         _write_address(settings.address_file, address)
     logger.info("run %s: listening at %s", scheduler.cluster.settings.run_id, address)

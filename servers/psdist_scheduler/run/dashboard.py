@@ -188,14 +188,12 @@ class Reading(NamedTuple):
     """Part of the run that the scheduler's loop reads for the dashboard.
 
     samples: those after the asked one.
-    heartbeat_seconds: between two heartbeats of a member.
     seconds: how long it took.
     curves: those of the whole run, in the first reading.
     """
 
     status: pb.GetStatusResponse
     samples: list[pb.RunSample]
-    heartbeat_seconds: float
     seconds: float
     curves: RunCurves | None = None
 
@@ -265,7 +263,7 @@ class Feed:
             began = _now()
             status = status_json(reading.status)
             points = self._run.add_samples(reading.samples, status, reading.curves)
-            state = self._run.state(status, reading.heartbeat_seconds)
+            state = self._run.state(status)
         except Exception as error:  # The page keeps its last state.
             if not isinstance(error, TimeoutError) and not self._has_failed:
                 self._has_failed = True

@@ -37,6 +37,8 @@ class Reports:
         #: End of the validity of the scheduler's certificate.
         self.certificate_not_after: Callable[[], float] = lambda: 0.0
         self.samples = SampleHistory()
+        #: Those of the run, as found within the last seconds.
+        self.problems: list[pb.ProblemStatus] = []
         self.summary: SummaryKeeper | None = None
 
     def keep(self, member_id: str, heartbeat: pb.SessionRequest.Heartbeat, now: float) -> None:
@@ -89,6 +91,7 @@ def status(cluster: Cluster, reports: Reports, now: float) -> pb.GetStatusRespon
             for p in cluster.registry.all
         ],
         waiting_for=cluster.waits,
+        problems=reports.problems,
         datasets=[make_message(pb.DatasetStatus, standing) for standing in cluster.datasets.standings],
         snapshots=_snapshots(cluster, now) if cluster.snapshots.is_enabled else None,
     )

@@ -189,6 +189,7 @@ def _period(member_id: str, worker: _WorkerTotals, now: float) -> pb.WorkerSampl
         pushes=worker.take_pushes(now),
         traffic=_traffic(totals.traffic, before.traffic),
         dropped=max(0, totals.dropped - before.dropped),
+        abstained=max(0, totals.abstained - before.abstained),
         staleness=totals.staleness,
         reported=totals.reported,
         reported_step=totals.reported_step,

@@ -25,6 +25,7 @@ from psdist import __version__
 from psdist.addresses import parse_address
 from psdist.errors import ConfigurationError, NoStorageError
 from psdist.monitoring import run_json
+from psdist.monitoring.problems import Announcer, Watch
 from psdist.snapshots.storage import Storage
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire.convert import make_message
@@ -49,6 +50,9 @@ EVENTS_SHOWN = 100
 #: workers, and 0.4 ms for one of 1,000. The longest pause is well below the time limit of a registration.
 _EPOCH_SECONDS_PER_MEMBER: Final = 0.001
 _LONGEST_PAUSE_SECONDS: Final = 2.0
+#: Least time between two looks for problems, and the share of this loop's time that readings for them take at most.
+_WATCH_SECONDS: Final = 1.0
+_WATCH_SHARE: Final = 0.01
 
 
 class Scheduler:
@@ -137,6 +141,35 @@ class Scheduler:
             if self.cluster.exit_requests.is_over(self.time()):
                 self.is_over.set()
 
+    async def watch(self) -> None:
+        """Look for problems of the run about once a second, forever. Those that last become events."""
+        watch, announcer, last, has_failed = Watch(), Announcer(), 0, False
+        while True:
+            began = time.perf_counter()
+            status, samples = self.status(), self.reports.samples.after(last)
+            last = samples[-1].number if samples else last
+            pause = max(_WATCH_SECONDS, (time.perf_counter() - began) / _WATCH_SHARE)
+            try:
+                found = await asyncio.to_thread(_look, watch, status, samples, self.heartbeat_seconds)
+            except Exception:  # The run continues without its list of problems.
+                if not has_failed:
+                    has_failed = True
+                    logger.exception("the problems of the run are not known (logged once)")
+                found = []
+            self.reports.problems = [pb.ProblemStatus(**one) for one in found]
+            self._enqueue(
+                LogEvent(one.text, "warning" if one.warning else "info", kind="problem", peer=one.peer)
+                for one in announcer.changes(found, self.time())
+            )
+            await asyncio.sleep(pause)
+
+    @property
+    def heartbeat_seconds(self) -> float:
+        """Longest time between two heartbeats of a member."""
+        settings = self.cluster.settings
+        workers = sum(member.role == "worker" and member.live for member in self.cluster.members.all)
+        return max(settings.heartbeat_of("server", workers), settings.heartbeat_of("worker", workers))
+
     def stop(self) -> None:
         """Ignore all further events: the members live on without the scheduler."""
         self._stopping = True
@@ -217,6 +250,14 @@ class Scheduler:
                     self.reports.forget(effect.news.member_id)
                 self.calls.carry_out(effect)
         return None
+
+
+def _look(
+    watch: Watch, status: pb.GetStatusResponse, samples: list[pb.RunSample], heartbeat_seconds: float
+) -> list[dict[str, Any]]:
+    """Return the problems of the run. Called in a thread: the JSON forms of a large run take long."""
+    forms = [run_json.sample_json(one) for one in samples]
+    return watch.look(run_json.status_json(status), forms, heartbeat_seconds, status.time)
 
 
 def merge(changes: list[Persist]) -> Persist:

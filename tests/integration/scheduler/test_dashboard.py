@@ -35,7 +35,7 @@ def made_up(workers: int = 3) -> Read:
 
     def read(after: int) -> Reading:
         advance(answer, rng)
-        return Reading(answer, [sample(after + 1, workers, 2, rng)], 0.5, 0.0)
+        return Reading(answer, [sample(after + 1, workers, 2, rng)], 0.0)
 
     return read
 

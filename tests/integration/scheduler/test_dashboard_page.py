@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from psdist.monitoring.dashboard import dashboard_link, saved_page, view_key
+from psdist.monitoring.problems import Watch
+from psdist.monitoring.run_json import sample_json, status_json
 from psdist.monitoring.run_state import saved_run
 from psdist.monitoring.run_summary import (
     EventPart,
@@ -26,6 +28,7 @@ from psdist.monitoring.run_summary import (
     WorkerPart,
 )
 from psdist.settings.config import DashboardEndpoint
+from psdist.v1 import scheduler_pb2
 from psdist_scheduler.run.dashboard import DashboardServer, Reading
 from tests.support.dashboard_runs import advance, sample, status
 
@@ -45,13 +48,17 @@ class MadeUpRun:
         self.status.events.add(number=101, time=1000.0, kind="note", text=HOSTILE, warning=True)
         self.status.waiting_for.append(f"waiting for {HOSTILE}")
         self._rng = random.Random(3)
+        self._watch = Watch()
 
     def read(self, after: int) -> Reading:
         advance(self.status, self._rng)
         made = sample(after + 1, self.workers, self.servers, self._rng)
         for worker in made.workers:
             worker.reported[HOSTILE] = 1.0
-        return Reading(self.status, [made], 0.5, 0.0)
+        found = self._watch.look(status_json(self.status), [sample_json(made)], 0.5, self.status.time)
+        del self.status.problems[:]
+        self.status.problems.extend(scheduler_pb2.ProblemStatus(**one) for one in found)
+        return Reading(self.status, [made], 0.0)
 
 
 @pytest.fixture(scope="module")

@@ -357,6 +357,32 @@ async def test_losses_are_news_and_leaving_is_none(start: Start, peer: Any) -> N
     await beating
 
 
+@pytest.mark.long  # A problem has to last for 10 s before it is an event.
+async def test_a_problem_is_in_the_status_and_then_in_the_history(start: Start, peer: Any) -> None:
+    worker = peer(await start())
+    await worker.register()
+    ended = asyncio.Event()
+
+    async def train() -> None:
+        beat = pb.SessionRequest.Heartbeat(epoch=1)
+        while not ended.is_set():
+            beat.totals.compute_seconds += 0.1
+            beat.totals.abstained += 1
+            await worker.say(heartbeat=beat)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), 0.1)
+
+    training = asyncio.create_task(train())
+    async for response in worker.stub.WatchEvents(pb.WatchEventsRequest(follow=True), metadata=worker.metadata):
+        if found := [event for event in response.events if event.kind == "problem"]:
+            break
+    assert found[0].warning and "gradients of worker worker-0 were left out" in found[0].text
+    (problem,) = (await worker.status()).problems
+    assert (problem.who, problem.kind) == ("worker-0", "not_finite") and "they held NaN or Inf" in problem.text
+    ended.set()
+    await training
+
+
 async def test_agents_meet_and_readers_describe(start: Start, peer: Any) -> None:
     process = await start()
     one, two = peer(process), peer(process)

@@ -13,6 +13,8 @@ from psdist.cli import status_panels as panels
 from psdist.cli.status_app import PanelView, StatusApp
 from psdist.cli.status_panels import RunView
 from psdist.errors import SchedulerUnreachableError, UnauthenticatedError
+from psdist.monitoring.problems import Watch
+from psdist.monitoring.run_json import sample_json, status_json
 from psdist.monitoring.run_state import POINTS
 from psdist.v1 import scheduler_pb2 as pb
 
@@ -66,9 +68,16 @@ def made_samples(count: int = 10, workers: int = 2, slow: int = -1, first: int =
     return found
 
 
+def with_problems(status: pb.GetStatusResponse, samples: list[pb.RunSample]) -> pb.GetStatusResponse:
+    found = Watch().look(status_json(status), map(sample_json, samples), 1.5, status.time)
+    status.problems.extend(pb.ProblemStatus(**one) for one in found)
+    return status
+
+
 def made_run(status: pb.GetStatusResponse | None = None, samples: list[pb.RunSample] | None = None) -> RunView:
-    run = RunView()
-    run.add(made_status() if status is None else status, made_samples() if samples is None else samples)
+    run, status = RunView(), made_status() if status is None else status
+    samples = made_samples() if samples is None else samples
+    run.add(with_problems(status, samples), samples)
     return run
 
 
@@ -256,7 +265,8 @@ async def test_a_wide_terminal_shows_all_panels() -> None:
 
 
 async def test_a_hundred_workers_scroll_and_can_be_filtered() -> None:
-    app = make(Scheduler(made_status(workers=100), made_samples(workers=100, slow=77)))
+    samples = made_samples(workers=100, slow=77)
+    app = make(Scheduler(with_problems(made_status(workers=100), samples), samples))
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.press("3")
         await pilot.pause()

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from psdist.monitoring import run_state
+from psdist.monitoring import problems
 from psdist.monitoring.explanation import Explanation, explain
-from psdist.monitoring.run_state import FACTOR, STEP_SHARE, StepTimes, lower_quartile, step_times, stragglers
+from psdist.monitoring.problems import FACTOR, STEP_SHARE, StepTimes, lower_quartile, step_times, stragglers
 from tests.support.run_samples import samples, status
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -40,7 +40,7 @@ def test_all_places_name_the_same_workers() -> None:
             expected = {"worker-1"} if slow else set()
             by_id = {f"worker-{rank}": [one] * 3 for rank, one in enumerate(workers)}
             assert stragglers(step_times(by_id)).keys() == expected
-            assert {one["who"] for one in run_state.worker_problems(by_id)} == expected
+            assert {one["who"] for one in problems.of_workers(by_id)} == expected
             result = explain(status(3), samples(*workers), 10.0)
             assert isinstance(result, Explanation) and sum(result.parts.values()) == pytest.approx(result.step_seconds)
             assert (result.parts["straggler"] > 0) == slow and (result.bottleneck == "straggler") == slow

@@ -44,7 +44,9 @@ def test_a_sample_has_the_rates_between_two_heartbeats() -> None:
     history.on_heartbeat("worker-0", worker(1.0, 1.0, 10), 0.0)
     history.on_heartbeat("server-0", server(100, 0.5), 0.0)
     history.on_tick(0.0, 1000.0)
-    history.on_heartbeat("worker-0", worker(2.5, 1.5, 30, reported={"loss": math.nan}, reported_step=9), 1.9)
+    history.on_heartbeat(
+        "worker-0", worker(2.5, 1.5, 30, reported={"loss": math.nan}, reported_step=9, abstained=2), 1.9
+    )
     history.on_heartbeat("server-0", server(300, 1.5), 2.0)
     history.on_tick(0.9, 1001.0)  # Not due yet.
     history.on_tick(2.0, 1002.0)
@@ -61,6 +63,7 @@ def test_a_sample_has_the_rates_between_two_heartbeats() -> None:
             }
         ],
         "dropped": 0,
+        "abstained": 2,
         "staleness": 0,
         "reported_step": 9,
         "reported": {"loss": "nan"},
