@@ -29,6 +29,11 @@ PAGES = {
     "servers/README.md": "servers/README.md",
     "examples/README.md": "examples/README.md",
 }
+#: Pages that a user looks up, and pages for those who change psdist: they come after the guides in the search.
+_REFERENCE = {"flags.md", "errors.md", "timeouts.md", "glossary.md", "torch-features.md", "optimizers.md"}
+_FOR_DEVELOPERS = {"ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "codemap.md"}
+#: Longest word of code that fits on a line of a phone.
+_WHOLE_MAX = 30
 #: A link's or a picture's target in Markdown and in HTML, without anchor.
 _TARGET = re.compile(r'(\]\(|(?:src|srcset|href)=")(?!https?:|#|mailto:)([^)#"\s]+)')
 
@@ -47,7 +52,8 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrite links of the project's folders to links of the site."""
+    """Rewrite links of the project's folders to links of the site, and let the search prefer guides."""
+    page.meta.setdefault("search", {"boost": _boost(page.file.src_uri)})
 
     def rewritten(match: re.Match[str]) -> str:
         path = _project_path(page.file.src_uri, match[2])
@@ -60,6 +66,29 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         return match[1] + posixpath.relpath(path, posixpath.dirname(page.file.src_uri) or ".")
 
     return _TARGET.sub(rewritten, markdown)
+
+
+def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Keep the words of code in texts and tables whole: browsers break them at hyphens. A long one may break at its
+    punctuation."""
+
+    def word(text: str) -> str:
+        if len(text) > _WHOLE_MAX:
+            return re.sub(r"(?<=[./(=_,:\[-])(?=\w)", "<wbr>", text)
+        return f'<span class="whole">{text}</span>'
+
+    return re.sub(
+        r"(?<!</span>)<code>([^<]+)</code>",
+        lambda code: f"<code>{' '.join(word(one) for one in code[1].split(' '))}</code>",
+        html,
+    )
+
+
+def _boost(page: str) -> float:
+    """Weight of a page in the search. page: its path in the site."""
+    if page.startswith("internals/") or page in _FOR_DEVELOPERS:
+        return 0.1
+    return 1 if page.startswith("api/") or page in _REFERENCE else 3
 
 
 def _project_path(page: str, target: str) -> str:

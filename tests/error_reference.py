@@ -23,7 +23,7 @@ _PAGE: Final = """# Errors and exit statuses
 Every error of psdist is a class of `psdist.errors` with a stable code. `PsdistError`, a `RuntimeError`, is the base of
 all; `error.code` is the code, and `error.details` holds the offending values as text. An operation that raised an error
 has changed nothing, unless its entry says otherwise. Each entry has the code, the class, the gRPC status of a refused
-call ([wire.md](internals/wire.md#2-errors)), the meaning and the remedy.
+call ([the wire](internals/wire.md#2-errors)), the meaning and the remedy.
 """
 
 _EXIT_STATUSES: Final = """## Exit statuses
@@ -66,17 +66,17 @@ REMEDIES: Final = {
     "shape_mismatch": "Pass an array of the declared shape.",
     "dtype_mismatch": "Convert the array to the dtype that the message names.",
     "non_finite_gradient": "Find the NaN or Inf, or open the parameters with `non_finite=\"skip\"`.",
-    "unknown_codec": "Use a codec of [compression.md](compression.md#codecs).",
-    "malformed_payload": "Report it, unless you wrote the client: [payload-format.md](internals/payload-format.md).",
+    "unknown_codec": "Use one of the [codecs](compression.md#codecs).",
+    "malformed_payload": "Report it, unless you wrote the client: [payload format](internals/payload-format.md).",
     "limit_exceeded": "Send less, or free the resource that the message names.",
     "unauthenticated": "Set `PSDIST_TOKEN` or `--token-file` to the run's token, or to one made from it.",
-    "permission_denied": "Use a token of the role that the message names: see [roles.md](roles.md).",
+    "permission_denied": "Use a token of the role that the message names: see [roles](roles.md).",
     "insecure_bind": "Set `--tls-ca`, `--tls-cert` and `--tls-key`, or bind to loopback, or pass `--insecure` and a "
     "token on a private network.",
     "insecure_connect": "Set `--tls-ca`, `--tls-cert` and `--tls-key`, or, on a private network, pass `--insecure` or "
     "set `PSDIST_INSECURE=1`.",
     "tls_handshake": "Follow the message, which names the side and the file; compare both sides by `psdist certs "
-    "show`. See [secure.md](secure.md).",
+    "show`. See [untrusted networks](secure.md).",
     "protocol_mismatch": "Upgrade psdist of the side that the message names.",
     "wrong_run": "Correct the `--run-id` or the address.",
     "duplicate_member": "Choose another id, or wait until the lease of the earlier member ends.",
@@ -97,7 +97,7 @@ REMEDIES: Final = {
     "sharing_unavailable": "Use `transport=\"auto\"`, or remove the reason that the message names.",
     "trace_in_progress": "Wait for the end of the other recording, or end that `psdist trace` by Ctrl-C.",
     "tcp_unavailable": "Use `transport=\"auto\"`, or open the server's `--data-port`.",
-    "device_unavailable": "Install the part that the message names ([gpu.md](gpu.md#requirements)).",
+    "device_unavailable": "Install the part that the message names ([GPUs](gpu.md#requirements)).",
     "device_lost": "Check the device (`nvidia-smi`, the kernel's log) and restart the process.",
     "stale_term": "Nothing: only servers see it, and the newer primary takes over.",
     "replica_mismatch": "Check the memory of both servers, and start the run from a snapshot.",
@@ -112,15 +112,15 @@ REMEDIES: Final = {
     "unknown_snapshot": "Choose one of `psdist snapshot list`.",
     "snapshot_failed": "Call again once the reason is removed.",
     "wait_timeout": "Look at the members that the message names; then call again.",
-    "mutual_wait": "Make all workers call in the same order ([loops.md](loops.md#loops-that-count-by-the-step)).",
+    "mutual_wait": "Make all workers call in the same order ([training loops](loops.md#loops-that-count-by-the-step)).",
     "worker_left": "Let all workers open the same parameter sets, and make the same groups, before any of them ends.",
     "uneven_inputs": "Give all workers the same number of batches, or call `join` without raising.",
     "late_worker": "Nothing, or restart all workers from a checkpoint.",
-    "launch_failed": "Fix the cause that the traceback shows ([launch.md](launch.md#results-and-errors)).",
+    "launch_failed": "Fix the cause that the traceback shows ([runs from Python](launch.md#results-and-errors)).",
     "push_dropped": "Call again. If it repeats, its process is stopped, or cut off, for longer than `--worker-timeout` "
-    "([workers.md](workers.md#busy-frozen-and-dropped)).",
+    "([workers](workers.md#busy-frozen-and-dropped)).",
     "peer_unreachable": "Let workers connect to any port of workers "
-    "([collectives.md](collectives.md#links-and-limits)).",
+    "([collectives](collectives.md#links-and-limits)).",
     "excluded": "Call `context.join_group()`: the others take the worker in at their next step boundary.",
     "worker_lost": "Continue without the worker by `group.reconfigure()`, or make another group once it was restarted.",
     "collective_mismatch": "Make the same calls in the same order on all ranks, then make another group.",

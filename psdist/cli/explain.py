@@ -1,4 +1,4 @@
-"""``psdist explain``: says in three sentences what bounds the speed of a run, and which setting would change it."""
+"""``psdist explain``: finds the bottleneck of a run, and names the setting that would change it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def command_line() -> CommandLine:
     """Return the command line of ``psdist explain``."""
     return CommandLine(
         "psdist explain",
-        "Says what bounds the speed of a run now (link, server kernel, straggler, script or latency), by which "
+        "Finds the bottleneck of a run (link, server kernel, straggler, script or latency), by which "
         "evidence, and which setting would change it, by how much.",
         (
             *target_flags(),

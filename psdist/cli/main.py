@@ -43,7 +43,7 @@ PSDIST: Final = Group(
                 lambda: import_module("psdist.cli.events")),
         Command("trace", "record some steps for Perfetto: psdist trace --steps 20 --out trace.json",
                 lambda: import_module("psdist.cli.trace")),
-        Command("explain", "say what bounds the speed of a run, and which setting would change it",
+        Command("explain", "find the bottleneck of a run, and the setting that would change it",
                 lambda: import_module("psdist.cli.explain")),
         Command("report", "write an HTML file about a run, live or finished: psdist report --out run.html",
                 lambda: import_module("psdist.cli.report")),
