@@ -238,13 +238,15 @@ def _members(run: RunView, role: str, bar: int) -> list[Text]:
             "" if member["waiting_share"] is None else f"{member['waiting_share']:.0%}",
             _phase_bar(now["phases"], bar) if bar and "phases" in now else "",
             *_server_cells(member, now),
+            str(member["pid"]) if is_live and member["pid"] else "",
             member["address"] or member["host"],
             member["metrics_address"],
             member["reason"],
         ]
 
     columns = ("member", "role", "state", "heartbeat", "epoch", "steps/s", "waiting", "time by phase", "holds",
-               "memory", "updates/s", "busy", "queued", "behind", "address", "metrics", "reason")  # fmt: skip
+               "memory", "updates/s", "busy", "queued", "behind", "pid", "address", "metrics",
+               "reason")  # fmt: skip
     ordered = sorted(members, key=lambda member: (member["state"] == "live", natural(member["id"])))
     return table(columns, map(row, ordered))
 

@@ -233,6 +233,12 @@ def _table(page: str, title: str) -> list[list[str]]:
     return [[cell.strip() for cell in row] for row in rows[2:]]
 
 
+def test_the_page_on_debugging_names_errors_that_exist() -> None:
+    names = re.findall(r"`(\w+Error)`", (DOCS / "debug.md").read_text())
+    rows = _table("debug.md", "Ten common errors")
+    assert len(rows) == 10 and [name for name in names if not hasattr(psdist.errors, name)] == []
+
+
 def test_the_page_on_time_limits_has_each_flag_with_its_programs_and_default() -> None:
     told: dict[tuple[str, str], set[str]] = {}
     for flag, programs, default, _ in _table("timeouts.md", "Flags"):

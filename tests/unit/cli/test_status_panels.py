@@ -128,6 +128,13 @@ def test_dead_and_silent_members_come_with_sign_and_reason() -> None:
     assert any(line.plain.startswith("! worker worker-0 is silent for 8.0 s") for line in panels.notices(run))
 
 
+def test_a_live_member_has_its_process() -> None:
+    status = made_status(workers=2)
+    status.members[3].pid = 4711
+    shown = " ".join(texts(panels.overview(made_run(status), 200)))
+    assert "  pid" in shown and "4711" in shown
+
+
 def test_shards_show_copies_and_lag() -> None:
     lines = texts(panels.shards(made_run(), 200))
     assert [line.split() for line in lines[:3]] == [
