@@ -66,7 +66,7 @@ REMEDIES: Final = {
     "shape_mismatch": "Pass an array of the declared shape.",
     "dtype_mismatch": "Convert the array to the dtype that the message names.",
     "non_finite_gradient": "Find the NaN or Inf, or open the parameters with `non_finite=\"skip\"`.",
-    "unknown_codec": "Use one of the [codecs](compression.md#codecs).",
+    "unknown_codec": "Use one of the [codecs](codecs.md#all-codecs).",
     "malformed_payload": "Report it, unless you wrote the client: [payload format](internals/payload-format.md).",
     "limit_exceeded": "Send less, or free the resource that the message names.",
     "unauthenticated": "Set `PSDIST_TOKEN` or `--token-file` to the run's token, or to one made from it.",

@@ -303,9 +303,9 @@ def test_the_page_on_optimizers_has_each_with_its_defaults() -> None:
         assert all(getattr(optimizer, key) == ast.literal_eval(value) for key, value in given.items()), name
 
 
-def test_the_page_on_compression_has_each_codec_with_its_defaults() -> None:
+def test_the_page_on_codecs_has_each_with_its_defaults() -> None:
     """Check also which codecs can send weights, and which ones a GPU encodes."""
-    rows = {row[0].strip("`"): row for row in _table("compression.md", "Codecs") if len(row) == 7}
+    rows = {row[0].strip("`"): row for row in _table("codecs.md", "All codecs") if len(row) == 7}
     classes = {name: getattr(compression, name) for name in compression.__all__}
     kinds = {name for name, one in classes.items() if isinstance(one, type) and issubclass(one, compression.Codec)}
     assert rows.keys() == kinds - {"Codec", "Cast", "Compressor"}
