@@ -17,7 +17,6 @@ words.
 
 from __future__ import annotations
 
-import gc
 import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
@@ -69,13 +68,8 @@ def __getattr__(name: str) -> Any:
     """Import the module that defines ``name``, and cache the object."""
     if name not in _MODULES:
         raise AttributeError(f"module 'psdist' has no attribute {name!r}")
-    collects = gc.isenabled()
-    gc.disable()  # Imported objects stay alive: traversing them again and again would take a tenth of the import.
-    try:
+    with import_module("psdist.importing").quickly():
         module = import_module(_MODULES[name])
-    finally:
-        if collects:
-            gc.enable()
     globals()[name] = found = getattr(module, name, module)
     return found
 

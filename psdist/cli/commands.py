@@ -28,6 +28,7 @@ from psdist.errors import (
     ServerLostError,
     UnauthenticatedError,
 )
+from psdist.importing import quickly
 from psdist.settings import exit_codes
 from psdist.settings.flags import CommandLine, fail
 
@@ -70,7 +71,8 @@ class Group:
         if command is None:
             *names, last = by_name
             fail(self.program, f"there is no command {word!r}: the commands are {', '.join(names)} and {last}")
-        chosen = command.load()
+        with quickly():
+            chosen = command.load()
         return chosen.run(argv[1:], environ) if isinstance(chosen, Group) else call(chosen, argv[1:], environ)
 
     def _help(self) -> str:
