@@ -68,6 +68,9 @@ _POLL_SECONDS: Final = 0.1
 #: Delay before compilation is logged: another process may be about to finish, and a busy machine starts processes
 #: slowly.
 _REPORT_SECONDS: Final = 0.5
+#: Level of the one line about it: shown like a warning, but nothing is wrong.
+NOTICE: Final = logging.WARNING + 1
+logging.addLevelName(NOTICE, "NOTICE")
 #: Exit codes after a signal that is sent to a whole process group.
 _ASKED_TO_END: Final = (-signal.SIGTERM, -signal.SIGINT)
 #: Length of a failed process's output in the log.
@@ -411,6 +414,8 @@ class BackgroundCompiler:
         self._processes: set[subprocess.Popen[bytes]] = set()
         self._closed = False
         self._started = False
+        #: True once this process has logged that it compiles.
+        self._reported = False
         self._seconds = 0.0
         #: All kernels added so far. A kernel that is being compiled, or is loaded, is not compiled again for another
         #: caller.
@@ -450,14 +455,15 @@ class BackgroundCompiler:
             self.start_compiling()
 
     def start_compiling(self) -> None:
-        """Start to compile or load all added kernels. Those added later start immediately."""
+        """Start to compile or load all added kernels, the newest first: those of an optimizer come after those that
+        only some runs call. Kernels that are added later start immediately."""
         with self._lock:
             self._started = True
-            added, self._added = self._added, []
-        for kernels, purpose in added:
-            loading: Future[None] = Future()
-            self._loading.add(loading)
-            threading.Thread(target=self._compile, args=(kernels, purpose, loading), name="psdist-compile").start()
+            groups = [(kernels, purpose, Future[None]()) for kernels, purpose in reversed(self._added)]
+            self._added = []
+        self._loading.update(loading for _, _, loading in groups)
+        if groups:
+            threading.Thread(target=self._compile, args=(groups,), name="psdist-compile").start()
 
     def _spend(self, seconds: float) -> None:
         """Add the processor time of an interpreted call."""
@@ -472,22 +478,30 @@ class BackgroundCompiler:
             for process in list(self._processes):
                 process.kill()
 
-    def _compile(self, kernels: Sequence[Kernel], purpose: str, loading: Future[None]) -> None:
+    def _compile(self, groups: Sequence[tuple[Sequence[Kernel], str, Future[None]]]) -> None:
+        """Load the groups that are in the cache; then compile the others, one after another."""
+        missing: list[tuple[Sequence[Kernel], str]] = []
         try:
-            missing = [kernel for kernel in kernels if not kernel.is_cached]
-            if missing:
+            for kernels, purpose, loading in groups:
+                if all(kernel.is_cached for kernel in kernels):
+                    self._load(kernels)
+                else:
+                    missing.append((kernels, purpose))
                 self._end_loading(loading)
-                if missing[0].file("progress") is not None:
-                    with locked(missing[0].file("progress"), wait=False) as is_reporter:
-                        if not self._fill_cache(missing, purpose, is_reporter):
-                            self._forget(kernels)
-                            return
-            compile_all(kernels, is_wanted=lambda: not self._is_over())
+            for kernels, purpose in missing:
+                if not self._fill_cache(kernels, purpose):
+                    self._forget(kernels)
+                    continue
+                self._load(kernels)
             release_compiler()
         except ImportError as error:  # numba is broken here; numpy works.
-            self._log.warning("kernels for %s cannot be compiled and stay slow: %r", purpose, error)
+            self._log.warning("kernels for %s cannot be compiled and stay slow: %r", groups[0][1], error)
         finally:
-            self._end_loading(loading)
+            for _, _, loading in groups:
+                self._end_loading(loading)
+
+    def _load(self, kernels: Sequence[Kernel]) -> None:
+        compile_all(kernels, is_wanted=lambda: not self._is_over())
 
     def _forget(self, kernels: Sequence[Kernel]) -> None:
         """Allow these kernels to be added again: a signal that ended their compiler need not end this process."""
@@ -509,17 +523,19 @@ class BackgroundCompiler:
             self.close()
         return self._closed
 
-    def _fill_cache(self, kernels: Sequence[Kernel], purpose: str, is_reporter: bool) -> bool:
-        """Compile ``kernels`` in another process. Return once it has ended, or failed.
+    def _fill_cache(self, kernels: Sequence[Kernel], purpose: str) -> bool:
+        """Compile the missing ones of ``kernels`` in another process. Return once it has ended, or failed.
 
         Returns False if that process was asked to end; this process is then ending as well.
-
-        is_reporter: True if this process writes to the log, on behalf of all that compile for the same cache.
         """
+        missing = [kernel for kernel in kernels if not kernel.is_cached]
+        progress = missing[0].file("progress") if missing else None
+        if progress is None:
+            return True  # Another process has compiled them meanwhile, or there is no cache.
         begin = time.monotonic()
-        with TemporaryFile() as output, ExitStack() as started:
+        with locked(progress, wait=False) as is_reporter, TemporaryFile() as output, ExitStack() as started:
             try:
-                process = self._start(sorted({kernel.__name__ for kernel in kernels}), output)
+                process = self._start(list(dict.fromkeys(kernel.__name__ for kernel in missing)), output)
             except (OSError, ConfigurationError) as error:
                 # They are compiled in this process instead, which blocks everything else.
                 self._log.warning("could not start a process to compile kernels: %s", error)
@@ -529,8 +545,8 @@ class BackgroundCompiler:
             started.enter_context(process)
             started.callback(self._processes.discard, process)
             if not self._wait(process, _REPORT_SECONDS):
-                if is_reporter and not self._closed:
-                    self._report(kernels[0].file("progress"), purpose)
+                if is_reporter and not self._closed and not self._reported:
+                    self._report(progress, purpose)
                 self._wait(process)
             if process.returncode in _ASKED_TO_END:
                 self._log.info("compiler of kernels for %s was asked to end; numpy keeps doing their work", purpose)
@@ -543,21 +559,20 @@ class BackgroundCompiler:
                 self._log.warning("compiler of kernels ended with %d: %s", process.returncode, problem)
             return True
 
-    def _report(self, progress: Path | None, purpose: str) -> None:
-        """Log that kernels are being compiled.
+    def _report(self, progress: Path, purpose: str) -> None:
+        """Log once that kernels are being compiled, on behalf of all processes that compile for the same cache.
 
         progress: file that records the log line, so that runs which end before their compiler do not each claim to be
         the first.
         """
-        is_again = False
+        self._reported, is_again = True, False
         with suppress(OSError):
-            if progress is not None:
-                is_again = progress.stat().st_size > 0
-                progress.write_text("begun\n")
+            is_again = progress.stat().st_size > 0
+            progress.write_text("begun\n")
         begins = "still compiling" if is_again else "compiling"
         why = "earlier runs ended too early; psdist warmup finishes it" if is_again else (
             "once on this machine; psdist warmup does it ahead")  # fmt: skip
-        self._log.warning("%s kernels for %s (%s): numpy does their work until then, more slowly", begins, purpose, why)
+        self._log.log(NOTICE, "%s kernels for %s (%s); numpy does their work meanwhile", begins, purpose, why)
 
     def _wait(self, process: subprocess.Popen[bytes], seconds: float = math.inf) -> bool:
         """Wait up to ``seconds`` for ``process`` to end, or for this process to end.

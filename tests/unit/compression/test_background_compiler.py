@@ -219,6 +219,55 @@ def test_kernels_are_loaded_once_they_took_long_and_those_that_come_later_at_onc
     assert later.go.wait(60)
 
 
+def test_the_kernels_of_an_optimizer_are_loaded_first() -> None:
+    order: list[str] = []
+
+    class Noted(MeteredKernel):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self._name = name
+
+        def try_compile(self) -> bool:
+            order.append(self._name)
+            return True
+
+    compiler = BackgroundCompiler(logging.getLogger("psdist"))
+    compiler.add([cast(Kernel, Noted("others"))], "all optimizers")
+    compiler.add([cast(Kernel, Noted("adam"))], "adam")
+    compiler.start_compiling()
+    for thread in threading.enumerate():
+        if thread.name == "psdist-compile":
+            thread.join()
+    assert order == ["adam", "others"]
+
+
+def test_two_groups_are_announced_in_one_calm_line(tmp_path: Path) -> None:
+    stuck = tmp_path / "slow"
+    stuck.write_text("#!/bin/sh\nsleep 1.5\n")  # Longer than until the line is due; nothing is compiled.
+    stuck.chmod(0o755)
+    script = """
+import logging, os, sys, threading
+from psdist.compression.casts import widen_brain, widen_half
+from psdist.compression.kernel_runtime import BackgroundCompiler
+os.environ["PSDIST_PYTHON"] = sys.argv[1]
+logging.basicConfig(format="%(levelname)s %(message)s")
+compiler = BackgroundCompiler(logging.getLogger("psdist"))
+compiler.add([widen_brain], "all optimizers")
+compiler.add([widen_half], "adam")
+compiler.start_compiling()
+for thread in threading.enumerate():
+    if thread.name == "psdist-compile":
+        thread.join()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(stuck)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "NUMBA_CACHE_DIR": str(tmp_path / "cache")},
+        capture_output=True, text=True, check=True, timeout=240,
+    )  # fmt: skip
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("NOTICE compiling kernels for adam (once on this machine")
+
+
 def test_kernels_that_several_want_are_compiled_once() -> None:
     kernel, compiler = SlowKernel(), BackgroundCompiler(logging.getLogger("psdist"))
     compiler.start_compiling()
