@@ -8,7 +8,9 @@ them, they are printed at the end.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import re
 import sys
 import time
 from collections import deque
@@ -28,6 +30,11 @@ _TRACEBACK_LINES: Final = 60
 _TRACEBACK: Final = "Traceback (most recent call last):"
 _WORKER_COLOURS: Final = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 _SERVICE_COLOUR: Final = 90
+_ERROR_COLOUR: Final = 31
+
+#: The line by which scheduler and workers log the loss of a member, and the seconds for which they may repeat it.
+_LOSS: Final = re.compile(r"(?:WARNING psdist:|\[warning +\]) (\S+) is lost: ")
+_SAME_LOSS_SECONDS: Final = 30.0
 
 #: Returns to the beginning of the line, and erases it.
 _ERASE: Final = "\r\x1b[K"
@@ -143,6 +150,8 @@ class Output:
         self._lossy: set[int] = set()
         self._unwritable: set[ProcessKey] = set()
         self._tails: dict[ProcessKey, deque[tuple[int, str]]] = {}
+        #: When the console showed the loss of a member, by its id.
+        self._losses: dict[str, float] = {}
         #: The line shown below all others on a terminal.
         self._progress = ""
         for stream in (sys.stdout, sys.stderr):
@@ -151,9 +160,18 @@ class Output:
         if routing.log_dir is not None:
             routing.log_dir.mkdir(parents=True, exist_ok=True)
 
-    def say(self, message: str) -> None:
-        """Print a message of the launcher to standard error."""
-        self._write(STDERR, stamped(message) + "\n")
+    def say(self, message: str, *, is_error: bool = False) -> None:
+        """Print a message of the launcher to standard error; an error is red on a terminal."""
+        text = stamped(message)
+        self._write(STDERR, (_coloured(text, _ERROR_COLOUR, STDERR) if is_error else text) + "\n")
+
+    def note_loss(self, member_id: str) -> bool:
+        """Note that the console shows the loss of a member. Returns False if it did so a moment ago."""
+        now = time.monotonic()
+        is_news = now - self._losses.get(member_id, -math.inf) >= _SAME_LOSS_SECONDS
+        if is_news:
+            self._losses[member_id] = now
+        return is_news
 
     @property
     def is_terminal(self) -> bool:
@@ -177,7 +195,8 @@ class Output:
         muted = self.stopping and self._mute_stopping_services and key.role in ("server", "scheduler")
         if self._routing.to_console(rank, stream) and not muted:
             prefix = self._prefix(key, stream)
-            self._write(stream, "".join(f"{prefix} {line}\n" for line in lines))
+            shown = [line for line in lines if not (loss := _LOSS.search(line)) or self.note_loss(loss[1])]
+            self._write(stream, "".join(f"{prefix} {line}\n" for line in shown))
         if self._routing.to_file(rank, stream):
             self._append(key, lines)
 
@@ -234,11 +253,9 @@ class Output:
 
     def _prefix(self, key: ProcessKey, stream: int) -> str:
         name = str(key) if key.role != "worker" else f"{self._worker_label} {key.number}"
-        if not _target(stream).isatty() or os.environ.get("NO_COLOR"):
-            return f"[{name}]"
         worker = key.role == "worker"
         colour = _WORKER_COLOURS[key.number % len(_WORKER_COLOURS)] if worker else _SERVICE_COLOUR
-        return f"\x1b[{colour}m[{name}]\x1b[0m"
+        return _coloured(f"[{name}]", colour, stream)
 
     def _write(self, stream: int, text: str) -> None:
         target = _target(stream)
@@ -258,6 +275,12 @@ class Output:
                 self._lossy.add(stream)
                 message = f"{_TITLES[stream]} cannot be written: {error.strerror}; lines are lost"
                 self._write(STDERR if stream == STDOUT else STDOUT, stamped(message) + "\n")
+
+
+def _coloured(text: str, colour: int, stream: int) -> str:
+    if not _target(stream).isatty() or os.environ.get("NO_COLOR"):
+        return text
+    return f"\x1b[{colour}m{text}\x1b[0m"
 
 
 def _target(stream: int) -> TextIO:

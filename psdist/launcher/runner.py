@@ -36,7 +36,7 @@ from psdist.launcher.process import Child, ProcessSpec, ReaperProcess
 from psdist.launcher.run_metrics import RunMetrics
 from psdist.launcher.shutdown import RunPolicy
 from psdist.launcher.supervisor import Supervisor
-from psdist.settings import launcher_reports, own_process
+from psdist.settings import exit_codes, launcher_reports, own_process
 
 #: First notice about workers that have not called ``psdist.init()``, and the longest pause between two.
 FIRST_SECONDS: Final = 5.0
@@ -128,7 +128,7 @@ class Runner:
         if finish.culprit is not None:
             self.output.report(finish.culprit)
         if finish.message:
-            self.output.say(finish.message)
+            self.output.say(finish.message, is_error=finish.status != exit_codes.OK)
         self._metrics.close()
         return finish
 
@@ -209,6 +209,8 @@ class Runner:
     def _exited(self, key: ProcessKey, returncode: int) -> None:
         child = self._children.pop(key)
         self._reaper.remove(child.pid)
+        if returncode:  # Supervisor and Finish name it; the other processes need not repeat that.
+            self.output.note_loss(f"{key.role}-{key.number}")
         if key.role != "worker":
             self.handle(Exited(key, returncode))
             return
@@ -247,19 +249,20 @@ class ConnectNotice:
 
     def __init__(self) -> None:
         self._pause = FIRST_SECONDS
-        #: When the next notice is due; None if no worker is missing.
+        #: When the next notice is due, and since when workers are missing; None if none is.
         self._due: float | None = None
+        self._since = 0.0
 
     def text(self, ranks: Sequence[int], now: float) -> str:
         """Return the notice that is due now; empty if there is none. ranks: workers that have not registered yet."""
         if not ranks:
             self._due, self._pause = None, FIRST_SECONDS
         elif self._due is None:
-            self._due = now + self._pause
+            self._due, self._since = now + self._pause, now
         elif now >= self._due:
             self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
             self._due = now + self._pause
-            return f"waiting for {_names(ranks)} to call psdist.init()"
+            return f"{_names(ranks)}: importing, {now - self._since:.0f} s (psdist.init() is not called yet)"
         return ""
 
 

@@ -16,7 +16,7 @@ def test_a_quick_start_says_nothing_and_a_worker_that_starts_again_is_news() -> 
     assert not any(notice.text([0], float(second)) for second in range(5))
     assert not notice.text([], 5.0)
     assert not notice.text([1], 100.0)
-    assert notice.text([1], 105.0) == "waiting for worker 1 to call psdist.init()"
+    assert notice.text([1], 105.0) == "worker 1: importing, 5 s (psdist.init() is not called yet)"
 
 
 def test_who_is_waited_for_is_named() -> None:
@@ -28,4 +28,4 @@ def test_who_is_waited_for_is_named() -> None:
     ]:
         notice = ConnectNotice()
         notice.text(ranks, 0.0)
-        assert notice.text(ranks, 9.0) == f"waiting for {names} to call psdist.init()"
+        assert notice.text(ranks, 9.0) == f"{names}: importing, 9 s (psdist.init() is not called yet)"

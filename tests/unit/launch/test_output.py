@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import sys
@@ -283,3 +284,41 @@ def test_stale_notes_are_swept_with_their_directory(tmp_path: Path) -> None:
     assert registry.live() == []
     assert list((tmp_path / "runs").iterdir()) == []
     assert not (tmp_path / "psdist-old").exists() and (tmp_path / "precious").exists()
+
+
+_LOST = "is lost: its session broke, and its port refuses connections"
+
+
+def test_a_lost_server_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = Output(Routing(log_dir=tmp_path), lambda rank: rank)
+    scheduler = ProcessKey("scheduler", 0)
+    for key in (scheduler, WORKER):
+        output.clear_lines(key)
+    output.note_loss("server-1")  # The launcher names its exit.
+    output.show_lines(scheduler, STDERR, [f"00:22:40 [warning  ] server-1 {_LOST} [psdist.scheduler]"])
+    output.show_lines(WORKER, STDERR, [f"00:22:40 WARNING psdist: server-1 {_LOST}", "server-1 is lost: the script's"])
+    for _ in range(2):  # A server whose process lives: the first process that notices says it.
+        output.show_lines(scheduler, STDERR, [f"00:22:40 [warning  ] server-2 {_LOST} [psdist.scheduler]"])
+    output.close()
+    assert capsys.readouterr().err.splitlines() == [
+        "[worker 5] server-1 is lost: the script's",
+        f"[scheduler] 00:22:40 [warning  ] server-2 {_LOST} [psdist.scheduler]",
+    ]
+    assert (tmp_path / "worker-5.log").read_text().count("is lost") == 2
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_an_error_is_red_on_a_terminal(plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("NO_COLOR", "1" if plain else "")
+    output = Output(Routing(), lambda rank: rank)
+    output.say("worker 0 failed", is_error=True)
+    output.say("snapshots are in x")
+    first, second = screen.getvalue().splitlines()
+    assert first.startswith("\x1b[31m") == first.endswith("\x1b[0m") == (not plain)
+    assert first.removesuffix("\x1b[0m").endswith("psdist: worker 0 failed") and "\x1b" not in second
