@@ -547,6 +547,7 @@ class BackgroundCompiler:
             if not self._wait(process, _REPORT_SECONDS):
                 if is_reporter and not self._closed and not self._reported:
                     self._report(progress, purpose)
+                self._reported = True  # Otherwise by the process that holds the lock.
                 self._wait(process)
             if process.returncode in _ASKED_TO_END:
                 self._log.info("compiler of kernels for %s was asked to end; numpy keeps doing their work", purpose)
@@ -565,7 +566,7 @@ class BackgroundCompiler:
         progress: file that records the log line, so that runs which end before their compiler do not each claim to be
         the first.
         """
-        self._reported, is_again = True, False
+        is_again = False
         with suppress(OSError):
             is_again = progress.stat().st_size > 0
             progress.write_text("begun\n")
