@@ -1,4 +1,4 @@
-"""This machine for psdist's processes: the cores that they may use, and the Python that runs psdist's own programs.
+"""This machine for psdist's processes: cores and memory that they may use, and the Python of psdist's own programs.
 
 **Cores** are those of the process's affinity, within the quotas of its cgroups (versions 1 and 2). A container with
 ``--cpus 2`` on a machine with 64 cores sees all of them, and is throttled if it uses more than two.
@@ -22,6 +22,7 @@ from psdist.errors import ConfigurationError
 #: The mounted hierarchies, and the path of this process in each.
 ROOT: Path = Path("/sys/fs/cgroup")
 MEMBERSHIP: Path = Path("/proc/self/cgroup")
+MEMORY: Path = Path("/proc/meminfo")
 _QUOTA: Final = "cpu.cfs_quota_us"
 _PERIOD: Final = "cpu.cfs_period_us"
 
@@ -40,6 +41,12 @@ def cpu_limit() -> float | None:
     # "max" and -1 are no limits.
     limits = [int(pair[0]) / int(pair[1]) for pair in pairs if len(pair) == 2 and all(map(_is_positive, pair))]
     return min(limits, default=None)
+
+
+def available_memory() -> int:
+    """Return the bytes that new pages may take before the system swaps. psutil would cost each worker's start 8 ms."""
+    (line,) = (line for line in _read(MEMORY).splitlines() if line.startswith("MemAvailable:"))
+    return int(line.split()[1]) * 1024
 
 
 def _read(path: Path) -> str:

@@ -47,7 +47,6 @@ from types import CodeType, FunctionType
 from typing import IO, Any, Final, TypeVar
 
 import numpy as np
-import psutil
 
 from psdist.errors import ConfigurationError
 from psdist.machine import python
@@ -611,6 +610,8 @@ def release_compiler() -> None:
     They are read-only pages of a file: the kernel reads them again if they are needed. The linker has relocated some
     mappings that are read-only now; dropping their pages, or those in the swap, would lose the addresses.
     """
+    import psutil  # Workers that compile nothing start without it.
+
     with suppress(AttributeError, OSError, psutil.Error):
         libc = ctypes.CDLL(None, use_errno=True)
         for mapping in psutil.Process().memory_maps(grouped=False):

@@ -40,9 +40,9 @@ from functools import partial
 from typing import Any, Final, Self
 
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 
+from psdist import machine
 from psdist.address_range import AddressRange
 from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.errors import SharingUnavailableError
@@ -435,7 +435,7 @@ def _punch_hole(fd: int, begin: int, size: int) -> None:
 def _check_room(size: int) -> None:
     """Raise OSError if the machine lacks ``size`` free bytes: the kernel would sooner kill a process than refuse
     memory."""
-    if size > (available := psutil.virtual_memory().available):
+    if size > (available := machine.available_memory()):
         raise OSError(errno.ENOMEM, f"{size:,} bytes are needed, {available:,} are available")
 
 

@@ -23,9 +23,8 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-import structlog
 from google.protobuf.message import Message
 
 from psdist import addresses
@@ -39,7 +38,6 @@ from psdist.wire.backoff import FailureLimit, LogPacer
 if TYPE_CHECKING:
     from psdist.security.tls import TlsFiles
 
-logger = structlog.get_logger("psdist.server")
 
 M = TypeVar("M", bound=Message)
 
@@ -284,7 +282,13 @@ class TcpListener(Listener[server_pb2.ShareRequest]):
         return promise.keep
 
     def log_unavailable(self, host: str, reason: str) -> None:
-        logger.warning("TCP connections disabled", host=host, reason=reason)
+        _logger().warning("TCP connections disabled", host=host, reason=reason)
 
     def log_strangers(self, count: int, reason: str) -> None:
-        logger.info("closed unidentified connections", connections=count, reason_of_the_last=reason)
+        _logger().info("closed unidentified connections", connections=count, reason_of_the_last=reason)
+
+
+def _logger() -> Any:
+    import structlog  # Workers have a listener of their own kind, and start without this library.
+
+    return structlog.get_logger("psdist.server")

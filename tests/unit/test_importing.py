@@ -103,3 +103,17 @@ def test_programs_compile_few_methods(program: str) -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert int(ran.stdout) < 60, f"{program} compiles {ran.stdout} methods of dataclasses while it starts"
+
+
+@pytest.mark.parametrize(
+    ("module", "late"),
+    [
+        ("psdist.client.context", "psutil structlog numba"),
+        ("psdist_scheduler.run.app", "importlib.metadata numpy fastapi"),
+        ("psdist.cli.run", "numpy grpc google.protobuf structlog"),
+    ],
+)
+def test_processes_start_without_what_few_need(module: str, late: str) -> None:
+    code = f"import sys; sys.modules['rich'] = None; import {module}; print(*{set(late.split())} & sys.modules.keys())"
+    ran = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert ran.stdout == "\n"

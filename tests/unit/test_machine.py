@@ -28,6 +28,13 @@ def write(path: Path, text: str) -> None:
     path.write_text(f"{text}\n")
 
 
+def test_available_memory_is_that_of_the_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert 0 < machine.available_memory() < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    monkeypatch.setattr(machine, "MEMORY", tmp_path / "meminfo")
+    write(tmp_path / "meminfo", "MemTotal:  16 kB\nMemAvailable:  7 kB")
+    assert machine.available_memory() == 7 * 1024
+
+
 def test_a_machine_without_quotas_gives_all_cores(root: Path) -> None:
     assert machine.cpu_limit() is None and machine.usable_cores() == 64
     write(root / "membership", "0::/")

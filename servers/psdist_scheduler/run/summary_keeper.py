@@ -11,7 +11,7 @@ import os
 import platform
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from importlib import metadata
+from functools import cache
 from typing import Any, Final
 
 import msgspec
@@ -41,7 +41,6 @@ class SummaryKeeper:
     def __init__(self, run_id: str, now: float, previous: Summary | None = None) -> None:
         self._summary = previous or Summary(run_id=run_id, started=now, written=now)
         self._summary.state, self._summary.reason = "running", ""
-        self._summary.environment = environment()
         if previous is not None:
             self._summary.schedulers += 1
 
@@ -82,6 +81,7 @@ class SummaryKeeper:
         summary.written = now
         summary.state, summary.reason = state or "running", reason
         summary.configuration = _configuration(status)
+        summary.environment = environment()
         summary.members = msgspec.convert(_newest_members(status["members"]), list[form.MemberPart])
         snapshots = status["snapshots"]["committed"] if status["snapshots"] else []
         # Servers report versions, and are gone at the end of a run.
@@ -116,8 +116,11 @@ def _newest_members(members: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(members, key=lambda member: member["state"] != "live")[: form.MEMBERS_KEPT]
 
 
+@cache
 def environment() -> dict[str, str]:
-    """Return texts about this host and its packages."""
+    """Return texts about this host and its packages. The first call takes 30 ms, which would delay a run's start."""
+    from importlib import metadata
+
     found = {
         "psdist": __version__,
         "Python": platform.python_version(),

@@ -16,12 +16,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
-import psutil
 import pytest
 
+from psdist import machine
 from psdist.errors import SharingUnavailableError
 from psdist.link import fd_passing
 from psdist.link.arenas import GradientArena, MappedVector, Piece, WeightsArena, reason_of
@@ -279,7 +278,7 @@ def test_without_room_an_arena_stays_its_process_own(monkeypatch: pytest.MonkeyP
     theirs = GradientArena.open(os.dup(mine.fd), 5000, "float32").flat
     mine.detach()
     with monkeypatch.context() as patch:
-        patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=0))
+        patch.setattr(machine, "available_memory", lambda: 0)
         with pytest.raises(OSError, match="available"):
             mine.share()
     assert not mine.shareable

@@ -8,7 +8,6 @@ import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -261,7 +260,7 @@ def test_where_there_is_no_room_for_more_slices_nothing_changes(monkeypatch: pyt
     dense = big()
     dense.hold([1])
     filled(dense, 1, 1.0)
-    monkeypatch.setattr(arenas.psutil, "virtual_memory", lambda: SimpleNamespace(available=1))
+    monkeypatch.setattr(arenas.machine, "available_memory", lambda: 1)
     with pytest.raises(LimitExceededError, match="1 are available"):
         dense.hold([0, 2])
     assert dense.held == {1} and dense.weights.arena is not None and (dense.export(1)[0] == 1.0).all()
