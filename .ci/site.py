@@ -30,7 +30,16 @@ PAGES = {
     "examples/README.md": "examples/README.md",
 }
 #: Pages that a user looks up, and pages for those who change psdist: they come after the guides in the search.
-_REFERENCE = {"flags.md", "errors.md", "timeouts.md", "glossary.md", "torch-features.md", "optimizers.md", "codecs.md"}
+_REFERENCE = {
+    "flags.md",
+    "errors.md",
+    "timeouts.md",
+    "glossary.md",
+    "torch-features.md",
+    "optimizers.md",
+    "codecs.md",
+    "prometheus.md",
+}
 _FOR_DEVELOPERS = {"ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "codemap.md"}
 #: Longest word of code that fits on a line of a phone.
 _WHOLE_MAX = 30

@@ -1,4 +1,4 @@
-"""The list of the metrics for Prometheus in ``docs/metrics.md``, from their declarations.
+"""The list of the metrics for Prometheus in ``docs/prometheus.md``, from their declarations.
 
     python -m tests.metric_reference
 
@@ -12,7 +12,7 @@ from typing import Final
 
 from psdist.monitoring.exporter import METRICS, Metric
 
-PAGE: Final = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
+PAGE: Final = Path(__file__).resolve().parent.parent / "docs" / "prometheus.md"
 START: Final = "<!-- metrics: python -m tests.metric_reference -->\n"
 END: Final = "<!-- end of metrics -->\n"
 
