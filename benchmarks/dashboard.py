@@ -79,9 +79,9 @@ class _Serving:
 
     def _read(self, after: int) -> Reading:
         if not self.is_live:
-            return Reading(self._status, [], 0.5, 0.0)
+            return Reading(self._status, [], 0.0)
         advance(self._status, self._rng)
-        return Reading(self._status, [sample(after + 1, WORKERS, SERVERS, self._rng)], 0.5, 0.0)
+        return Reading(self._status, [sample(after + 1, WORKERS, SERVERS, self._rng)], 0.0)
 
     def close(self) -> None:
         """Stop serving."""

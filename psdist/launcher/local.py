@@ -182,9 +182,8 @@ async def _run(
     run_id, directory, host = link.run_id, link.file.parent, addresses.loopback()
     with ExitStack() as opened:
         metrics = opened.enter_context(closing(open_metrics(settings, run_id, range(settings.processes))))
-        dashboard, dashboard_link = None, ""
-        if settings.has_dashboard:
-            dashboard, dashboard_link = _open_dashboard(settings, host, token, run_id)
+        dashboard, dashboard_link = _open_dashboard(settings, host, token, run_id)
+        if dashboard is not None:
             opened.enter_context(dashboard)
         workers = WorkersPlan(
             script=settings if settings.metrics_port is None else replace(settings, metrics_port=0),
@@ -211,6 +210,7 @@ async def _run(
             metrics_host=settings.metrics_host,
             dashboard=dashboard.fileno() if dashboard is not None else None,
             dashboard_host=settings.dashboard_host,
+            dashboard_logs=settings.log_dir and (settings.log_dir / run_id).absolute(),
         )
         watch = _SchedulerWatch(services, environ, on_address, lambda event: runner.handle(event))
 
@@ -243,8 +243,11 @@ async def _run(
         return finish.status
 
 
-def _open_dashboard(settings: LocalSettings, host: str, token: str, run_id: str) -> tuple[socket.socket, str]:
-    """Return the socket on which the scheduler serves the dashboard, and the link to it. Raises ConfigurationError."""
+def _open_dashboard(settings: LocalSettings, host: str, token: str, run_id: str) -> tuple[socket.socket | None, str]:
+    """Return the socket on which the scheduler serves the dashboard, and the link to it; None and an empty text without
+    a dashboard. Raises ConfigurationError."""
+    if not settings.has_dashboard:
+        return None, ""
     from psdist.monitoring.dashboard import dashboard_link, listen, require_dashboard, view_key
 
     require_dashboard()

@@ -336,6 +336,7 @@ class ServicesPlan:
     metrics_host: address of the metrics; empty for loopback.
     dashboard: listening socket of the dashboard, which a restarted scheduler inherits again; None serves none.
     dashboard_host: address of the dashboard; empty for loopback.
+    dashboard_logs: directory with the processes' logs, which the dashboard shows; None without one.
     idle_timeout_seconds: time without workers after which the scheduler ends, servers first; 0 leaves it running.
     """
 
@@ -352,6 +353,7 @@ class ServicesPlan:
     metrics_host: str = ""
     dashboard: int | None = None
     dashboard_host: str = ""
+    dashboard_logs: Path | None = None
     idle_timeout_seconds: float = 0.0
 
     def scheduler(self, base: Mapping[str, str], port: int = 0) -> ProcessSpec:
@@ -375,6 +377,7 @@ class ServicesPlan:
             metrics_port=self.metrics_port,
             dashboard_fd=self.dashboard,
             dashboard_host=self.dashboard_host or None if self.dashboard is not None else None,
+            dashboard_logs=self.dashboard_logs if self.dashboard is not None else None,
             storage_optional=self.storage_optional and stores,
             # Variables may have set them for another run.
             **({} if stores else dict.fromkeys(("keep_last", "keep_every", "no_save_at_end", "fresh"))),

@@ -75,12 +75,13 @@ class MetricsEndpoint:
 @dataclass(frozen=True, slots=True)
 class DashboardEndpoint:
     """Place of a run's dashboard. port: 0 takes a free one. token: the run's; empty without one. descriptor: an
-    inherited socket that listens there already."""
+    inherited socket that listens there already. logs: directory with the members' logs; None shows none."""
 
     host: str
     port: int
     token: str
     descriptor: int | None = None
+    logs: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

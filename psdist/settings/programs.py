@@ -310,6 +310,10 @@ class SchedulerSettings(RunSettings, DashboardSettings, ProgramSettings):
     dashboard_fd: int | None = setting(
         "inherited socket that listens for the dashboard", integer(0), None, "N", twin=False, group=MONITORING_TITLE
     )
+    dashboard_logs: Path | None = setting(
+        "directory with MEMBER.log and scheduler.log, whose last lines the dashboard shows", Path, None, "DIR",
+        twin=False, group=MONITORING_TITLE, needs=("--dashboard-port", "--dashboard-fd"),
+    )  # fmt: skip
     #: Place of the store; None keeps it in memory.
     store_place: Path | EtcdLocation | None = None
 
@@ -319,7 +323,8 @@ class SchedulerSettings(RunSettings, DashboardSettings, ProgramSettings):
         if self.dashboard_port is None and self.dashboard_fd is None:
             return None
         host = self.dashboard_host or loopback()
-        return DashboardEndpoint(host, self.dashboard_port or 0, self.credentials.token, self.dashboard_fd)
+        port, token = self.dashboard_port or 0, self.credentials.token
+        return DashboardEndpoint(host, port, token, self.dashboard_fd, self.dashboard_logs)
 
     @property
     def storage(self) -> str:

@@ -9,6 +9,7 @@
   const ROWS_AT_ONCE = 10;
   const SCROLL_MS = 150;  // So long after its last movement a page is being scrolled.
   const SCROLLED_SHOW_MS = 1000;  // News is shown so often meanwhile.
+  const LONG_NAME = 20;  // A name with more characters may wrap.
   const PHASES = ["compute", "push", "wait", "pull"];
   const $ = (id) => document.getElementById(id);
   const saved = $("saved") && JSON.parse($("saved").textContent);
@@ -134,9 +135,11 @@
       let row = known.get(key);
       if (!row) {
         row = make("tr");
+        row.setAttribute("role", "row");
         columns.forEach((className, at) => {
           const cell = row.appendChild(make(at ? "td" : "th", className));
           if (!at) cell.scope = "row";
+          cell.setAttribute("role", at ? "cell" : "rowheader");  // On small screens rows are grids.
         });
         known.set(key, row);
       }
@@ -165,8 +168,9 @@
     set($("run-id"), run.id);
     const alive = (members) => Object.values(members).filter((one) => one.state === "live").length;
     const sets = Object.entries(state.parameters).map(([name, one]) =>
-      name + (one.version_max == null ? "" : ` at version ${number(one.version_max, 9)}`)
-        + (saved ? "" : `, ${number(one.rate)} steps/s`));
+      [name + (one.version_max == null || run.phase.includes(`'${name}' at version`) ? ""  // The phase says it.
+        : ` at version ${number(one.version_max, 9)}`),
+      ...(saved ? [] : [`${number(one.rate)} steps/s`])].join(", "));
     const workers = alive(state.workers);
     const servers = alive(state.servers);
     set($("summary"), [
@@ -205,6 +209,35 @@
     return texts.join("; ");
   }
 
+  // The name of a member, which opens its log if the scheduler knows the file.
+  function showName(cell, id) {
+    cell.classList.toggle("long", id.length > LONG_NAME);
+    if (saved || !state.run.logs) { set(cell, id); return; }
+    if (!cell.button) {
+      cell.button = cell.appendChild(make("button", "name", id));
+      cell.button.type = "button";
+      cell.button.title = `The last log lines of ${id}`;
+      cell.button.addEventListener("click", () => showLog(id));
+    }
+  }
+
+  async function showLog(id) {
+    set($("log-title"), `Log of ${id}`);
+    set($("log-lines"), "...");
+    $("log").dataset.member = id;
+    if (!$("log").open) $("log").showModal();
+    let text = "";
+    try {
+      const answer = await fetch(`logs/${encodeURIComponent(id)}`);
+      text = await answer.text();
+    } catch (error) {
+      text = "the scheduler does not answer";
+    }
+    if ($("log").dataset.member !== id) return;  // Another one was opened meanwhile.
+    set($("log-lines"), text || "(empty)");
+    $("log-lines").scrollTop = $("log-lines").scrollHeight;
+  }
+
   function showState(cell, one) {
     const late = one.age !== undefined ? `, silent for ${one.age} s` : "";
     set(cell, `${one.draining ? "draining" : one.state}${late}`);
@@ -227,7 +260,7 @@
       const part = cell.bar.children[at];
       part.style.flex = `${phases[at]} 0 0`;
       part.classList.toggle("zero", !phases[at]);
-      set(part, phases[at] >= 18 ? `${name} ${phases[at]}%` : "");
+      set(part, phases[at] >= 3 * name.length + 9 ? `${name} ${phases[at]}%` : "");
     });
   }
 
@@ -245,9 +278,9 @@
     const all = Object.entries(state.workers).sort(byRank);
     const shown = $("only-problems").checked ? all.filter(([id]) => bad.has(id)) : all;
     set($("workers-count"), count(all, "worker"));
-    yield* rows($("workers"), shown, ["", "", "bars", "number", "number opt", "number opt", "opt", ""], (cells, one, id, row) => {
+    yield* rows($("workers"), shown, ["", "", "bars", "number", "number opt", "number opt", "opt", "remarks"], (cells, one, id, row) => {
       row.classList.toggle("bad", bad.has(id));
-      set(cells[0], id);
+      showName(cells[0], id);
       showState(cells[1], one);
       showBar(cells[2], saved || one.state === "live" ? one.phases : undefined);
       set(cells[3], number(one.rate));
@@ -262,10 +295,10 @@
     const bad = new Set(state.problems.map((one) => one.who));
     const all = Object.entries(state.servers).sort(byName);
     set($("servers-count"), count(all, "server"));
-    const columns = ["", "", "number", "number", "number", "number opt", "number opt", "number opt", "number", ""];
+    const columns = ["", "", "number", "number opt", "number", "number opt", "number opt", "number opt", "number", "remarks"];
     yield* rows($("servers"), all, columns, (cells, one, id, row) => {
       row.classList.toggle("bad", bad.has(id));
-      set(cells[0], id);
+      showName(cells[0], id);
       showState(cells[1], one);
       set(cells[2], one.shards);
       set(cells[3], one.copies);
@@ -328,7 +361,7 @@
   }
 
   function* showTraffic() {
-    yield* rows($("traffic"), Object.entries(state.traffic), ["", "", "", "number", "number", "number"], (cells, row, key) => {
+    yield* rows($("traffic"), Object.entries(state.traffic), ["", "", "", "number opt", "number", "number"], (cells, row, key) => {
       const names = key.split("|");
       for (const at of [0, 1, 2]) set(cells[at], names[at] || "–");
       set(cells[3], row[0]);
@@ -370,12 +403,13 @@
 
   function* showEvents() {
     const found = Object.entries(state.events).sort(([a], [b]) => b - a);
-    yield* rows($("events"), found, ["number", "kind", ""], (cells, [time, kind, text, warning]) => {
+    yield* rows($("events"), found, ["number", "kind", "text"], (cells, [time, kind, text, warning]) => {
       set(cells[0], clock(time));
       set(cells[1], warning ? `warning: ${kind}` : kind);
       cells[1].className = warning ? "kind warning" : "kind soft";
       set(cells[2], text);
     });
+    $("scheduler-log").hidden = Boolean(saved) || !state.run.logs;
     set($("events-omitted"), state.events_omitted ? `${plural(state.events_omitted, "older event")} not shown` : "");
   }
 
@@ -458,7 +492,7 @@
     const chart = new uPlot({
       width: Math.max(200, size.width), height: size.height, cursor: { drag: { x: false, y: false } }, legend: { show: names.length > 1 },
       scales: { x: { time: true } },
-      axes: [axis, { ...axis, size: 64, values: (_, values) => values.map((value) => number(value, 4)) }],
+      axes: [{ ...axis, space: 100 }, { ...axis, size: 64, values: (_, values) => values.map((value) => number(value, 4)) }],
       series: [{}, ...names.map((name, at) => ({
         label: name, stroke: strokes[at % strokes.length], width: 2, dash: at ? [4 + 3 * at, 3] : undefined,
         points: { show: found.length < 3 }, value: (_, value) => number(value, 4),
@@ -579,6 +613,8 @@
     const names = Object.keys(THEMES);
     setTheme(names[(names.indexOf(document.documentElement.dataset.theme) + 1) % names.length]);
   });
+  $("scheduler-log").addEventListener("click", () => showLog("scheduler"));
+  $("log-again").addEventListener("click", () => showLog($("log").dataset.member));
   for (const id of ["metric", "span", "only-problems"]) $(id).addEventListener("change", schedule);
   addEventListener("resize", schedule);
   addEventListener("scroll", () => { scrolledAt = performance.now(); }, { capture: true, passive: true });

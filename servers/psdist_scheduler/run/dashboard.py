@@ -11,13 +11,18 @@ its place; one that is too slow for a difference gets the whole state next.
 from __future__ import annotations
 
 import asyncio
+import errno
 import hmac
 import logging
+import os
+import re
 import socket
+import stat
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import h11
@@ -81,6 +86,7 @@ class DashboardServer:
         host = addresses.own_address() if addresses.is_wildcard(endpoint.host) else endpoint.host
         self.address = addresses.format_address(host, port)
         self._access = Access(endpoint.token, key, port)
+        self._logs = endpoint.logs
         self._server: uvicorn.Server | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="dashboard", daemon=True)
@@ -102,9 +108,9 @@ class DashboardServer:
             self._socket.close()
 
     async def _run(self) -> None:
-        feed = Feed(self._ask)
+        feed = Feed(self._ask, has_logs=self._logs is not None)
         config = uvicorn.Config(
-            application(feed, self._access),
+            application(feed, self._access, self._logs),
             http=_BrowserConnection,
             ws="none",
             lifespan="off",
@@ -203,10 +209,12 @@ Read = Callable[[int], Awaitable[Reading]]
 
 
 class Feed:
-    """The newest state of the run, with the difference to the one before it."""
+    """The newest state of the run, with the difference to the one before it. has_logs: True if the page may ask for
+    logs."""
 
-    def __init__(self, read: Read) -> None:
+    def __init__(self, read: Read, *, has_logs: bool = False) -> None:
         self._read = read
+        self._has_logs = has_logs
         self._run = RunState()
         self._state: Tree = {}
         self._number = 0
@@ -242,6 +250,11 @@ class Feed:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._wanted.wait(), _IDLE_SECONDS)
 
+    @property
+    def members(self) -> frozenset[str]:
+        """Ids of the run's members."""
+        return frozenset(self._state.get("workers", ())) | frozenset(self._state.get("servers", ()))
+
     async def events(self) -> AsyncIterator[bytes]:
         """Yield the whole state, and then what changes, as server-sent events. The first is a new reading: while
         nobody looked, the state has become old."""
@@ -264,6 +277,7 @@ class Feed:
             status = status_json(reading.status)
             points = self._run.add_samples(reading.samples, status, reading.curves)
             state = self._run.state(status)
+            state["run"]["logs"] = self._has_logs
         except Exception as error:  # The page keeps its last state.
             if not isinstance(error, TimeoutError) and not self._has_failed:
                 self._has_failed = True
@@ -326,8 +340,8 @@ class _EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-def application(feed: Feed, access: Access) -> ASGIApp:
-    """Return the dashboard's application."""
+def application(feed: Feed, access: Access, logs: Path | None = None) -> ASGIApp:
+    """Return the dashboard's application. logs: directory of the members' logs."""
 
     def refusal(request: Request) -> Response | None:
         if not access.may_read(request.headers):
@@ -345,8 +359,24 @@ def application(feed: Feed, access: Access) -> ASGIApp:
     async def events(request: Request) -> Response:
         return refusal(request) or _EventStream(feed)
 
+    async def log(request: Request) -> Response:
+        if not access.may_read(request.headers):
+            return _refused()
+        # Nothing of the request is part of a path but the id of a member, and no other program names these.
+        name = request.path_params["member"]
+        if logs is None or name not in feed.members | {"scheduler"} or not _LOGGED.fullmatch(name):
+            return Response("this run has no log of that name", status_code=404)
+        try:
+            lines = await asyncio.to_thread(last_lines, logs / f"{name}.log")
+        except FileNotFoundError:
+            return Response(f"{name} has written no line on the scheduler's host", status_code=404)
+        except OSError as error:
+            return Response(f"no log of {name} where the scheduler runs: {error.strerror}", status_code=404)
+        return Response(lines, media_type="text/plain; charset=utf-8")
+
     routes = [Route("/" if name == "index.html" else f"/{name}", _file(name)) for name in dashboard.FILES]
     routes += [Route("/session", session, methods=["GET", "POST"]), Route("/events", events, methods=["GET"])]
+    routes += [Route("/logs/{member}", log, methods=["GET"])]
     return _guarded(Starlette(routes=routes), access)
 
 
@@ -357,6 +387,22 @@ def _file(name: str) -> Callable[[Request], Awaitable[Response]]:
         return Response(body, media_type=dashboard.FILES[name])
 
     return answer
+
+
+#: Ids that psdist gives to members, and that the launcher names logs by.
+_LOGGED: Final = re.compile(r"(worker|server)-[0-9]{1,9}|scheduler")
+_LOG_LINES: Final = 50
+_LOG_BYTES: Final = 64 << 10
+
+
+def last_lines(path: Path) -> bytes:
+    """Return the last lines of a log, at most ``_LOG_LINES`` of its last ``_LOG_BYTES``. Raises OSError."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        info = os.fstat(file.fileno())
+        if not stat.S_ISREG(info.st_mode):
+            raise OSError(errno.EINVAL, "not a file")
+        file.seek(max(0, info.st_size - _LOG_BYTES))
+        return b"".join(file.read(_LOG_BYTES).splitlines(keepends=True)[-_LOG_LINES:])
 
 
 def _refused() -> Response:

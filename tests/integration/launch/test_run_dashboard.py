@@ -25,7 +25,7 @@ with psdist.init() as context:
 
 
 def test_the_printed_link_shows_the_run_and_a_killed_worker(tmp_path: Path) -> None:
-    run = Run(tmp_path, SCRIPT, flags=("--dashboard", "--nservers", "1", "--storage-path", "none"))
+    run = Run(tmp_path, SCRIPT, flags=("--dashboard", "--nservers", "1", "--storage-path", "none", "--log-dir", "logs"))
     try:
         host, key = run.until(r"dashboard: http://([\d.:]+)/#key=(\w+)").groups()
         run.until("trains", 2)
@@ -36,6 +36,9 @@ def test_the_printed_link_shows_the_run_and_a_killed_worker(tmp_path: Path) -> N
                 events = (json.loads(line[6:]) for line in answer if line.startswith(b"data: "))
                 state = next(one["state"] for one in events if one.get("state", {}).get("workers"))
                 assert set(state["workers"]) == {"worker-0", "worker-1"} and set(state["parameters"]) == {"model"}
+                with closing(http.client.HTTPConnection(host, timeout=120)) as other:
+                    other.request("GET", "/logs/worker-1", headers={"Authorization": f"Bearer {key}"})
+                    assert other.getresponse().read() == b"trains\n"
                 pid = state["workers"]["worker-1"]["pid"]
                 next(child for child in run.children() if child.pid == pid).send_signal(signal.SIGKILL)
                 texts = (event[2] for one in events for event in one["change"].get("events", {}).values() if event)

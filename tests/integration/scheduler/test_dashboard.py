@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,9 +42,10 @@ def made_up(workers: int = 3) -> Read:
 
 
 @asynccontextmanager
-async def serving(read: Read | None = None, token: str = TOKEN) -> AsyncIterator[int]:
+async def serving(read: Read | None = None, token: str = TOKEN, logs: Path | None = None) -> AsyncIterator[int]:
     """Serve the dashboard. Yields its port."""
-    server = DashboardServer(DashboardEndpoint("127.0.0.1", 0, token), KEY if token else "", read or made_up())
+    endpoint = DashboardEndpoint("127.0.0.1", 0, token, logs=logs)
+    server = DashboardServer(endpoint, KEY if token else "", read or made_up())
     try:
         yield int(server.address.rpartition(":")[2])
     finally:
@@ -87,6 +89,40 @@ async def test_token_and_key_open_the_stream_and_nothing_else_does() -> None:
 
     async with serving() as port:
         await asyncio.to_thread(check, port)
+
+
+async def test_logs_are_those_of_members_and_need_the_key(tmp_path: Path) -> None:
+    logs, answer = tmp_path / "logs", status()
+    logs.mkdir()
+    (logs / "worker-1.log").write_bytes(b"old\n" * 60 + b"newest\n")
+    (logs / "server-0.log").write_bytes(b"x" * 200_000)
+    (logs / "scheduler.log").write_text("<b>listening</b>\n")
+    (tmp_path / "worker-0.log").write_text("of another run")
+    (logs / "worker-0.log").symlink_to(tmp_path / "worker-0.log")
+    (logs / "worker-7.log").write_text("of no member")
+    os.mkfifo(logs / "worker-2.log")
+    (logs / "notes.log").write_text("of no member")
+    answer.members.add(member_id="notes", role="ROLE_WORKER", state="live")
+    answer.members.add(member_id="../worker-0", role="ROLE_WORKER", state="live")
+
+    def check(port: int) -> None:
+        headers = {"Authorization": f"Bearer {KEY}"}
+        with following(port) as events:
+            assert next(events)["state"]["run"]["logs"] is True
+        assert get(port, "/logs/worker-1")[0] == 401
+        code, found, body = get(port, "/logs/worker-1", **headers)
+        assert code == 200 and body == b"old\n" * 49 + b"newest\n" and found["content-type"].startswith("text/plain")
+        assert found["x-content-type-options"] == "nosniff"
+        assert len(get(port, "/logs/server-0", **headers)[2]) == 64 << 10
+        assert get(port, "/logs/scheduler", **headers)[2] == b"<b>listening</b>\n"
+        for name in ("worker-0", "worker-2", "worker-7", "notes", "..%2Fworker-0", "../worker-0", "%2e%2e%2fworker-0"):
+            code, _, body = get(port, f"/logs/{name}", **headers)
+            assert code == 404 and b"of another" not in body and b"of no member" not in body, (name, code, body)
+
+    async with serving(lambda after: Reading(answer, [], 0.0), logs=logs) as port:
+        await asyncio.to_thread(check, port)
+    async with serving() as port:
+        assert (await asyncio.to_thread(get, port, "/logs/worker-1", Authorization=f"Bearer {KEY}"))[0] == 404
 
 
 async def test_without_a_token_a_page_in_a_browser_cannot_use_a_name_of_its_own() -> None:

@@ -73,13 +73,13 @@ def browser() -> Iterator[Any]:
 class _Serving:
     """The dashboard of a made-up run, whose loop runs in a thread: the browser's driver needs this one."""
 
-    def __init__(self, run: MadeUpRun) -> None:
+    def __init__(self, run: MadeUpRun, logs: Path | None = None) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
 
         async def start() -> DashboardServer:
-            return DashboardServer(DashboardEndpoint("127.0.0.1", 0, "secret"), KEY, run.read)
+            return DashboardServer(DashboardEndpoint("127.0.0.1", 0, "secret", logs=logs), KEY, run.read)
 
         self._server = asyncio.run_coroutine_threadsafe(start(), self._loop).result()
         self.link = dashboard_link(self._server.address, KEY)
@@ -127,9 +127,9 @@ requestAnimationFrame = (f) => request((t) => { window.frames_shown += f.name ==
 
 
 @contextmanager
-def scripted_page(browser: Any, run: MadeUpRun, script: str) -> Iterator[Any]:
+def scripted_page(browser: Any, run: MadeUpRun, script: str, logs: Path | None = None) -> Iterator[Any]:
     """Yield an open page in which ``script`` ran before its own."""
-    serving = _Serving(run)
+    serving = _Serving(run, logs)
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     try:
         context.add_init_script(script)
@@ -173,10 +173,47 @@ def test_problems_are_named_and_announced(page: Any, run: MadeUpRun) -> None:
     assert page.title().startswith("(1)")
 
 
-@pytest.mark.parametrize("width", [360, 1280, 3840])
-def test_no_screen_is_too_narrow(page: Any, width: int) -> None:
+#: Names of members that have more than one line, and parts that are wider than their place.
+_CUT_OFF = """
+[...document.querySelectorAll(".members tbody th")].filter((one) => {
+  const range = document.createRange();
+  range.selectNodeContents(one);
+  return new Set([...range.getClientRects()].map((each) => Math.round(each.top / 8))).size > 1;
+}).map((one) => one.textContent).concat(
+  [...document.querySelectorAll(".scroll")].filter((one) => one.scrollWidth > one.clientWidth + 1)
+    .map((one) => one.getAttribute("aria-labelledby") || one.getAttribute("aria-label")))
+"""
+
+
+@pytest.mark.parametrize("width", [360, 768, 1280, 3840])
+def test_no_screen_is_too_narrow(page: Any, run: MadeUpRun, width: int) -> None:
+    for member in run.status.members:  # Each is flagged.
+        member.draining = True
+    page.locator("#workers tr.bad td.remarks", has_text="draining").first.wait_for(state="attached")
     page.set_viewport_size({"width": width, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate(_CUT_OFF) == []
+    place = page.locator("#workers tr.bad td.remarks").first.bounding_box()
+    name = page.locator("#workers tr.bad th").first.bounding_box()
+    assert (place["y"] >= name["y"] + name["height"] - 1) == (width < 992), "remarks have a row of their own"
+
+
+def test_the_version_of_a_set_is_said_once(page: Any, run: MadeUpRun) -> None:
+    assert "model at version" in page.inner_text("#summary")
+    run.status.phase = "training 'model' at version 7"
+    page.locator("#summary", has_text="training 'model' at version 7").wait_for()
+    assert page.inner_text("#summary").count("at version") == 1
+
+
+def test_a_click_on_a_member_shows_its_log(browser: Any, run: MadeUpRun, tmp_path: Path) -> None:
+    (tmp_path / "worker-1.log").write_text(f"step 1\n{HOSTILE}\n")
+    with scripted_page(browser, run, "", tmp_path) as page:
+        page.get_by_role("button", name="worker-1", exact=True).click()
+        page.locator("#log-lines", has_text=HOSTILE).wait_for()
+        assert page.title() != "broken"
+        page.keyboard.press("Escape")
+        page.get_by_role("button", name="Log of the scheduler").click()
+        page.locator("#log-lines", has_text="scheduler has written no line").wait_for()
 
 
 def test_themes_follow_the_browser_and_the_button(page: Any) -> None:
