@@ -41,8 +41,12 @@ def run(given: Namespace, environ: Mapping[str, str]) -> int:
 
 
 def hint_misplaced(line: CommandLine, given: Namespace) -> None:
-    """Report launcher flags that stand after the script, where they have no effect."""
+    """Report launcher flags, and a ``--``, that stand after the script, where they have no effect."""
+    hint = ""
     if found := line.misplaced(given.command):
         hint = f"{', '.join(found)} after {given.command[0]} went to the script; flags come before it"
+    elif given.command[1:2] == ["--"] and not given.no_python:
+        hint = f"-- after {given.command[0]} went to the script, too; its arguments need no --"
+    if hint:
         with suppress(OSError):  # Train even if the hint cannot be printed.
             print(f"{line.program}: hint: {hint}", file=sys.stderr, flush=True)

@@ -41,7 +41,6 @@ from psdist.launcher.events import (
 from psdist.launcher.output import STDOUT, Output
 from psdist.launcher.plan import (
     SchedulerAddress,
-    ScriptKind,
     ScriptSettings,
     ServicesPlan,
     ServicesSettings,
@@ -52,6 +51,7 @@ from psdist.launcher.plan import (
 from psdist.launcher.process import Child, ProcessSpec
 from psdist.launcher.run_record import ADDRESS_FILE, DIRECTORY_PREFIX, RunRegistry, records_directory
 from psdist.launcher.runner import ProcessPlan, Runner, open_metrics, open_runner
+from psdist.launcher.script_checks import ScriptKind
 from psdist.launcher.shutdown import RunPolicy
 from psdist.link import fd_passing
 from psdist.security.tokens import require_root

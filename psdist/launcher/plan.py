@@ -6,14 +6,10 @@ variables of an outer run or a user's shell are replaced or removed, so that a r
 
 from __future__ import annotations
 
-import importlib.machinery
 import os
-import shutil
 import signal
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +19,7 @@ from psdist.launcher.events import ProcessKey
 from psdist.launcher.output import Routing
 from psdist.launcher.process import ProcessSpec
 from psdist.launcher.run_metrics import MetricsOptions
+from psdist.launcher.script_checks import ScriptKind, check_script
 from psdist.launcher.shutdown import STOP_TIMEOUT_SECONDS
 from psdist.machine import python, usable_cores
 from psdist.security.tls import TlsFiles
@@ -50,6 +47,8 @@ from psdist.settings.programs import (
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _WORKERS: Final = "workers"
+#: The launcher reads UTF-8. In a locale of another encoding, print() of a name with an accent would end a script.
+_ENCODING: Final = "PYTHONIOENCODING"
 #: Variables that define a process's place in a run. None is inherited from outside.
 _OWNED: Final = (
     *TLS_VARIABLES,
@@ -69,14 +68,6 @@ _OWNED: Final = (
     ),
     *("DMLC_NUM_WORKER", "DMLC_NUM_SERVER", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT"),
 )
-
-
-class ScriptKind(Enum):
-    """Meaning of the first word of the command."""
-
-    FILE = "file"
-    MODULE = "module"
-    PROGRAM = "program"
 
 
 def processes_text(value: str) -> int:
@@ -165,32 +156,7 @@ class ScriptSettings(MetricsOptions, MonitoringSettings, Routing):
         """Raise ConfigurationError, with the reason, if the script cannot be run."""
         if not self.command:
             raise ConfigurationError("no script given: name one after the flags, such as train.py")
-        checks = {ScriptKind.FILE: _check_file, ScriptKind.MODULE: _check_module, ScriptKind.PROGRAM: _check_program}
-        checks[self.kind](self.command[0])
-
-
-def _check_program(name: str) -> None:
-    if shutil.which(name) is None:
-        raise ConfigurationError(f"the program {name} does not exist or may not be executed")
-
-
-def _check_module(name: str) -> None:
-    # Look up the first part only: a search for the rest would run the package's own code in the launcher.
-    top = name.partition(".")[0]
-    if top in sys.builtin_module_names:
-        return
-    if importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:
-        raise ConfigurationError(f"there is no module named {top} (--module {name})")
-
-
-def _check_file(name: str) -> None:
-    path = Path(name)
-    if not path.exists():
-        raise ConfigurationError(f"the script {path.absolute()} does not exist")
-    if path.is_dir() and not (path / "__main__.py").is_file():
-        raise ConfigurationError(f"the script {path.absolute()} is a directory without a __main__.py")
-    if not os.access(path, os.R_OK):
-        raise ConfigurationError(f"the script {path.absolute()} may not be read")
+        check_script(self.kind, self.command[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +180,8 @@ class SchedulerAddress:
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
         """Return ``base`` with this scheduler in place of any other."""
         values = {name: value for name, value in base.items() if name not in _OWNED}
+        if not values.get(_ENCODING):
+            values[_ENCODING] = "utf-8:surrogateescape"
         if self.address:
             values["PSDIST_SCHEDULER"] = self.address
         if self.file is not None:

@@ -34,6 +34,7 @@ from psdist.launcher.output import Output
 from psdist.launcher.plan import ScriptSettings, WorkersPlan
 from psdist.launcher.process import Child, ProcessSpec, ReaperProcess
 from psdist.launcher.run_metrics import RunMetrics
+from psdist.launcher.script_checks import remedy_for
 from psdist.launcher.shutdown import RunPolicy
 from psdist.launcher.supervisor import Supervisor
 from psdist.settings import exit_codes, launcher_reports, own_process
@@ -129,6 +130,10 @@ class Runner:
             self.output.report(finish.culprit)
         if finish.message:
             self.output.say(finish.message, is_error=finish.status != exit_codes.OK)
+        if finish.culprit is not None and finish.culprit.role == "worker":
+            lines = self.output.last_words(finish.culprit)
+            if remedy := remedy_for(self._script.kind, self._script.command[0], lines):
+                self.output.say(remedy)
         self._metrics.close()
         return finish
 

@@ -7,7 +7,8 @@ scheduler is gone.
 
 After a worker failed, the others have ``FAILURE_STOP_SECONDS``: the error is known, and a job that has failed should
 not hold its machine. Half of that time is for the coordinated shutdown, then a second SIGTERM interrupts scripts that
-make no call of psdist.
+make no call of psdist. Workers that have not connected get only this one: they may have failed in the same way, and
+are printing their tracebacks.
 
 Invariants: a stage ends with the last of its processes. The exit status is decided when the shutdown starts, except
 that a run that succeeded ends with ``UNSAVED`` if its snapshot fails.
@@ -158,10 +159,15 @@ class Shutdown:
         """Stop the first group from ``stage`` on that has a process."""
         for self._stage in range(stage, len(STOP_ORDER)):
             role = STOP_ORDER[self._stage]
-            effects: list[Effect] = [Kill(key, signal.SIGTERM) for key in self._table.with_role(role)]
+            spares = role == "worker" and self._worker_failed and self._end.culprit not in self._table
+            effects: list[Effect] = [
+                Kill(key, signal.SIGTERM)
+                for key, process in self._table.with_role(role).items()
+                if process.connected or not spares
+            ]
             if role == "snapshot":
                 effects = self._start_snapshot(now)
-            if effects:
+            if self._table.with_role(role):
                 self._phase, self._started_at = _Phase.STOPPING, now
                 return effects
         self._phase = _Phase.OVER

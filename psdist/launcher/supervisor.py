@@ -3,7 +3,7 @@
 During the run:
 
 * A failed worker is restarted with its rank, up to ``restarts_max`` times. It is not restarted if its settings are
-  wrong, if its first start raised an exception before it had connected, if the program text is wrong, or if two starts
+  wrong, if its first start ended by itself before it had connected, if the program text is wrong, or if two starts
   in a row raised the same exception before their first step: every restart would end the same way. Then
   everything is stopped, and the first worker that was not restarted is the *cause*: the run ends with its status.
 * In an elastic run the other workers continue instead. The run succeeds if one of them does; otherwise the first one
@@ -393,10 +393,15 @@ class Supervisor:
 
 def _why_it_recurs(event: Exited, process: RunningProcess) -> str:
     """Return why another attempt of a worker would end the same way, for people; empty if it may not."""
-    if event.returncode != exit_codes.FAILURE:
-        return _RECURRING.get(event.returncode, "")
-    if process.attempt == 0 and not (process.connected or event.connected):
+    if event.returncode in _RECURRING:
+        return _RECURRING[event.returncode]
+    # Another status is the script's own, or 126 and 127 of a program that cannot be run. Above it are signals that a
+    # shell reports.
+    may_pass = event.returncode == exit_codes.UNAVAILABLE or not 0 < event.returncode <= exit_codes.SIGNAL_BASE
+    if process.attempt == 0 and not (process.connected or event.connected or may_pass):
         return _BEFORE_CONNECTING
+    if event.returncode != exit_codes.FAILURE:
+        return ""
     if event.error == exit_codes.CERTAIN:
         return _CERTAIN
     return _REPEATED if event.error and event.error == process.last_error else ""

@@ -26,10 +26,12 @@ import atexit
 import json
 import logging
 import os
+import signal
 import sys
 import sysconfig
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Final
@@ -55,9 +57,26 @@ def shorten_tracebacks() -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.environ.get(_FULL, "0") in ("", "0"):
             shorten(error)
-        previous(kind, error, error.__traceback__)
+        with _sigterm_delayed():
+            previous(kind, error, error.__traceback__)
 
     sys.excepthook = hook
+
+
+@contextmanager
+def _sigterm_delayed() -> Iterator[None]:
+    """Delay SIGTERM until a traceback is printed: if several workers fail together, the first one's end stops all."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: arrived.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+        if arrived:
+            signal.raise_signal(signal.SIGTERM)
 
 
 def shorten(error: BaseException) -> None:

@@ -210,6 +210,7 @@ def test_a_worker_gets_torchruns_environment_and_nothing_of_an_outer_run(tmp_pat
         "TORCHELASTIC_RESTART_COUNT": "1",
         "TORCHELASTIC_MAX_RESTARTS": "3",
         "TORCHELASTIC_RUN_ID": "inner",
+        "PYTHONIOENCODING": "utf-8:surrogateescape",
         "PSDIST_START_TIMEOUT": "9.5",
         "PSDIST_CONNECTED_FILE": str(tmp_path / "3.1"),
     }

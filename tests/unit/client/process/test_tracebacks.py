@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import traceback
@@ -51,6 +52,22 @@ def printed(call: Callable[[], object]) -> str:
         call()
     script.shorten(caught.value)
     return "".join(traceback.format_exception(caught.value))
+
+
+_STOPPED = """
+import os, signal, sys
+def printing(kind, error, trace):
+    print("the beginning", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("and the end of a traceback", file=sys.stderr, flush=True)
+sys.excepthook = printing
+import psdist
+raise ValueError
+"""
+
+
+def test_a_traceback_is_printed_whole_before_the_process_is_stopped(tmp_path: Path) -> None:
+    assert ended(tmp_path, _STOPPED) == (-signal.SIGTERM, "the beginning\nand the end of a traceback\n")
 
 
 def test_an_error_of_psdist_ends_at_the_call_in_the_script(tmp_path: Path) -> None:
