@@ -9,6 +9,7 @@ from contextlib import suppress
 
 from psdist.launcher.local import LocalSettings, run_local
 from psdist.settings.flags import CONFIG_FLAG, CommandLine, flags_of, read
+from psdist.settings.foreign_flags import OF_RUN
 
 SCRIPT_USAGE = "script.py [script arguments]"
 
@@ -30,6 +31,7 @@ def command_line() -> CommandLine:
         SCRIPT_USAGE,
         EPILOG,
         first=("--nproc-per-node", "--nservers", "--replicas", "--run-id", "--storage-path"),
+        elsewhere=OF_RUN,
     )
 
 

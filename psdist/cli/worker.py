@@ -25,6 +25,7 @@ from psdist.settings.flags import (
     text,
     torchrun,
 )
+from psdist.settings.foreign_flags import OF_WORKER
 from psdist.settings.other_launchers import LauncherTask, find_task
 from psdist.wire.limits import WORLD_MAX
 
@@ -37,20 +38,6 @@ def rendezvous_backend(value: str) -> str:
             f"{value} is another service: leave --rdzv-backend out, and name psdist's scheduler by --scheduler"
         )
     return one_of("psdist", "c10d", "static")(name)
-
-
-#: Flags of torchrun without a counterpart here, with their replacement.
-_TORCHRUN_ONLY: Final = {
-    "--rdzv-conf": "use --start-timeout SECONDS for the longest wait, and psdist-scheduler --join-grace for late nodes",
-    "--use-agent-store": "leave it out: MASTER_ADDR and MASTER_PORT name a free port of rank 0's host",
-    "--logs-specs": "use --log-dir DIR with --redirects and --tee",
-    "--log-line-prefix-template": "use --role NAME for the prefix of lines",
-    "--run-path": "name the script itself",
-    "--numa-binding": "start the agent under numactl",
-    "--event-log-handler": "leave it out: psdist status shows events",
-    "--virtual-local-rank": "leave it out: LOCAL_RANK is set for each worker",
-    "--shutdown-timeout": "use --stop-timeout SECONDS",
-}
 
 
 #: Flags that name a scheduler, or prove something to it.
@@ -84,7 +71,7 @@ def command_line() -> CommandLine:
         SCRIPT_USAGE,
         EPILOG,
         first=("--scheduler", "--nnodes", "--nproc-per-node", "--run-id", "--token-file"),
-        elsewhere=_TORCHRUN_ONLY,
+        elsewhere=OF_WORKER,
     )  # fmt: skip
 
 

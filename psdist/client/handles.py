@@ -31,7 +31,10 @@ from psdist.v1 import scheduler_pb2
 if TYPE_CHECKING:
     from psdist.client.reporting.worker_metrics import WorkerMetrics
 
-_REMEDY: Final = ". Another model, or other parameters, need a name of their own: give them another name="
+_REMEDY: Final = (
+    ". Another model, or other parameters, need a name of their own: give them another name=. To start afresh, as in a "
+    "notebook, call close() of the context and psdist.init() again"
+)
 #: The defaults of ``AsyncClient.parameters``. A call with these values may not have named them.
 _PULL_DTYPE: Final[DType] = "float32"
 _ON_DROP: Final[OnDrop] = "warn"

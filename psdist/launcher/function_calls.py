@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.machinery
+import inspect
 import io
 import json
 import os
@@ -188,10 +189,28 @@ def write_call(
     directory: Path, function: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> None:
     """Write a call for the workers. Raises ConfigurationError for a function without an import name,
-    InvalidArgumentError for arguments that do not travel."""
+    InvalidArgumentError for arguments that it does not take, or that do not travel."""
     name = import_name(function)
+    _check_arguments(function, name, args, kwargs)
     call = {"function": name, "args": list(args), "kwargs": dict(kwargs), "path": list(map(str, sys.path))}
     (directory / _CALL).write_bytes(encode_value(call, f"an argument of {name}"))
+
+
+def _check_arguments(
+    function: Callable[..., Any], name: str, args: Sequence[object], kwargs: Mapping[str, object]
+) -> None:
+    if inspect.iscoroutinefunction(function):
+        raise InvalidArgumentError(f"{name} is async: pass a function that calls asyncio.run({function.__name__}(...))")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # A function in C may have none.
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise InvalidArgumentError(
+            f"{name}{signature} cannot be called so: {error}. Pass its arguments by args=[...] and kwargs={{...}}"
+        ) from None
 
 
 def run_call(directory: Path) -> None:

@@ -24,17 +24,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final, Self
 
-from psdist.errors import ConfigurationError, InvalidArgumentError, LaunchFailedError, WaitTimeoutError
+from psdist.errors import (
+    ConfigurationError,
+    InvalidArgumentError,
+    LaunchFailedError,
+    PsdistError,
+    WaitTimeoutError,
+)
 from psdist.launcher.function_calls import WORKER_MODULE, read_values, write_call
 from psdist.launcher.local import LocalSettings
 from psdist.launcher.plan import program
 from psdist.launcher.process import Lifeline
-from psdist.settings import own_process
+from psdist.settings import exit_codes, own_process
 from psdist.settings.flags import CommandLine, flags_of, read
+from psdist.settings.foreign_flags import OF_RUN, as_arguments
 from psdist.settings.launcher_reports import RunReport
 
 _DIRECTORY_PREFIX: Final = "psdist-launch-"
 _REPORT: Final = "report.json"
+_PROGRAM: Final = "psdist run"
 #: Flags of ``psdist run`` that ``launch`` uses itself.
 _OWN: Final = ("lifeline_fd", "report_file")
 #: Flags for kinds of scripts, which do not apply to a function.
@@ -151,12 +159,18 @@ def _argument(value: Any) -> str:
 def _flags(settings: Mapping[str, Any], command: tuple[str, ...]) -> list[str]:
     """Return the flags of ``psdist run`` for these settings. Raises ConfigurationError if it would refuse them."""
     known = {flag.dest: flag for flag in flags_of(LocalSettings) if flag.dest not in _OWN}
-    line = CommandLine("psdist.launch", "", tuple(known.values()))
+    line = CommandLine("psdist.launch", "", tuple(known.values()), elsewhere=OF_RUN)
     texts = {name: _text(value) for name, value in settings.items() if value is not None and value is not False}
-    if unknown := line.unknown([f"--{name}" for name in texts]):
-        raise ConfigurationError(f"{unknown}, in the arguments of psdist.launch()")
-    values = line.values(texts, os.environ)
-    read(LocalSettings, Namespace(**values), command=command).check()
+    for name in texts:
+        if name not in known:
+            instead = as_arguments(line.instead(f"--{name.replace('_', '-')}"), known)
+            raise ConfigurationError(f"psdist.launch() has no argument {name}{instead}")
+    try:
+        # Variables of this program hold, too, as for psdist run.
+        values = line.values(texts, os.environ)
+        read(LocalSettings, Namespace(**values), command=command).check()
+    except InvalidArgumentError as error:
+        raise ConfigurationError(as_arguments(str(error), known)) from None
     switched = [known[name].name for name in texts if values[name] is True]
     return switched + [f"{known[name].name}={text}" for name, text in texts.items() if known[name].convert is not None]
 
@@ -172,15 +186,18 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-def _failure(
-    status: int | None, report: RunReport | None, last_words: str, timeout: float | None
-) -> LaunchFailedError | WaitTimeoutError:
+def _failure(status: int | None, report: RunReport | None, last_words: str, timeout: float | None) -> PsdistError:
     if status is None:
         return WaitTimeoutError(f"the run did not end within timeout={timeout:g} s, and was ended")
+    names = [flag.dest for flag in flags_of(LocalSettings)]
+    if report is None and status == exit_codes.USAGE:  # Such as a run of the same name, or a storage of another run.
+        words = last_words.partition(f"{_PROGRAM}: error: ")[2].partition("\nTry: ")[0]
+        return ConfigurationError(as_arguments(words or last_words, names))
     if report is None:
         return LaunchFailedError(f"psdist run ended with exit status {status}:\n{last_words}", status=status)
     traceback = "\n".join(report.lines)
-    message = "\n".join(filter(None, (report.message or f"the run ended with exit status {status}", traceback)))
+    said = as_arguments(report.message, names)
+    message = "\n".join(filter(None, (said or f"the run ended with exit status {status}", traceback)))
     details: dict[str, object] = {"status": status, "traceback": traceback}
     if report.rank is not None:
         details["rank"] = report.rank

@@ -218,7 +218,7 @@ class CommandLine:
     words: tuple[str, ...] = ()
     #: Names of the flags that the help shows first.
     first: tuple[str, ...] = ()
-    #: Flags of a similar program that this one lacks, with their replacement.
+    #: Flags of similar programs that this one lacks, with their replacement.
     elsewhere: Mapping[str, str] = field(default_factory=dict)
 
     def parse(self, argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace:
@@ -295,18 +295,22 @@ class CommandLine:
         return list(argv[:position]), list(argv[position:])
 
     def unknown(self, own: Sequence[str]) -> str:
-        """Return an error for the first unknown long flag; empty if there is none."""
+        """Return an error for the first unknown flag; empty if there is none."""
         known = {name: flag for flag in self.flags for name in flag.spellings}
+        # The value of a short flag may be appended to it.
+        short = tuple(name for name in (*known, "-h") if not name.startswith("--"))
         position = 0
         while position < len(own) and own[position] != "--":
             word = own[position].split("=", 1)[0]
-            if word.startswith("--") and word != "--help" and word not in known:
-                return f"there is no flag {word}{self._instead(word.replace('_', '-'))}"
+            is_known = word in known or word == "--help" or (not word.startswith("--") and word.startswith(short))
+            is_flag = word.startswith("-") and word != "-" and not word[1:2].isdigit()
+            if is_flag and not is_known:
+                return f"there is no flag {word}{self.instead(word.replace('_', '-'))}"
             takes_next = word in known and known[word].convert is not None and "=" not in own[position]
             position += 2 if takes_next else 1
         return ""
 
-    def _instead(self, word: str) -> str:
+    def instead(self, word: str) -> str:
         """Return a suggestion for an unknown flag, as the end of a sentence; empty if nothing is similar."""
         if word in self.elsewhere:
             return f": {self.elsewhere[word]}"

@@ -50,6 +50,7 @@ from psdist.settings.flags import (
     setting,
     text,
 )
+from psdist.settings.foreign_flags import OF_SCHEDULER
 from psdist.snapshots.policy import DEFAULT_POLICY, KEEP_MAX, STEPS_MAX, SavePolicy, parse_interval
 from psdist.wire.limits import REPLICAS_MAX
 
@@ -344,6 +345,7 @@ def scheduler_line() -> CommandLine:
         "Keeps the membership and the cluster map of one run.",
         (*flags_of(SchedulerSettings), CONFIG_FLAG),
         first=("--host", "--port", "--min-workers", "--min-servers", "--storage-path"),
+        elsewhere=OF_SCHEDULER,
     )
 
 

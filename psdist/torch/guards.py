@@ -158,7 +158,8 @@ class WrappedName:
             raise InvalidArgumentError(
                 f"the parameter set {name!r} holds the weights of another model, which this script wrapped before, and "
                 f"this model would take them: give it another name=, such as name={name + '-2'!r}, or in a loop "
-                f'name=f"{name}-{{number}}". To continue with the trained weights wrap the first model again'
+                f'name=f"{name}-{{number}}". To continue with the trained weights wrap the first model again. To start '
+                "afresh, as in a notebook, call close() of the context and psdist.init() again"
             )
         for key, one in trained.items():
             if use.client() is client and use.versions.get(key, _version(one)) != _version(one):

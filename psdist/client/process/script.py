@@ -41,7 +41,10 @@ from psdist.settings.launcher_reports import report_error
 
 _FULL: Final = "PSDIST_FULL_TRACEBACK"
 #: Folders of the standard library and of installed packages, also in a virtual environment.
-_LIBRARIES: Final = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_LIBRARIES: Final = (
+    "<frozen ",
+    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+)
 
 
 def shorten_tracebacks_alone() -> None:
@@ -118,11 +121,15 @@ def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
 
 def _outside(frames: list[TracebackType]) -> list[TracebackType]:
     """Return the frames that belong neither to psdist nor to a library that psdist called."""
-    kept, inside = [], False
+    # The worker of a function that psdist.launch() runs is a module of psdist.
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    name = "" if spec is None else spec.name
+    kept, inside = [], name.startswith("psdist.")
     for frame in frames:
         code = frame.tb_frame.f_code
         # By module instead of file: the methods of a dataclass have no file.
         module = frame.tb_frame.f_globals.get("__name__", "")
+        module = name if module == "__main__" else module
         inside = module.split(".")[0] == "psdist" or (inside and code.co_filename.startswith(_LIBRARIES))
         if not inside:
             kept.append(frame)

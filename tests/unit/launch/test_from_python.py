@@ -59,6 +59,10 @@ def same(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
+async def waits() -> None:
+    pass
+
+
 def returns(value: Any = None, *, raised: str = "") -> Any:
     """Return ``value``, as a function of a worker."""
     if raised:
@@ -182,11 +186,16 @@ def test_a_call_and_its_values(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"nproc": 2}, "there is no flag --nproc: did you mean --nproc-per-node"),
-        ({"nproc_per_node": 0}, "--nproc-per-node: 0 is too small"),
-        ({"report_file": "x"}, "there is no flag --report_file"),
-        ({"nservers": 1, "replicas": 2}, "--replicas 2 needs at least as many servers"),
-        ({"signals_to_handle": ["SIGTERM", "KILL"]}, "--signals-to-handle: 'KILL' is not the name"),
+        ({"nproc_per": 2}, r"psdist.launch\(\) has no argument nproc_per: did you mean nproc_per_node"),
+        ({"num_workers": 2}, "has no argument num_workers: use nproc_per_node=N for"),
+        ({"resume": True}, "has no argument resume: give the run a run_id=NAME"),
+        ({"nproc_per_node": 0}, "^nproc_per_node: 0 is too small"),
+        ({"report_file": "x"}, "has no argument report_file"),
+        ({"nservers": 1, "replicas": 2}, "^replicas=2 needs at least as many servers, not nservers=1"),
+        ({"signals_to_handle": ["SIGTERM", "KILL"]}, "^signals_to_handle: 'KILL' is not the name"),
+        ({"args": [1, 2]}, r"returns\(value.* cannot be called so: too many positional arguments. Pass its arguments"),
+        ({"kwargs": {"valeu": 1}}, "got an unexpected keyword argument 'valeu'"),
+        ({"target": waits}, r"waits is async: pass a function that calls asyncio.run\(waits"),
         ({"module": True}, "module= is for scripts, and the target is a function"),
         ({"timeout": 0}, "timeout=0 is not possible"),
         ({"args": [psdist]}, "an argument of .*:returns contains a module"),

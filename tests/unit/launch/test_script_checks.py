@@ -18,8 +18,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("pkg/__init__.py", "pkg/sub/__init__.py", "pkg/sub/train.py", "train.py", "n.ipynb"):
         (tmp_path / name).touch()
     for name, text in {
-        "windows.sh": "#!/bin/sh\r\n", "strange.sh": "#!/nonexistent/sh -e\n", "bare.sh": "echo\n", "x.sh": "#!/bin/sh\n",
-        "binary": "\x7fELF\0", "polyglot.py": "#!/bin/sh\n",
+        "windows.sh": "#!/bin/sh\r\n", "strange.sh": "#!/nonexistent/sh -e\n", "bare.sh": "echo\n",
+        "x.sh": "#!/bin/sh\n", "binary": "\x7fELF\0", "polyglot.py": "#!/bin/sh\n",
     }.items():  # fmt: skip
         (tmp_path / name).write_bytes(text.encode())
         (tmp_path / name).chmod(0o755)

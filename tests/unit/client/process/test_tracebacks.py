@@ -54,6 +54,20 @@ def printed(call: Callable[[], object]) -> str:
     return "".join(traceback.format_exception(caught.value))
 
 
+def test_the_traceback_of_a_launched_function_begins_in_the_function(tmp_path: Path) -> None:
+    (tmp_path / "work.py").write_text("def train(rate):\n    raise ValueError(rate)\n")
+    call = "import sys, pathlib, work\nfrom psdist.launcher.function_calls import write_call\n"
+    call += "write_call(pathlib.Path('.'), work.train, [0.5], {})\n"
+    assert ended(tmp_path, call) == (0, "")
+    environ = {**os.environ, "PSDIST_CONNECTED_FILE": str(tmp_path / "connected"), "RANK": "0"}
+    worker = [sys.executable, "-m", "psdist.launcher.function_calls", "."]
+    done = subprocess.run(worker, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert [line for line in done.stderr.splitlines() if line.startswith("  File")] == [
+        f'  File "{tmp_path / "work.py"}", line 2, in train'
+    ], done.stderr
+    assert done.returncode == 1 and "ValueError: 0.5" in done.stderr
+
+
 _STOPPED = """
 import os, signal, sys
 def printing(kind, error, trace):
