@@ -93,7 +93,7 @@ def _section(line: CommandLine, of_run: Mapping[str, str], shared: Mapping[str, 
 
 def _row(flag: Flag) -> str:
     value = f" {flag.metavar}" if flag.convert is not None else ""
-    names = ", ".join(f"`{name}{value}`" for name in flag.spellings if name == flag.name or name != "--" + flag.dest)
+    names = ", ".join(f"`{name}{value}`" for name in flag.spellings if name in (flag.name, flag.short))
     default = [f"default `{flag.default_text}`"] if flag.default_text else []
     facts = ", ".join([*(f"`{name}`" for name in flag.environment), *default])
     return f"- {names}{f' ({facts})' if facts else ''}: {flag.help}"

@@ -32,7 +32,7 @@ from psdist.errors import (
     WaitTimeoutError,
 )
 from psdist.launcher.function_calls import WORKER_MODULE, read_values, write_call
-from psdist.launcher.local import LocalSettings
+from psdist.launcher.local import PROGRAM, LocalSettings
 from psdist.launcher.plan import program
 from psdist.launcher.process import Lifeline
 from psdist.settings import exit_codes, own_process
@@ -42,7 +42,6 @@ from psdist.settings.launcher_reports import RunReport
 
 _DIRECTORY_PREFIX: Final = "psdist-launch-"
 _REPORT: Final = "report.json"
-_PROGRAM: Final = "psdist run"
 #: Flags of ``psdist run`` that ``launch`` uses itself.
 _OWN: Final = ("lifeline_fd", "report_file")
 #: Flags for kinds of scripts, which do not apply to a function.
@@ -161,6 +160,9 @@ def _flags(settings: Mapping[str, Any], command: tuple[str, ...]) -> list[str]:
     known = {flag.dest: flag for flag in flags_of(LocalSettings) if flag.dest not in _OWN}
     line = CommandLine("psdist.launch", "", tuple(known.values()), elsewhere=OF_RUN)
     texts = {name: _text(value) for name, value in settings.items() if value is not None and value is not False}
+    for flag in known.values():
+        if (former := flag.former.lstrip("-")) in texts:
+            texts[flag.dest] = texts.pop(former)
     for name in texts:
         if name not in known:
             instead = as_arguments(line.instead(f"--{name.replace('_', '-')}"), known)
@@ -191,7 +193,7 @@ def _failure(status: int | None, report: RunReport | None, last_words: str, time
         return WaitTimeoutError(f"the run did not end within timeout={timeout:g} s, and was ended")
     names = [flag.dest for flag in flags_of(LocalSettings)]
     if report is None and status == exit_codes.USAGE:  # Such as a run of the same name, or a storage of another run.
-        words = last_words.partition(f"{_PROGRAM}: error: ")[2].partition("\nTry: ")[0]
+        words = last_words.partition(f"{PROGRAM}: error: ")[2].partition("\nTry: ")[0]
         return ConfigurationError(as_arguments(words or last_words, names))
     if report is None:
         return LaunchFailedError(f"psdist run ended with exit status {status}:\n{last_words}", status=status)

@@ -8,7 +8,6 @@ record. Snapshots are stored elsewhere, and stay: a later run of the same id res
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import os
 import secrets
@@ -19,15 +18,15 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from psdist import addresses
 from psdist.addresses import free_port, parse_address
-from psdist.errors import ConfigurationError
+from psdist.errors import ConfigurationError, StorageError
 from psdist.launcher.events import (
     Event,
     Finish,
@@ -50,6 +49,14 @@ from psdist.launcher.plan import (
 )
 from psdist.launcher.process import Child, ProcessSpec
 from psdist.launcher.run_record import ADDRESS_FILE, DIRECTORY_PREFIX, RunRegistry, records_directory
+from psdist.launcher.run_storage import (
+    check_shared_memory,
+    check_storage,
+    has_commits,
+    holds_weights,
+    how_to_resume,
+    why_unservable,
+)
 from psdist.launcher.runner import ProcessPlan, Runner, open_metrics, open_runner
 from psdist.launcher.script_checks import ScriptKind
 from psdist.launcher.shutdown import RunPolicy
@@ -57,11 +64,13 @@ from psdist.link import fd_passing
 from psdist.security.tokens import require_root
 from psdist.settings import exit_codes, own_process
 from psdist.settings.config import find_token, read_address
-from psdist.settings.flags import integer, setting
+from psdist.settings.flags import fail, integer, setting
 from psdist.settings.launcher_reports import RunReport
 from psdist.settings.other_launchers import check_one_run
 from psdist.settings.programs import MONITORING_TITLE, OUTPUT_TITLE, DashboardSettings, storage_path_setting
 
+#: The program, in messages.
+PROGRAM: Final = "psdist run"
 #: Default location of snapshots, below the working directory; it contains a directory for each run.
 STORAGE_DIRECTORY: Final = "psdist-runs"
 #: Let workers and servers start first: one more program would only delay the first step.
@@ -137,6 +146,7 @@ def run_local(settings: LocalSettings, environ: Mapping[str, str] | None = None)
     own_process.require_working_directory()
     check_one_run(environ)
     settings.check()
+    check_shared_memory(environ.get("PSDIST_TRANSPORT", ""))
     own_process.exit_on(settings.signals)
     if settings.log_format == "auto":
         settings = replace(settings, log_format="console" if sys.stderr.isatty() else "json")
@@ -145,6 +155,7 @@ def run_local(settings: LocalSettings, environ: Mapping[str, str] | None = None)
     require_root(token)
     # Generated names sort by time.
     run_id = settings.run_id or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+    _check_machine(settings, run_id)
     own_process.require_for_launcher(settings.processes + settings.servers + 2)  # the scheduler, and what watches it
     directory = own_process.make_private_directory(DIRECTORY_PREFIX)
     try:
@@ -159,6 +170,19 @@ def run_local(settings: LocalSettings, environ: Mapping[str, str] | None = None)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
         fd_passing.sweep()  # sockets that killed workers left behind
+
+
+def _check_machine(settings: LocalSettings, run_id: str) -> None:
+    """End the program, or raise ConfigurationError, if the scheduler could not start: it would only say so later."""
+    storage = settings.resolved(run_id).storage_path or ""
+    try:
+        check_storage(storage, run_id, must_be_empty=settings.fresh, optional=settings.storage_path is None)
+    except StorageError as error:
+        fail(PROGRAM, str(error), exit_codes.UNAVAILABLE)
+    if settings.metrics_port is not None:
+        host = settings.metrics_host or addresses.loopback()
+        if reason := why_unservable(host, settings.metrics_port):
+            fail(PROGRAM, reason, exit_codes.UNAVAILABLE)
 
 
 def _make_link(directory: Path, token: str, run_id: str) -> SchedulerAddress:
@@ -224,6 +248,8 @@ async def _run(
         runner = opened.enter_context(open_runner(plan, run_id, metrics, mute=mute, on_tick=watch.tick))
         storage = services.settings.storage_path or ""
         runner.output.say(_headline(run_id, settings))
+        if warning := check_shared_memory(environ.get("PSDIST_TRANSPORT", "")):
+            runner.output.say(warning)
         shown = _report_storage(runner.output, services.settings, storage, asked=bool(settings.storage_path))
         if dashboard_link:
             runner.output.say(f"dashboard: {dashboard_link}")
@@ -403,46 +429,3 @@ class _SchedulerWatch:
 
 def _numbers(server_ids: list[str]) -> tuple[int, ...]:
     return tuple(number for server_id in server_ids if (number := server_number(server_id)) is not None)
-
-
-# --- snapshots to resume from, read as plain JSON: the launcher imports neither numpy nor an object-store client ---
-
-
-def has_commits(storage: str) -> bool:
-    """Return True if the storage is a directory with snapshots. Buckets count as empty: the launcher cannot list
-    them."""
-    with suppress(OSError):
-        return storage != "" and "://" not in storage and any(Path(storage, "commits").iterdir())
-    return False
-
-
-def holds_weights(storage: str) -> bool:
-    """Return False if the newest snapshot has only averages and shared values, but no weights that servers trained.
-
-    A run counts as resumable if its snapshots cannot be read: then the scheduler reports the problem. Scripts that keep
-    their own weights have such snapshots: those with ``psdist.torch.DistributedDataParallel`` or
-    ``psdist.jax.average``.
-    """
-    try:
-        newest = max(Path(storage, "commits").iterdir())
-        directory = json.loads(newest.read_bytes())["directory"]
-        manifest = json.loads(Path(storage, "snapshots", directory, "manifest.json").read_bytes())
-        return any(map(_is_trained, manifest["parameters"]))
-    except (OSError, ValueError, LookupError, TypeError):
-        return True
-
-
-def _is_trained(parameters: Any) -> bool:
-    optimizer = parameters["spec"]["optimizer"]
-    rates = [optimizer["values"]["lr"], *(item["values"].get("lr", 0.0) for item in optimizer["overrides"])]
-    return optimizer["kind"] != "mean" and any(rates)
-
-
-def how_to_resume(storage: str, run_id: str) -> str:
-    """Return the last line about an interrupted run: how to resume it."""
-    if holds_weights(storage):
-        return f"snapshots are in {storage}; to resume: psdist run --run-id {run_id}, with the same arguments"
-    return (
-        f"the snapshots in {storage} have no weights, because this script keeps its own (DistributedDataParallel, "
-        "psdist.jax.average): to resume, start it again from its own checkpoint"
-    )

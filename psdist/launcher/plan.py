@@ -63,6 +63,7 @@ _OWNED: Final = (
         "PSDIST_METRICS_PIPE",
         "PSDIST_NO_SAVE_AT_END",
         "PSDIST_FRESH",
+        "PSDIST_REQUIRE_EMPTY_STORAGE",
         "DMLC_ROLE",
         "DMLC_WORKER_ID",
     ),

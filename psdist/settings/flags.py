@@ -49,6 +49,7 @@ class Flag:
     needs: flags without which this one has no effect; one of those that the program has must be set, or ``acts_unset``.
     acts_unset: True if the program does, without this flag, that for which others need it.
     repeats: True if the flag may be given several times; its texts are then joined by commas.
+    former: its deprecated name, which works, too, also as a variable and in a file; empty if there is none.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Flag:
     needs: tuple[str, ...] = ()
     acts_unset: bool = False
     repeats: bool = False
+    former: str = ""
 
     @property
     def default_text(self) -> str:
@@ -77,7 +79,7 @@ class Flag:
     @property
     def dest(self) -> str:
         """The flag's name as an attribute."""
-        return self.name.lstrip("-").replace("-", "_")
+        return _attribute(self.name)
 
     @property
     def is_in_file(self) -> bool:
@@ -87,13 +89,18 @@ class Flag:
     @property
     def environment(self) -> tuple[str, ...]:
         """Variables that set this flag, in order of precedence."""
-        return (*((f"PSDIST_{self.dest.upper()}",) if self.twin else ()), *self.variables)
+        former = (f"PSDIST_{_attribute(self.former).upper()}",) if self.former else ()
+        return (*((f"PSDIST_{self.dest.upper()}",) if self.twin else ()), *self.variables, *former)
 
     @property
     def spellings(self) -> tuple[str, ...]:
         """All spellings on a command line."""
-        names = dict.fromkeys((self.short, self.name, "--" + self.dest))
+        names = dict.fromkeys((self.short, self.name, "--" + self.dest, self.former))
         return tuple(name for name in names if name)
+
+
+def _attribute(name: str) -> str:
+    return name.lstrip("-").replace("-", "_")
 
 
 #: Taken by every program that is started for a run.
@@ -274,6 +281,7 @@ class CommandLine:
             if flag.name == CONFIG_NAME:
                 path: Path | None = _resolve(flag, given.get(flag.dest), environ).value
                 names = {one.name.lstrip("-"): one.dest for one in self.flags if one.is_in_file}
+                names |= {one.former.lstrip("-"): one.dest for one in self.flags if one.former}
                 switches = {one.dest for one in self.flags if one.convert is None}
                 return {} if path is None else _read_config(path, names, switches)
         return {}
@@ -362,7 +370,7 @@ def _similar(word: str, names: Iterable[str]) -> list[str]:
 
 
 def _visible_first(flag: Flag) -> list[tuple[str, ...]]:
-    shown = tuple(name for name in flag.spellings if name != "--" + flag.dest or name == flag.name)
+    shown = tuple(name for name in flag.spellings if name in (flag.name, flag.short))
     hidden = tuple(name for name in flag.spellings if name not in shown)
     return [shown, hidden] if hidden else [shown]
 

@@ -172,8 +172,9 @@ class RunSettings:
     )  # fmt: skip
     no_save_at_end: bool = setting("take no snapshot when the run ends", group=_SNAPSHOTS_TITLE, needs=_STORAGE)
     fresh: bool = setting(
-        "start a new run; refused if the storage has snapshots", group=_SNAPSHOTS_TITLE, needs=_STORAGE
-    )
+        "refuse to start if the storage has snapshots, instead of resuming from them", name="--require-empty-storage",
+        former="--fresh", group=_SNAPSHOTS_TITLE, needs=_STORAGE,
+    )  # fmt: skip
 
     @property
     def has_storage(self) -> bool:

@@ -108,8 +108,8 @@ def check_fresh(history: sn.History, url: str) -> None:
     steps = ", ".join(f"{name} at step {step}" for name, step in sorted(newest.steps.items())) if newest else ""
     what = f"the newest {newest.directory} ({steps})" if newest else "none of which can be read"
     raise ConfigurationError(
-        f"--fresh, but {url} has {max(len(history.commits), 1)} snapshots, {what}: omit --fresh to resume from "
-        "there, pass another --storage-path, or remove them with `psdist snapshot delete`"
+        f"--require-empty-storage, but {url} has {max(len(history.commits), 1)} snapshots, {what}: leave the flag out "
+        "to resume from there, pass another --storage-path, or remove them with `psdist snapshot delete`"
     )
 
 

@@ -114,7 +114,7 @@ def test_a_run_saves_on_demand_and_at_its_end_and_the_same_command_goes_on(stage
     assert text.count(place) == 1, text
 
     status, text = stage.train("--fresh", "train.py")
-    assert status == 2 and "has 3 snapshots" in text and "--fresh" in text, text
+    assert status == 2 and "has 3 snapshots" in text and "--require-empty-storage" in text, text
     assert "the run continues" not in text and "begins at" not in text
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from psdist import BSP, optim
-from psdist.launcher.local import has_commits, holds_weights, how_to_resume
+from psdist.launcher.run_storage import has_commits, holds_weights, how_to_resume
 from psdist.optim import Optimizer
 from psdist.snapshots.records import spec_to_json
 from psdist.types import ParametersSpec

@@ -46,7 +46,7 @@ def test_flags_without_effect_are_refused(capsys: pytest.CaptureFixture[str]) ->
         (["--keep-last", "5"], "--keep-last 5 has no effect without --storage-path: add --storage-path, or leave it"),
         (["--keep-every", "100"], "--keep-every 100 has no effect without --storage-path"),
         (["--no-save-at-end"], "--no-save-at-end has no effect without --storage-path"),
-        (["--fresh"], "--fresh has no effect without --storage-path"),
+        (["--fresh"], "--require-empty-storage has no effect without --storage-path"),
     ]:
         with pytest.raises(SystemExit) as ended:
             scheduler_settings(argv, {})
