@@ -248,8 +248,6 @@ async def _run(
         runner = opened.enter_context(open_runner(plan, run_id, metrics, mute=mute, on_tick=watch.tick))
         storage = services.settings.storage_path or ""
         runner.output.say(_headline(run_id, settings))
-        if warning := check_shared_memory(environ.get("PSDIST_TRANSPORT", "")):
-            runner.output.say(warning)
         shown = _report_storage(runner.output, services.settings, storage, asked=bool(settings.storage_path))
         if dashboard_link:
             runner.output.say(f"dashboard: {dashboard_link}")

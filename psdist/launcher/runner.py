@@ -34,6 +34,7 @@ from psdist.launcher.output import Output
 from psdist.launcher.plan import ScriptSettings, WorkersPlan
 from psdist.launcher.process import Child, ProcessSpec, ReaperProcess
 from psdist.launcher.run_metrics import RunMetrics
+from psdist.launcher.run_storage import check_shared_memory
 from psdist.launcher.script_checks import remedy_for
 from psdist.launcher.shutdown import RunPolicy
 from psdist.launcher.supervisor import Supervisor
@@ -138,9 +139,11 @@ class Runner:
         return finish
 
     def _announce(self) -> None:
-        """Print the location of the logs, and settings that the user did not ask for."""
+        """Print the location of the logs, missing shared memory, and settings that the user did not ask for."""
         if self.output.directory is not None:
             self.output.say(f"logs in {self.output.directory}")
+        if warning := check_shared_memory(self._plan.environ.get("PSDIST_TRANSPORT", "")):
+            self.output.say(warning)
         if self._plan.workers.limits_threads(self._plan.environ):
             self.output.say(
                 "OMP_NUM_THREADS=1 for each worker, as several share the cores; set it to choose another number"
