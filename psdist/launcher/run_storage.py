@@ -1,4 +1,4 @@
-"""What a launcher finds in the storage of its run, and in the machine, before it starts anything.
+"""Checks of the storage of a run, and of the machine, before a launcher starts anything.
 
 The scheduler checks the same, and more, but only once it has been imported. The launcher imports neither numpy nor an
 object-store client, so it reads a directory's records as plain JSON, and leaves buckets to the scheduler.
