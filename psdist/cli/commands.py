@@ -14,6 +14,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
@@ -26,11 +27,13 @@ from psdist.errors import (
     RunNotStartedError,
     SchedulerUnreachableError,
     ServerLostError,
+    TlsHandshakeError,
     UnauthenticatedError,
 )
 from psdist.importing import quickly
 from psdist.settings import exit_codes
-from psdist.settings.flags import CommandLine, fail
+from psdist.settings.flags import CommandLine
+from psdist.settings.flags import fail as end_with
 
 T = TypeVar("T")
 
@@ -70,7 +73,7 @@ class Group:
         command = by_name.get(self.aliases.get(word, word))
         if command is None:
             *names, last = by_name
-            fail(self.program, f"there is no command {word!r}: the commands are {', '.join(names)} and {last}")
+            end_with(self.program, f"there is no command {word!r}: the commands are {', '.join(names)} and {last}")
         with quickly():
             chosen = command.load()
         return chosen.run(argv[1:], environ) if isinstance(chosen, Group) else call(chosen, argv[1:], environ)
@@ -86,11 +89,12 @@ def call(command: Any, argv: Sequence[str], environ: Mapping[str, str]) -> int:
     matching exit status."""
     line: CommandLine = command.command_line()
     given = line.parse(argv, environ)
+    fail = partial(end_with, as_json=getattr(given, "log_format", "") == "json")
     try:
         status: int = command.run(given, environ)
     except SchedulerUnreachableError as error:
         fail(line.program, str(error), exit_codes.UNAVAILABLE)
-    except (UnauthenticatedError, PermissionDeniedError) as error:
+    except (UnauthenticatedError, PermissionDeniedError, TlsHandshakeError) as error:
         fail(line.program, str(error), exit_codes.CONFIGURATION)
     except InvalidArgumentError as error:
         fail(line.program, str(error), exit_codes.USAGE)

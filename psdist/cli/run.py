@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from psdist.launcher.local import LocalSettings, run_local
+from psdist.launcher.output import said_as_json
 from psdist.settings.flags import CONFIG_FLAG, CommandLine, flags_of, read
 from psdist.settings.foreign_flags import OF_RUN
 
@@ -51,4 +52,5 @@ def hint_misplaced(line: CommandLine, given: Namespace) -> None:
         hint = f"-- after {given.command[0]} went to the script, too; its arguments need no --"
     if hint:
         with suppress(OSError):  # Train even if the hint cannot be printed.
-            print(f"{line.program}: hint: {hint}", file=sys.stderr, flush=True)
+            as_json = getattr(given, "log_format", "") == "json"
+            print(said_as_json(hint) if as_json else f"{line.program}: hint: {hint}", file=sys.stderr, flush=True)

@@ -22,7 +22,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 from psdist import addresses
 from psdist.addresses import free_port, parse_address
@@ -178,11 +178,15 @@ def _check_machine(settings: LocalSettings, run_id: str) -> None:
     try:
         check_storage(storage, run_id, must_be_empty=settings.fresh, optional=settings.storage_path is None)
     except StorageError as error:
-        fail(PROGRAM, str(error), exit_codes.UNAVAILABLE)
+        _unavailable(settings, str(error))
     if settings.metrics_port is not None:
         host = settings.metrics_host or addresses.loopback()
         if reason := why_unservable(host, settings.metrics_port):
-            fail(PROGRAM, reason, exit_codes.UNAVAILABLE)
+            _unavailable(settings, reason)
+
+
+def _unavailable(settings: LocalSettings, reason: str) -> NoReturn:
+    fail(PROGRAM, reason, exit_codes.UNAVAILABLE, as_json=settings.log_format == "json")
 
 
 def _make_link(directory: Path, token: str, run_id: str) -> SchedulerAddress:
@@ -244,14 +248,15 @@ async def _run(
             return services.snapshot(environ) if key.role == "snapshot" else services.scheduler(environ, watch.port)
 
         plan = ProcessPlan(workers, environ, settings.run_policy, settings.servers, 1, service, lifeline)
-        mute = settings.log_level in ("warning", "error")
-        runner = opened.enter_context(open_runner(plan, run_id, metrics, mute=mute, on_tick=watch.tick))
+        shown = {"mute": settings.log_level in ("warning", "error"), "as_json": settings.log_format == "json"}
+        runner = opened.enter_context(open_runner(plan, run_id, metrics, on_tick=watch.tick, **shown))
         storage = services.settings.storage_path or ""
-        runner.output.say(_headline(run_id, settings))
-        shown = _report_storage(runner.output, services.settings, storage, asked=bool(settings.storage_path))
+        is_found = any(record.run_id == run_id for record in RunRegistry(records_directory(environ)).live())
+        runner.output.say(_headline(run_id, settings, is_found))
+        is_shown = _report_storage(runner.output, services.settings, storage, asked=bool(settings.storage_path))
         if dashboard_link:
             runner.output.say(f"dashboard: {dashboard_link}")
-        runner.output.say(_how_to_join(run_id, settings, RunRegistry(records_directory(environ))))
+        runner.output.say(_how_to_join(run_id, settings, None if is_found else records_directory(environ)))
         try:
             with _ending_with(settings.lifeline_fd, runner):
                 finish = await runner.run()
@@ -262,7 +267,7 @@ async def _run(
         if has_commits(storage):
             if finish.status > exit_codes.SIGNAL_BASE:
                 runner.output.say(how_to_resume(storage, run_id))
-            elif not shown:
+            elif not is_shown:
                 runner.output.say(f"snapshots are in {storage}")
         return finish.status
 
@@ -309,17 +314,17 @@ def _report(finish: Finish, run_id: str, output: Output) -> RunReport:
     return RunReport(run_id, finish.status, finish.message, str(culprit), rank, tuple(output.last_words(culprit)))
 
 
-def _headline(run_id: str, settings: LocalSettings) -> str:
+def _headline(run_id: str, settings: LocalSettings, is_found: bool) -> str:
     copies = f", {settings.replicas} copies of each shard" if settings.replicas > 1 else ""
     members = f"{plural(settings.servers, 'server')}, {plural(settings.processes, 'worker')}{copies}"
-    return f"run {run_id}: {members}; to watch it: psdist status --run-id {run_id}"
+    return f"run {run_id}: {members}" + (f"; to watch it: psdist status --run-id {run_id}" if is_found else "")
 
 
-def _how_to_join(run_id: str, script: ScriptSettings, registry: RunRegistry) -> str:
-    """Return the command by which another terminal adds workers to the run, or why there is none."""
-    if all(record.run_id != run_id for record in registry.live()):
-        directory = registry.directory
-        return f"the run is not found by its id: {directory} cannot be written, or is not this user's alone (mode 0700)"
+def _how_to_join(run_id: str, script: ScriptSettings, unusable: Path | None) -> str:
+    """Return the command by which another terminal adds workers to the run, or why there is none. unusable: the
+    directory of records if it has none of this run."""
+    if unusable is not None:
+        return f"the run is not found by its id: {unusable} cannot be written, or is not this user's alone (mode 0700)"
     name, *arguments = script.command
     kinds = {ScriptKind.FILE: (), ScriptKind.MODULE: ("--module",), ScriptKind.PROGRAM: ("--no-python",)}
     shown = str(Path(name).absolute()) if script.kind is ScriptKind.FILE else name

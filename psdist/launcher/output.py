@@ -2,12 +2,13 @@
 
 The lines of a process go to the stream that they came from, after a prefix such as ``[worker 0]``, and with a log
 directory also to a file of the process. Its last lines are kept. If the process fails and the console did not show
-them, they are printed at the end.
+them, they are printed at the end. With ``--log-format json`` every line is a JSON object instead, of this program, too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import re
@@ -16,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Final, TextIO
 
@@ -43,6 +45,7 @@ _COLUMNS: Final = 80
 
 STDOUT, STDERR = 1, 2
 _TITLES: Final = {STDOUT: "standard output", STDERR: "standard error"}
+_STREAMS: Final = {STDOUT: "stdout", STDERR: "stderr"}
 
 
 def _mask(masks: Mapping[int | None, int], local_rank: int) -> int:
@@ -127,6 +130,7 @@ class Output:
     training.
 
     local_rank: maps a worker's rank to its place on this node.
+    as_json: True to write each line as a JSON object.
     """
 
     def __init__(
@@ -135,7 +139,9 @@ class Output:
         local_rank: Callable[[int], int],
         worker_label: str = "worker",
         mute_stopping_services: bool = True,
+        as_json: bool = False,
     ) -> None:
+        self._as_json = as_json
         self.directory = routing.log_dir
         self._routing = routing
         self._local_rank = local_rank
@@ -162,8 +168,12 @@ class Output:
 
     def say(self, message: str, *, is_error: bool = False) -> None:
         """Print a message of the launcher to standard error; an error is red on a terminal."""
-        text = stamped(message)
-        self._write(STDERR, (_coloured(text, _ERROR_COLOUR, STDERR) if is_error else text) + "\n")
+        self._write(STDERR, self._said(message, is_error=is_error) + "\n")
+
+    def _said(self, message: str, *, is_error: bool = False) -> str:
+        if self._as_json:
+            return said_as_json(message, "error" if is_error else "info")
+        return _coloured(stamped(message), _ERROR_COLOUR, STDERR) if is_error else stamped(message)
 
     def note_loss(self, member_id: str) -> bool:
         """Note that the console shows the loss of a member. Returns False if it did so a moment ago."""
@@ -176,7 +186,7 @@ class Output:
     @property
     def is_terminal(self) -> bool:
         """True if standard error is a terminal on which ``show_progress`` can replace a line."""
-        return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        return sys.stderr.isatty() and os.environ.get("TERM") != "dumb" and not self._as_json
 
     def show_progress(self, message: str) -> None:
         """Show a message below all other lines of a terminal, replacing the previous one. It is cut off at the
@@ -194,9 +204,10 @@ class Output:
         rank = self._local_rank(key.number) if key.role == "worker" else None
         muted = self.stopping and self._mute_stopping_services and key.role in ("server", "scheduler")
         if self._routing.to_console(rank, stream) and not muted:
-            prefix = self._prefix(key, stream)
-            shown = [line for line in lines if not (loss := _LOSS.search(line)) or self.note_loss(loss[1])]
-            self._write(stream, "".join(f"{prefix} {line}\n" for line in shown))
+            prefix = "" if self._as_json else self._prefix(key, stream)
+            news = [line for line in lines if not (loss := _LOSS.search(line)) or self.note_loss(loss[1])]
+            shown = [line_as_json(key, stream, line) if self._as_json else f"{prefix} {line}" for line in news]
+            self._write(stream, "".join(f"{line}\n" for line in shown))
         if self._routing.to_file(rank, stream):
             self._append(key, lines)
 
@@ -207,7 +218,8 @@ class Output:
         hidden = frozenset(stream for stream in (STDOUT, STDERR) if not self._routing.to_console(rank, stream))
         if shown := self.last_words(key, hidden):
             self.say(f"last lines of {key}:")
-            self._write(STDERR, "".join(f"  | {line}\n" for line in shown))
+            lines = [line_as_json(key, STDERR, line) if self._as_json else f"  | {line}" for line in shown]
+            self._write(STDERR, "".join(f"{line}\n" for line in lines))
 
     def last_words(self, key: ProcessKey, streams: Iterable[int] = (STDOUT, STDERR)) -> list[str]:
         """Return the lines that show why a process failed, from what it wrote to ``streams``."""
@@ -274,7 +286,7 @@ class Output:
             if stream not in self._lossy:
                 self._lossy.add(stream)
                 message = f"{_TITLES[stream]} cannot be written: {error.strerror}; lines are lost"
-                self._write(STDERR if stream == STDOUT else STDOUT, stamped(message) + "\n")
+                self._write(STDERR if stream == STDOUT else STDOUT, self._said(message) + "\n")
 
 
 def _coloured(text: str, colour: int, stream: int) -> str:
@@ -308,6 +320,30 @@ def _columns() -> int:
 def stamped(message: str) -> str:
     """Return a launcher message as a line with the time."""
     return f"{time.strftime('%H:%M:%S')} psdist: {message}"
+
+
+def said_as_json(message: str, level: str = "info") -> str:
+    """Return a launcher message as a JSON object, with the fields of the servers' lines."""
+    line = {"event": message, "level": level, "logger": "psdist.launcher", "timestamp": _now(), "role": "launcher"}
+    return json.dumps(line)
+
+
+def line_as_json(key: ProcessKey, stream: int, line: str) -> str:
+    """Return a line of a process as a JSON object. The fields of a line that already is one stay."""
+    fields: dict[str, object] = {"role": key.role}
+    if key.role in ("worker", "server"):
+        fields[key.role] = f"{key.role}-{key.number}"
+    if key.role == "worker":
+        fields["rank"] = key.number
+    fields["stream"] = _STREAMS[stream]
+    with contextlib.suppress(ValueError):
+        if line.startswith("{") and isinstance(own := json.loads(line), dict):
+            return json.dumps(fields | own)
+    return json.dumps({"message": line, "timestamp": _now(), **fields})
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
 def last_words(tail: list[tuple[int, str]], hidden: frozenset[int]) -> list[str]:

@@ -292,6 +292,7 @@ def open_runner(
     metrics: RunMetrics,
     *,
     mute: bool = True,
+    as_json: bool = False,
     on_tick: Callable[[float], RunFailed | None] = lambda now: None,
 ) -> Iterator[Runner]:
     """Open console and files of this node, and yield the runner of its processes. Raises ConfigurationError if the log
@@ -299,11 +300,12 @@ def open_runner(
 
     name: name of the directory for the log files.
     mute: True to drop what servers and the scheduler write while the run ends.
+    as_json: True to print each line as a JSON object.
     """
     workers, script = plan.workers, plan.workers.script
     routing = script if script.log_dir is None else replace(script, log_dir=script.log_dir / name)
     try:
-        output = Output(routing, lambda rank: rank - workers.first_rank, script.role, mute)
+        output = Output(routing, lambda rank: rank - workers.first_rank, script.role, mute, as_json)
     except OSError as error:
         raise _unusable(routing.log_dir, error) from None
     with closing(output):

@@ -140,7 +140,8 @@ TABLE: Final = (
         CONFIGURATION,
         ("server", "script", "launcher", "command"),
         "a script passed wrong settings or arguments to psdist, or used a closed object; it is not the script of the "
-        "snapshots; the token is missing or wrong, or its role may not do this; or there is no such CUDA device",
+        "snapshots; the token is missing or wrong, its role may not do this, or TLS fails; or there is no such CUDA "
+        "device",
         "correct the setting that the message names; launchers do not restart, since it would fail again",
     ),
     ExitStatus(

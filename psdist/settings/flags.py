@@ -197,8 +197,13 @@ class _Parser(argparse.ArgumentParser):
         fail(self.prog, message)
 
 
-def fail(program: str, message: str, code: int = exit_codes.USAGE) -> NoReturn:
+def fail(program: str, message: str, code: int = exit_codes.USAGE, *, as_json: bool = False) -> NoReturn:
     """Print the error and end the program with ``code``."""
+    if as_json:
+        import json
+
+        print(json.dumps({"event": message, "level": "error", "logger": program, "status": code}), file=sys.stderr)
+        raise SystemExit(code)
     hint = f"\nTry: {program} --help" if code == exit_codes.USAGE else ""
     print(f"{program}: error: {message}{hint}", file=sys.stderr, flush=True)
     raise SystemExit(code)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from psdist import errors
 from psdist.cli import target
+from psdist.cli.commands import Leaf, call
 from psdist.errors import InvalidArgumentError
 from psdist.settings.flags import CommandLine
 
@@ -34,3 +38,15 @@ def test_files_of_tls_for_a_run_without_it_are_refused(
 ) -> None:
     with pytest.raises(InvalidArgumentError, match="uses no TLS, so --tls-ca, --tls-cert would have no effect: leave"):
         find(monkeypatch, tmp_path, *run, "--tls-cert", "a.pem", "--tls-ca", "b.pem")
+
+
+@pytest.mark.parametrize("error", [errors.TlsHandshakeError, errors.UnauthenticatedError, errors.PermissionDeniedError])
+def test_a_command_without_the_right_credentials_ends_with_78(
+    error: type[errors.PsdistError], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(given: Namespace, environ: Mapping[str, str]) -> int:
+        raise error("demands TLS")
+
+    with pytest.raises(SystemExit) as ended:
+        call(Leaf(lambda: CommandLine("psdist status", "", target.target_flags()), refused), [], {})
+    assert ended.value.code == 78 and capsys.readouterr().err == "psdist status: error: demands TLS\n"

@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 from psdist.errors import ConfigurationError
 from psdist.launcher import reaper
 from psdist.launcher.events import ProcessKey
-from psdist.launcher.output import STDERR, STDOUT, Output, Routing, discard, last_words, parse_streams
+from psdist.launcher.output import STDERR, STDOUT, Output, Routing, discard, last_words, line_as_json, parse_streams
 from psdist.launcher.plan import SchedulerAddress, ScriptSettings, WorkersPlan
 from psdist.launcher.process import LineSplitter
 from psdist.launcher.run_record import RunRegistry, records_directory
 from psdist.wire.limits import OUTPUT_LINE_BYTES_MAX
 
 WORKER = ProcessKey("worker", 5)
+SERVER = ProcessKey("server", 1)
 
 
 @given(st.lists(st.text(st.characters(exclude_characters="\r\n", codec="utf-8"), max_size=20), max_size=10), st.data())
@@ -46,6 +47,29 @@ def test_progress_bars_and_lines_without_end() -> None:
     assert splitter.feed(b"x" * (OUTPUT_LINE_BYTES_MAX + 1)) == ["x" * OUTPUT_LINE_BYTES_MAX]
     assert splitter.close() == ["x"]
     assert splitter.feed(b"\xff\n") == ["\ufffd"]
+
+
+def test_with_json_every_line_is_an_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = Output(Routing(log_dir=tmp_path), lambda rank: rank, as_json=True)
+    output.clear_lines(WORKER)
+    output.say("worker 5 failed")
+    output.show_lines(WORKER, STDOUT, ["loss 1.0", "", '{"event": "x", "rank": 7}', "{not json", '{"a": 1} b'])
+    output.clear_lines(SERVER)
+    output.show_lines(SERVER, STDERR, ["text"])
+    output.close()
+    said = capsys.readouterr().err.splitlines()
+    assert json.loads(said[0]).items() >= {"event": "worker 5 failed", "level": "info", "role": "launcher"}.items()
+    assert json.loads(said[1]).items() >= {"server": "server-1", "stream": "stderr", "message": "text"}.items()
+    # The log file has the lines as they were written.
+    assert len((tmp_path / "worker-5.log").read_text().splitlines()) == 5 and len(said) == 2
+
+
+def test_a_workers_lines_as_json_have_its_rank_and_their_stream() -> None:
+    place = {"role": "worker", "worker": "worker-5", "rank": 5, "stream": "stdout"}
+    for line in ("loss 1.0", "", "{not json", '{"a": 1} b', "[1]", "\ud800"):
+        found = json.loads(line_as_json(WORKER, STDOUT, line))
+        assert found.pop("timestamp") and found == {"message": line, **place}
+    assert json.loads(line_as_json(WORKER, STDOUT, '{"event": "x", "rank": 7}')) == {**place, "event": "x", "rank": 7}
 
 
 def test_last_words_are_the_traceback_or_the_last_lines_unless_the_console_had_them() -> None:
