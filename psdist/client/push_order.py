@@ -262,8 +262,7 @@ class PushOrder:
         part.phases.end_step(part.name, request.number)
         part.end_push(request, seen=push.reads)
         self.drops.not_dropped()
-        if not counters.pushes:
-            launcher_reports.note_step()
+        launcher_reports.note_step(part.name, request.number + 1 if isinstance(self._spec.consistency, BSP) else None)
         counters.pushes += 1
         counters.pulls += push.reads
         counters.abstained += push.abstained

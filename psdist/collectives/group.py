@@ -29,6 +29,7 @@ from psdist.errors import (
     ShapeMismatchError,
     WaitTimeoutError,
 )
+from psdist.settings.launcher_reports import note_group
 from psdist.wire.limits import DIMENSIONS_MAX, EAGER_BYTES
 
 _TAGS: Final = range(-(2**63), 2**63)
@@ -75,6 +76,7 @@ class AsyncWorkerGroup:
     """
 
     def __init__(self, former: GroupFormer, formed: FormedGroup, settings: GroupSettings | None = None) -> None:
+        note_group()
         self._runner = formed.runner
         self.ranks = self._runner.ranks
         self.rank = formed.rank

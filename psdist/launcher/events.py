@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -85,6 +85,7 @@ class Exited:
     connected: True if a worker had ever registered.
     error: a worker's report of an error before its first step, as in ``launcher_reports``.
     group_age: seconds since a worker made its newest process group of all workers; None if it made none.
+    steps: steps that a worker made, by parameter set; None if it did not report them.
     """
 
     key: ProcessKey
@@ -92,6 +93,7 @@ class Exited:
     connected: bool = False
     error: str = ""
     group_age: float | None = None
+    steps: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

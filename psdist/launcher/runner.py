@@ -224,7 +224,8 @@ class Runner:
             return
         mark = self._plan.workers.connected_file(key.number, self._supervisor.table.attempt(key))
         error = launcher_reports.read_error(mark) if returncode else ""
-        self.handle(Exited(key, returncode, mark.exists(), error, launcher_reports.group_age(mark)))
+        steps = None if returncode else launcher_reports.read_steps(mark)
+        self.handle(Exited(key, returncode, mark.exists(), error, launcher_reports.group_age(mark), steps))
 
     def _tick(self) -> None:
         if self._finished.done():

@@ -20,7 +20,8 @@ During the run:
   workers (``WorkerScaling``): a stopped worker ends in order, after its push.
 * A process that is stopped (SIGSTOP) for too long is killed, and counts as failed: nobody else can end it, and workers
   that the scheduler has expelled would be awaited forever.
-* When all workers have succeeded, the run does.
+* When all workers have succeeded, the run does. It is said if none of them pushed, or if they made different numbers
+  of steps, so that some trained without the others (``notice_of_steps``).
 
 ``shutdown`` describes how everything is stopped then. No snapshot is taken if servers or the scheduler are the cause.
 The user's first signal starts the shutdown; it changes nothing if one is already running. A second one kills all
@@ -32,7 +33,7 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from psdist.launcher.events import (
@@ -228,6 +229,8 @@ class Supervisor:
         self._shutdown = Shutdown(self.table, policy)
         #: Workers that succeeded without having connected, in the order of their exits.
         self._unconnected: list[ProcessKey] = []
+        #: Reported steps of the workers that succeeded; None for one that reported none.
+        self._steps: dict[ProcessKey, Mapping[str, int] | None] = {}
         #: The first worker that succeeded as a member of a process group of all workers.
         self._left_group: ProcessKey | None = None
         #: When the first signal came.
@@ -283,6 +286,7 @@ class Supervisor:
         if event.returncode != 0:
             return self._worker_failed(event, process, now)
         self._succeeded = True
+        self._steps[event.key] = event.steps
         if not (process.connected or event.connected):
             self._unconnected.append(event.key)
         if event.group_age is not None:
@@ -383,12 +387,37 @@ class Supervisor:
         said: list[Effect] = []
         if not self.table.ever_connected:
             said.append(Say("warning: the script never used psdist: no worker called psdist.init() or psdist.Client()"))
+        elif notice := notice_of_steps(self._steps):
+            said.append(Say(f"warning: {notice}"))
         return said + self._shutdown.start(Finish(exit_codes.OK), now)
 
     def _give_up(self, end: Finish, now: float) -> list[Effect]:
         """Stop because servers or the scheduler do not work: nothing can be saved."""
         self._shutdown.leave_snapshot_out()
         return self._shutdown.start(end, now)
+
+
+def notice_of_steps(reports: Mapping[ProcessKey, Mapping[str, int] | None]) -> str:
+    """Return what is strange about the steps that workers reported; empty if nothing is.
+
+    Steps of BSP are numbered alike on all workers. Counts that differ by one are a last batch of some.
+    """
+    known = {key: steps for key, steps in reports.items() if steps is not None}
+    if known and len(known) == len(reports) and not any(known.values()):
+        return (
+            "no worker pushed, so nothing was trained: call push_pull() of the parameters, or step() of the optimizer, "
+            "in the training loop"
+        )
+    for name in dict.fromkeys(name for steps in known.values() for name in steps):
+        counts = sorted(((steps[name], key) for key, steps in known.items() if name in steps), reverse=True)
+        (most, last), (least, first) = counts[0], counts[-1]
+        if most > least + 1:
+            return (
+                f"{first} ended after step {least} of {name!r}, and {last} after step {most}: later steps are those of "
+                "the remaining workers alone. After a restart a loop over range(n) makes n more steps: count by the "
+                "step instead (docs/loops.md)"
+            )
+    return ""
 
 
 def _why_it_recurs(event: Exited, process: RunningProcess) -> str:

@@ -3,6 +3,8 @@
 - The error that ended a script before its first step, if a restart would repeat it. The file holds ``CERTAIN`` for an
   error that every attempt raises, or a digest of the traceback's lines: if the next attempt ends with the same one, a
   third would, too.
+- The steps that a script which ended well has made, by parameter set in BSP, from which the launcher sees whether
+  workers trained together.
 - The worker has joined a process group of all workers, which it cannot rejoin. The file's time is that of the newest
   group.
 - ``RunReport``: how a run ended, in the file named by ``--report-file``.
@@ -26,17 +28,48 @@ from psdist.wire.limits import RUN_REPORT_BYTES_MAX
 
 _ERROR: Final = ".error"
 _GROUP: Final = ".group"
+_STEPS: Final = ".steps"
 _DIGEST_CHARACTERS: Final = 32
 #: Errors of the program text or of the installation.
 _CERTAIN_KINDS: Final = (SyntaxError, ImportError, NameError)
 
 _has_trained = False
+_steps: Final[dict[str, int]] = {}
+_has_group = False
 
 
-def note_step() -> None:
-    """Record that this process made a step: from then on its errors may depend on the state of training."""
+def note_step(name: str, step: int | None) -> None:
+    """Record that this process made a step: from then on its errors may depend on the state of training.
+
+    step: how many steps the parameter set ``name`` has made, if all workers make the same ones; else None.
+    """
     global _has_trained
     _has_trained = True
+    if step is not None:
+        _steps[name] = step
+
+
+def note_group() -> None:
+    """Record that this process is in a group, which trains without pushes."""
+    global _has_group
+    _has_group = True
+
+
+def report_steps() -> None:
+    """Report the steps of this process, which ends well. Nothing is reported of one that trains by a group alone."""
+    connected_file = os.environ.get("PSDIST_CONNECTED_FILE", "")
+    if connected_file and (_steps or not (_has_trained or _has_group)):
+        with suppress(OSError):  # The launcher then compares the other workers.
+            Path(connected_file + _STEPS).write_text(json.dumps(_steps), encoding="ascii")
+
+
+def read_steps(connected_file: Path) -> dict[str, int] | None:
+    """Return the reported steps of the process that was given this file; None if it reported none."""
+    with suppress(OSError, ValueError), open(str(connected_file) + _STEPS, "rb") as file:
+        steps = json.loads(file.read(RUN_REPORT_BYTES_MAX))
+        if isinstance(steps, dict) and all(isinstance(step, int) for step in steps.values()):
+            return steps
+    return None
 
 
 def report_error(error: BaseException) -> None:

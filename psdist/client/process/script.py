@@ -37,7 +37,7 @@ from types import TracebackType
 from typing import Final
 
 from psdist.settings import exit_codes
-from psdist.settings.launcher_reports import report_error
+from psdist.settings.launcher_reports import report_error, report_steps
 
 _FULL: Final = "PSDIST_FULL_TRACEBACK"
 #: Folders of the standard library and of installed packages, also in a virtual environment.
@@ -170,6 +170,8 @@ class _Ending:
             self._status = 0 if error is None else status_of(error)
             if error is not None and not self._status:
                 report_error(error)
+            if error is None:
+                report_steps()
 
     def __del__(self) -> None:
         if self._status:

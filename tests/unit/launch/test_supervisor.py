@@ -471,6 +471,26 @@ def test_a_script_that_never_used_psdist_is_a_warning() -> None:
     assert finish(machine, {S0, S1, SCHEDULER}).status == 0
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        ({}, {}, ["warning: no worker pushed, so nothing was trained"]),
+        ({"w": 200}, {"w": 400}, ["worker 0 ended after step 200 of 'w', and worker 1 after step 400", "range(n)"]),
+        ({"w": 7, "mean": 3}, {"w": 8, "mean": 3}, []),  # The last batch of some.
+        ({"w": 7}, {}, []),  # A set of a part of the workers.
+        ({}, None, []),  # It trained by a group, or ended in its own way.
+    ],
+)
+def test_strange_steps_are_said_at_the_end(
+    first: dict[str, int], second: dict[str, int] | None, words: list[str]
+) -> None:
+    machine = connected()
+    machine.on(Exited(W0, 0, True, steps=first), 1.0)
+    said = [one.message for one in machine.on(Exited(W1, 0, True, steps=second), 2.0) if isinstance(one, Say)]
+    assert len(said) == bool(words) and all(word in said[0] for word in words), said
+    assert finish(machine, {S0, S1, SCHEDULER}) == Finish(0)
+
+
 def test_an_attempt_that_never_connects_is_told_from_one_that_did() -> None:
     machine = supervisor(restarts=1)
     machine.on(Connected(W0), 1.0)

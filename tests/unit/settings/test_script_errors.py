@@ -35,6 +35,28 @@ def test_the_place_and_the_kind_of_an_error_decide_and_its_text_does_not() -> No
     assert error_signature(raised(ValueError("a"))) != error_signature(errors[0])
 
 
+def test_steps_are_reported_unless_a_group_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PSDIST_CONNECTED_FILE", str(tmp_path / "0.0"))
+    monkeypatch.setattr(launcher_reports, "_steps", {})
+    monkeypatch.setattr(launcher_reports, "_has_trained", False)
+    monkeypatch.setattr(launcher_reports, "_has_group", False)
+    assert launcher_reports.read_steps(tmp_path / "0.0") is None
+    launcher_reports.report_steps()
+    assert launcher_reports.read_steps(tmp_path / "0.0") == {}
+    for name, step in (("w", 1), ("w", 2), ("asynchronous", None)):
+        launcher_reports.note_step(name, step)
+    launcher_reports.report_steps()
+    assert launcher_reports.read_steps(tmp_path / "0.0") == {"w": 2}
+    for text in ("[]", '{"w": "2"}', "{"):
+        (tmp_path / "0.0.steps").write_text(text)
+        assert launcher_reports.read_steps(tmp_path / "0.0") is None
+    (tmp_path / "0.0.steps").unlink()
+    launcher_reports.note_group()
+    monkeypatch.setattr(launcher_reports, "_steps", {})
+    launcher_reports.report_steps()
+    assert launcher_reports.read_steps(tmp_path / "0.0") is None
+
+
 def test_only_a_launched_script_without_a_step_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher_reports, "_has_trained", False)
     connected = tmp_path / "0.0"
@@ -43,7 +65,7 @@ def test_only_a_launched_script_without_a_step_reports(tmp_path: Path, monkeypat
     assert read_error(connected) == ""
     report_error(ImportError())
     assert read_error(connected) == CERTAIN
-    launcher_reports.note_step()
+    launcher_reports.note_step("w", 1)
     other = tmp_path / "0.1"
     monkeypatch.setenv("PSDIST_CONNECTED_FILE", str(other))
     report_error(ImportError())
