@@ -1,4 +1,4 @@
-"""This machine for psdist's processes: cores and memory that they may use, and the Python of psdist's own programs.
+"""This machine for psdist's processes: its cores, its memory, the Python of psdist's own programs, and directories.
 
 **Cores** are those of the process's affinity, within the quotas of its cgroups (versions 1 and 2). A container with
 ``--cpus 2`` on a machine with 64 cores sees all of them, and is throttled if it uses more than two.
@@ -10,6 +10,7 @@ names another. In a frozen application (PyInstaller, Nuitka, cx_Freeze) and in a
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sys
@@ -107,3 +108,18 @@ def _unusable(executable: str | None) -> str:
     if not any("py" in name.lower() for name in names):
         return f"this program embeds Python, and sys.executable is the program itself ({executable:.200})"
     return ""
+
+
+def make_directory(path: Path, mode: int = 0o777) -> None:
+    """Create a directory and its parents where they are missing. Raises OSError, which names the part of the path that
+    is in the way: for a file, or a link to nothing, Python only says "File exists"."""
+    try:
+        path.mkdir(mode, parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        there = next(part for part in (path, *path.parents) if os.path.lexists(part))
+        if there.is_dir():  # It was made, or replaced, at the same moment.
+            raise
+        what = f"is a link to {os.readlink(there)}, which does not exist" if there.is_symlink() else "is no directory"
+        if there.is_symlink() and there.exists():
+            what = f"is a link to {os.readlink(there)}, which is no directory"
+        raise NotADirectoryError(errno.ENOTDIR, f"{there} {what}", str(path)) from None

@@ -14,10 +14,11 @@ from typing import Final
 from psdist.cli.generated import GeneratedRun, fill, template_names
 from psdist.cli.run import SCRIPT_USAGE
 from psdist.errors import ConfigurationError
+from psdist.machine import make_directory
 from psdist.security.roles import CERTIFICATE_ROLES, DOMAIN, SERVICE_ROLES, Role, service_name
 from psdist.settings.config import check_run_id
 from psdist.settings.exit_codes import LATE, OK, statuses
-from psdist.settings.flags import CommandLine, flags_of, integer, read, setting
+from psdist.settings.flags import CommandLine, flags_of, integer, named_file, read, setting
 from psdist.version import __version__
 
 _FOLDER: Final = "k8s"
@@ -83,7 +84,7 @@ def _size(help_text: str, default: str) -> str:
 class KubernetesSettings(GeneratedRun):
     """Settings of a run on Kubernetes. out: directory for the files."""
 
-    out: Path | None = setting("directory for the files, which is created", Path, None, "DIR")
+    out: Path | None = setting("directory for the files, which is created", named_file, None, "DIR")
     name: str = setting("name of the run's objects", name_text, "psdist", "NAME")
     image: str = setting(
         "image with psdist and the script (default: psdist with this version)", image_text, "", "IMAGE",
@@ -130,7 +131,7 @@ def run(given: Namespace, environ: Mapping[str, str]) -> int:
     assert settings.out is not None
     found = files(settings)
     try:
-        settings.out.mkdir(parents=True, exist_ok=True)
+        make_directory(settings.out)
         if any(settings.out.iterdir()):
             raise ConfigurationError(f"the directory {settings.out} has files: choose another --out, or remove them")
         for name, text in found.items():

@@ -30,7 +30,7 @@ from psdist.launcher.scheduler_calls import size
 from psdist.monitoring.run_json import snapshot_info, values
 from psdist.settings.config import storage_text
 from psdist.settings.exit_codes import FAILURE, OK
-from psdist.settings.flags import CommandLine, Flag, integer, one_of, text
+from psdist.settings.flags import CommandLine, Flag, integer, named_file, one_of, text
 from psdist.settings.programs import FORMAT_FLAG
 from psdist.snapshots import format as layout
 from psdist.snapshots import reader
@@ -272,7 +272,7 @@ def _export_leaf() -> Leaf:
         "export",
         "Writes the weights of a snapshot for other programs: one file or, past a size, several with an index.",
         _export,
-        Flag("--out", "the file to write", Path, None, "FILE", twin=False),
+        Flag("--out", "the file to write", named_file, None, "FILE", twin=False),
         _STEP,
         _NAME,
         Flag("--format", f"{', '.join(export.FORMATS)} (default: by the name of the file, else safetensors)",

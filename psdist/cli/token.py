@@ -23,7 +23,7 @@ from psdist.security.roles import TOKEN_ROLES, Role
 from psdist.security.tls import utc
 from psdist.settings.config import find_token
 from psdist.settings.exit_codes import OK
-from psdist.settings.flags import CommandLine, Flag, one_of
+from psdist.settings.flags import CommandLine, Flag, named_file, one_of
 from psdist.settings.programs import FORMAT_FLAG, TOKEN_FILE_FLAG, run_id_flag
 from psdist.wire.limits import TOKEN_LIFETIME_DAYS_MAX
 
@@ -53,7 +53,7 @@ def _create_line() -> CommandLine:
         (
             Flag("--role", "worker, server, admin or reader", one_of(*TOKEN_ROLES), None, "ROLE", twin=False),
             Flag("--expires", "lifetime, such as 30d or 12h", lifetime, None, "TIME", twin=False, shown_default="none"),
-            Flag("--out", "new file to write the token to, for this user alone", Path, None, "FILE", twin=False),
+            Flag("--out", "new file to write the token to, for this user alone", named_file, None, "FILE", twin=False),
             *_FLAGS,
         ),
         epilog="Example: psdist token create --role reader --expires 30d --token-file token > reader-token",

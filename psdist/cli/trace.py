@@ -13,6 +13,7 @@ import time
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
@@ -47,7 +48,10 @@ def command_line() -> CommandLine:
             Flag(
                 "--steps", "steps that each worker records", integer(1, TRACE_STEPS_MAX), 20, "NUMBER", twin=False,
             ),
-            Flag("--out", "file to write; an earlier one is replaced", text, "trace.json", "FILE", twin=False),
+            Flag(
+                "--out", "file to write, which replaces an earlier one; - for standard output", text, "trace.json",
+                "FILE", twin=False,
+            ),
             *target_flags(),
         ),
     )  # fmt: skip
@@ -60,7 +64,8 @@ def run(given: Namespace, environ: Mapping[str, str]) -> int:
     error if nothing was recorded.
     """
     target, recording = find_target(given, environ), Recording(given.steps)
-    with written_whole(Path(given.out)) as file:
+    is_piped = given.out == "-"
+    with nullcontext(sys.stdout) if is_piped else written_whole(Path(given.out), ", or - for standard output") as file:
         try:
             _record(target, given, recording)
         except KeyboardInterrupt:
@@ -76,7 +81,8 @@ def run(given: Namespace, environ: Mapping[str, str]) -> int:
 
         count = _write(file, traced, recording.facts())
         summary = summarize([process for process in traced if process.details["role"] == "worker"])
-    _tell(recording, summary, count, given)
+    with redirect_stdout(sys.stderr) if is_piped else nullcontext():
+        _tell(recording, summary, count, given)
     return OK
 
 

@@ -23,6 +23,7 @@ from typing import IO, Final, TextIO
 
 from psdist.errors import ConfigurationError
 from psdist.launcher.events import ProcessKey
+from psdist.machine import make_directory
 from psdist.settings.flags import torchrun_setting
 from psdist.settings.programs import OUTPUT_TITLE
 
@@ -164,7 +165,7 @@ class Output:
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="backslashreplace")
         if routing.log_dir is not None:
-            routing.log_dir.mkdir(parents=True, exist_ok=True)
+            make_directory(routing.log_dir)
 
     def say(self, message: str, *, is_error: bool = False) -> None:
         """Print a message of the launcher to standard error; an error is red on a terminal."""

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Final
 
 from psdist.errors import ConfigurationError
+from psdist.machine import make_directory
 from psdist.wire.limits import RUN_RECORD_BYTES_MAX
 
 DIRECTORY_PREFIX: Final = "psdist-"
@@ -67,7 +68,7 @@ class RunRegistry:
     def claim(self, run_id: str, token_file: Path, directory: Path) -> RunRecord:
         """Record a run of this process. Raises ConfigurationError if a live one on this machine has the name."""
         with contextlib.suppress(OSError):
-            self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_directory(self.directory, 0o700)
         for other in self.live():
             if other.run_id == run_id:
                 raise ConfigurationError(

@@ -38,6 +38,7 @@ from psdist.launcher.run_storage import check_shared_memory
 from psdist.launcher.script_checks import remedy_for
 from psdist.launcher.shutdown import RunPolicy
 from psdist.launcher.supervisor import Supervisor
+from psdist.machine import make_directory
 from psdist.settings import exit_codes, launcher_reports, own_process
 
 #: First notice about workers that have not called ``psdist.init()``, and the longest pause between two.
@@ -320,7 +321,7 @@ def open_metrics(script: ScriptSettings, name: str, ranks: Iterable[int], part: 
     if directory is not None:
         directory = directory / name
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            make_directory(directory)
         except OSError as error:
             raise _unusable(directory, error) from None
     return RunMetrics(script, name, directory, ranks, part)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any, Final, Protocol
 
 from psdist.errors import ConfigurationError
+from psdist.machine import make_directory
 from psdist.monitoring.metrics import MEASURED, progress_line
 
 logger = logging.getLogger("psdist")
@@ -96,7 +97,7 @@ class JsonLinesTracker:
     def start(self, run_id: str) -> None:
         """Open the file, and create its directory. Raises ConfigurationError if that fails."""
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            make_directory(self._path.parent)
             self._file = self._path.open("a", encoding="utf-8")
         except OSError as error:
             raise ConfigurationError(f"metrics cannot be written to {self._path}: {error.strerror}") from None
@@ -139,7 +140,7 @@ class TensorBoardTracker:
     def start(self, run_id: str) -> None:
         """Create the directory. Raises ConfigurationError if it is not writable."""
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
+            make_directory(self._directory)
             with tempfile.TemporaryFile(dir=self._directory):
                 pass
         except OSError as error:

@@ -32,6 +32,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from psdist import addresses
 from psdist.errors import ConfigurationError
+from psdist.machine import make_directory
 from psdist.security.roles import (
     CLIENT_ROLES,
     DOMAIN,
@@ -228,14 +229,14 @@ def write(folder: Path, pairs: Mapping[str, KeyPair], *, overwrite: bool) -> Non
     contents = {}
     for name, pair in pairs.items():
         contents[key_file(folder, name)], contents[certificate_file(folder, name)] = pair.key, pair.cert
-    existing = [path.name for path in contents if path.exists()]
+    existing = [path.name for path in contents if os.path.lexists(path)]
     if existing and not overwrite:
         raise ConfigurationError(
             f"{folder} already holds {', '.join(sorted(existing))}: pass --overwrite to replace them, or name another "
             "folder. Processes with a certificate of a replaced CA are refused from then on"
         )
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_directory(folder)
         for path, content in contents.items():
             _write_file(path, content, private=path.name.endswith("-key.pem"), overwrite=overwrite)
     except OSError as error:

@@ -130,6 +130,13 @@ def text(value: str) -> str:
     return value
 
 
+def named_file(value: str) -> Path:
+    """Convert the name of a file or directory of a program that does not write to standard output."""
+    if value == "-":
+        raise ValueError("this command does not write to standard output, which - would be: give a name")
+    return Path(text(value))
+
+
 def integer(minimum: int, maximum: int = 1 << 31) -> Callable[[str], int]:
     """Return a converter for a whole number in [minimum, maximum]."""
 

@@ -11,7 +11,7 @@ import pytest
 from psdist import machine
 from psdist.errors import ConfigurationError
 from psdist.launcher.plan import processes_text
-from psdist.machine import VARIABLE, python
+from psdist.machine import VARIABLE, make_directory, python
 
 
 @pytest.fixture
@@ -89,3 +89,23 @@ def test_a_chosen_python_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     with pytest.raises(ConfigurationError, match=f"{VARIABLE}=.* is no program"):
         python()
+
+
+def test_a_directory_that_cannot_be_made_names_what_is_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "dangling").symlink_to(tmp_path / "gone")
+    (tmp_path / "to-file").symlink_to("file")
+    for name, words in {
+        "file": "file is no directory",
+        "file/below": "file is no directory",
+        "dangling": f"dangling is a link to {tmp_path}/gone, which does not exist",
+        "dangling/below": f"dangling is a link to {tmp_path}/gone, which does not exist",
+        "to-file": "to-file is a link to file, which is no directory",
+    }.items():
+        with pytest.raises(NotADirectoryError, match=words):
+            make_directory(tmp_path / name)
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    for name in ("link", "link/new/one", "new"):
+        make_directory(tmp_path / name, 0o700)
+        assert (tmp_path / name).is_dir()

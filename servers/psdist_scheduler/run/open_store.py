@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from psdist.errors import ConfigurationError, StorageError
+from psdist.machine import make_directory
 from psdist.security.tls import TlsFiles
 from psdist.settings import exit_codes
 from psdist.settings.config import EtcdLocation
@@ -107,7 +108,7 @@ def _open_etcd(
 def _make_directory(path: Path) -> str:
     """Create a directory for stores, for this user only. Returns why it cannot be used; empty if it can."""
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(path, 0o700)
     except OSError as error:
-        return f"{path}: {error.strerror}"
+        return f"{path} cannot be made: {error.strerror}"
     return "" if os.access(path, os.W_OK | os.X_OK) else f"{path} cannot be written"

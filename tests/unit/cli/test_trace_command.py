@@ -67,3 +67,19 @@ def test_an_end_before_any_clock_was_compared_keeps_the_earlier_file(
     with pytest.raises(InvalidArgumentError, match=r"\(ended by Ctrl-C; worker-0 is left out: its clock was"):
         trace.run(Namespace(steps=5, out=str(tmp_path / "trace.json"), format="text"), {})
     assert (tmp_path / "trace.json").read_text() == "earlier"
+
+
+def test_the_trace_goes_to_standard_output_on_request(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def record(target: object, given: Namespace, recording: Recording) -> None:
+        recording.on_answer(member("worker-0", pb.ROLE_WORKER, offset_ns=0, steps=1, done=True))
+        recording.on_answer(spans("worker-0", 1))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trace, "find_target", lambda given, environ: None)
+    monkeypatch.setattr(trace, "_record", record)
+    assert trace.run(trace.command_line().parse(["--out", "-", "--steps", "1"], {}), {}) == 0
+    written = capsys.readouterr()
+    check_trace(written.out)
+    assert "1 spans in -" in written.err and list(tmp_path.iterdir()) == []

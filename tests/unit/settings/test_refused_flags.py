@@ -37,6 +37,7 @@ FLAGS: list[tuple[str, str, list[str]]] = [
     ("run", "--storage-path none --keep-last 5", ["has no effect without --storage-path"]),
     ("run", "--storage-path none --keep-every 9", ["has no effect without --storage-path"]),
     ("run", "--storage-path none --no-save-at-end", ["has no effect without --storage-path"]),
+    ("run", "-np 2", ["no flag -np: use --nproc-per-node N"]),
     ("run", "--storage-path none --fresh", ["has no effect without --storage-path"]),
     ("run to the end", "-r 3", ["--log-dir"]),
     ("worker", "--rdzv-backend etcd-v2", ["etcd-v2", "--scheduler"]),
