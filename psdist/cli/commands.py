@@ -72,11 +72,23 @@ class Group:
         by_name = {command.usage.split()[0]: command for command in self.commands}
         command = by_name.get(self.aliases.get(word, word))
         if command is None:
-            *names, last = by_name
-            end_with(self.program, f"there is no command {word!r}: the commands are {', '.join(names)} and {last}")
+            end_with(self.program, f"there is no command {word!r}: {self._instead(word, list(by_name))}")
         with quickly():
             chosen = command.load()
         return chosen.run(argv[1:], environ) if isinstance(chosen, Group) else call(chosen, argv[1:], environ)
+
+    def _instead(self, word: str, names: list[str]) -> str:
+        """Return the rest of the error about an unknown command."""
+        import difflib  # For errors alone.
+
+        if Path(word).suffix == ".py" and "run" in names:
+            return f"to run a script, {self.program} run {word}"
+        if near := difflib.get_close_matches(word, names, 1):
+            return f"did you mean {self.program} {near[0]}?"
+        *others, last = names
+        programs = ", ".join(f"{self.program}-{role}" for role in ("scheduler", "server", "worker"))
+        also = f"; further programs are {programs}" if "run" in names else ""
+        return f"the commands are {', '.join(others)} and {last}{also}"
 
     def _help(self) -> str:
         width = max(len(command.usage) for command in self.commands) + 1

@@ -20,6 +20,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Final
 
 from psdist.errors import InternalError
@@ -32,6 +33,8 @@ _STEPS: Final = ".steps"
 _DIGEST_CHARACTERS: Final = 32
 #: Errors of the program text or of the installation.
 _CERTAIN_KINDS: Final = (SyntaxError, ImportError, NameError)
+#: Parts of Python's messages about a call that does not fit the function.
+_WRONG_ARGUMENTS: Final = ("unexpected keyword argument", "positional argument")
 
 _has_trained = False
 _steps: Final[dict[str, int]] = {}
@@ -85,16 +88,24 @@ def error_signature(error: BaseException) -> str:
     import hashlib
     import traceback
 
-    from psdist.errors import PsdistError
+    from psdist.errors import NonFiniteGradientError, PsdistError
 
-    if isinstance(error, _CERTAIN_KINDS):
+    if isinstance(error, _CERTAIN_KINDS) or _is_typo(error):
         return CERTAIN
     # The network, and psdist's own waits, may be better at the third attempt.
-    if not isinstance(error, Exception) or isinstance(error, ConnectionError | TimeoutError | PsdistError):
+    may_pass = isinstance(error, ConnectionError | TimeoutError | PsdistError)
+    if not isinstance(error, Exception) or (may_pass and not isinstance(error, NonFiniteGradientError)):
         return ""
     frames = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
     text = "\n".join([type(error).__qualname__, *frames])
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:_DIGEST_CHARACTERS]
+
+
+def _is_typo(error: BaseException) -> bool:
+    """Return True for a name that a module or class lacks, and for arguments that a function does not take."""
+    if isinstance(error, AttributeError):
+        return isinstance(error.obj, ModuleType | type)
+    return isinstance(error, TypeError) and any(words in str(error) for words in _WRONG_ARGUMENTS)
 
 
 def read_error(connected_file: Path) -> str:

@@ -130,6 +130,13 @@ def test_unknown_words() -> None:
     assert status == 2 and "'frobnicate'" in text
     commands = "run, config, status, events, trace, explain, report, snapshot, scale, drain, doctor"
     assert f"{commands}, token, generate, certs, warmup and version" in text
+    for word, answer in {
+        "runn": "did you mean psdist run?",
+        "train.py": "to run a script, psdist run train.py",
+        "worker": "psdist-scheduler, psdist-server, psdist-worker",
+    }.items():
+        status, _, text = call(word)
+        assert status == 2 and answer in text, text
     status, _, text = call()
     assert status == 2 and text.startswith("usage: psdist")
     status, _, text = call("version", "--loud")

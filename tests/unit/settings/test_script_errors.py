@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from psdist.errors import SchedulerUnreachableError
+from psdist.errors import NonFiniteGradientError, SchedulerUnreachableError
 from psdist.settings import launcher_reports
 from psdist.settings.exit_codes import CERTAIN
 from psdist.settings.launcher_reports import error_signature, read_error, report_error
@@ -22,6 +24,27 @@ def raised(error: BaseException) -> BaseException:
 def test_errors_of_the_program_text_are_certain() -> None:
     for error in [SyntaxError("x"), ImportError("x"), ModuleNotFoundError("x"), NameError("x")]:
         assert error_signature(raised(error)) == CERTAIN
+
+
+def error_of(call: Callable[[], object]) -> Exception:
+    with pytest.raises((AttributeError, TypeError)) as caught:
+        call()
+    return caught.value
+
+
+def test_wrong_names_and_arguments_are_certain() -> None:
+    function: Any = error_of
+    for typo in (
+        lambda: getattr(launcher_reports, "gone"),  # noqa: B009
+        lambda: getattr(dict, "gone"),  # noqa: B009
+        lambda: function(),
+        lambda: function(1, 2),
+        lambda: function(print, colour=1),
+    ):
+        assert error_signature(error_of(typo)) == CERTAIN
+    # A value may be another one next time.
+    for error in (error_of(lambda: getattr(None, "gone")), raised(NonFiniteGradientError("x"))):  # noqa: B009
+        assert error_signature(error) not in ("", CERTAIN)
 
 
 def test_errors_that_may_pass_are_not_reported() -> None:
