@@ -408,6 +408,12 @@ def notice_of_steps(reports: Mapping[ProcessKey, Mapping[str, int] | None]) -> s
             "no worker pushed, so nothing was trained: call push_pull() of the parameters, or step() of the optimizer, "
             "in the training loop"
         )
+    idle = [key for key, steps in known.items() if not steps]
+    if idle and any(known.values()):
+        return (
+            f"{enumerate_keys(idle)} never pushed, and the others trained alone: every worker's script must make the "
+            "same steps"
+        )
     for name in dict.fromkeys(name for steps in known.values() for name in steps):
         counts = sorted(((steps[name], key) for key, steps in known.items() if name in steps), reverse=True)
         (most, last), (least, first) = counts[0], counts[-1]

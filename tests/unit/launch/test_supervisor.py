@@ -477,7 +477,8 @@ def test_a_script_that_never_used_psdist_is_a_warning() -> None:
         ({}, {}, ["warning: no worker pushed, so nothing was trained"]),
         ({"w": 200}, {"w": 400}, ["worker 0 ended after step 200 of 'w', and worker 1 after step 400", "range(n)"]),
         ({"w": 7, "mean": 3}, {"w": 8, "mean": 3}, []),  # The last batch of some.
-        ({"w": 7}, {}, []),  # A set of a part of the workers.
+        ({"w": 7}, {}, ["warning: worker 1 never pushed, and the others trained alone"]),
+        ({"w": 7}, {"v": 9}, []),  # Sets of parts of the workers.
         ({}, None, []),  # It trained by a group, or ended in its own way.
     ],
 )
