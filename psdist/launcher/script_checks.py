@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterable
@@ -23,6 +24,8 @@ _SHEBANG: Final = b"#!"
 _ELF: Final = b"\x7fELF"
 #: Longest first line that Linux reads for the interpreter.
 _LINE_BYTES: Final = 256
+#: Beside the script, this file would be imported instead of psdist.
+_OWN_FILE: Final = "psdist.py"
 _PYTHON_SUFFIXES: Final = (".py", ".pyw", ".pyz", ".pyc")
 
 
@@ -36,6 +39,11 @@ class ScriptKind(Enum):
 
 def check_script(kind: ScriptKind, name: str) -> None:
     """Raise ConfigurationError, with the reason, if the script cannot be run."""
+    folder = Path(name).parent if kind is ScriptKind.FILE else Path()
+    if kind is not ScriptKind.PROGRAM and (folder / _OWN_FILE).is_file():
+        raise ConfigurationError(
+            f"{(folder / _OWN_FILE).absolute()} hides the package psdist from the script: rename it"
+        )
     {ScriptKind.FILE: _check_file, ScriptKind.MODULE: _check_module, ScriptKind.PROGRAM: _check_program}[kind](name)
 
 
@@ -136,7 +144,8 @@ def _first_line(path: Path) -> bytes:
 # --- after the end ----------------------------------------------------------------------------------------------------
 
 _RELATIVE: Final = "ImportError: attempted relative import with no known parent package"
-_MISSING: Final = "ModuleNotFoundError: No module named "
+_MISSING: Final = re.compile(r"ModuleNotFoundError: No module named '([^']+)'(?P<hidden>; '[^']+' is not a package)?")
+_PARTIAL: Final = re.compile(r"\w+Error: .*partially initialized module '([^']+)'")
 
 
 def remedy_for(kind: ScriptKind, name: str, lines: Iterable[str]) -> str:
@@ -145,9 +154,14 @@ def remedy_for(kind: ScriptKind, name: str, lines: Iterable[str]) -> str:
         if line.startswith(_RELATIVE) and kind is ScriptKind.FILE:
             folder, module = _module_of(Path(name))
             return f"a file of a package is run as a module: in {folder}, psdist run --module {module}"
-        if line.startswith(_MISSING) and kind is not ScriptKind.PROGRAM:
-            missing = line.removeprefix(_MISSING)
-            return f"workers run {python()}: install {missing} there, or start the psdist of the Python that has it"
+        found = _MISSING.match(line)
+        hidden = found if found and found["hidden"] else _PARTIAL.match(line)
+        if hidden:
+            folder = Path(name).parent if kind is ScriptKind.FILE else Path()
+            file = folder.absolute() / (hidden[1].partition(".")[0] + ".py")
+            return f"{file} hides the package of that name: rename it" if file.is_file() else ""
+        if found and kind is not ScriptKind.PROGRAM:
+            return f"workers run {python()}: install {found[1]!r} there, or start the psdist of the Python that has it"
     return ""
 
 

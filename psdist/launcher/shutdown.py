@@ -159,11 +159,12 @@ class Shutdown:
         """Stop the first group from ``stage`` on that has a process."""
         for self._stage in range(stage, len(STOP_ORDER)):
             role = STOP_ORDER[self._stage]
-            spares = role == "worker" and self._worker_failed and self._end.culprit not in self._table
+            culprit = self._end.culprit
+            has_left = culprit is not None and culprit.role == "worker" and culprit not in self._table
             effects: list[Effect] = [
                 Kill(key, signal.SIGTERM)
                 for key, process in self._table.with_role(role).items()
-                if process.connected or not spares
+                if process.connected or not (role == "worker" and has_left)
             ]
             if role == "snapshot":
                 effects = self._start_snapshot(now)

@@ -55,6 +55,14 @@ def test_a_script_that_cannot_be_run_is_refused_with_the_remedy(kind: ScriptKind
         check_script(kind, name)
 
 
+def test_a_file_that_hides_psdist_is_refused(folder: Path) -> None:
+    (folder / "pkg" / "psdist.py").touch()
+    for kind, name in ((ScriptKind.FILE, "pkg/psdist.py"), (ScriptKind.FILE, "pkg/__init__.py")):
+        with pytest.raises(ConfigurationError, match=r"pkg/psdist.py hides the package psdist"):
+            check_script(kind, name)
+    check_script(ScriptKind.MODULE, "pkg.sub.train")
+
+
 def test_other_scripts_are_accepted() -> None:
     for kind, names in {
         ScriptKind.FILE: ("train.py", "polyglot.py"),
@@ -71,6 +79,15 @@ def test_an_error_of_the_script_has_a_remedy(folder: Path) -> None:
     assert shown.endswith(f"in {folder}, psdist run --module pkg.sub.train")
     missing = remedy_for(ScriptKind.FILE, "train.py", ["ModuleNotFoundError: No module named 'nix'"])
     assert "install 'nix' there" in missing
+    (folder / "numpy.py").touch()
+    for line in (
+        "ModuleNotFoundError: No module named 'numpy.typing'; 'numpy' is not a package",
+        "AttributeError: partially initialized module 'numpy' has no attribute 'zeros' (most likely due to a circular",
+    ):
+        assert (
+            remedy_for(ScriptKind.FILE, "train.py", [line])
+            == f"{folder}/numpy.py hides the package of that name: rename it"
+        )
     assert remedy_for(ScriptKind.FILE, "train.py", ["ValueError: No module named 'nix'"]) == ""
 
 
