@@ -50,6 +50,7 @@ from psdist.launcher.plan import (
 from psdist.launcher.process import Child, ProcessSpec
 from psdist.launcher.run_record import ADDRESS_FILE, DIRECTORY_PREFIX, RunRegistry, records_directory
 from psdist.launcher.run_storage import (
+    check_loopback,
     check_shared_memory,
     check_storage,
     has_commits,
@@ -174,6 +175,7 @@ def run_local(settings: LocalSettings, environ: Mapping[str, str] | None = None)
 
 def _check_machine(settings: LocalSettings, run_id: str) -> None:
     """End the program, or raise ConfigurationError, if the scheduler could not start: it would only say so later."""
+    check_loopback()
     storage = settings.resolved(run_id).storage_path or ""
     try:
         check_storage(storage, run_id, must_be_empty=settings.fresh, optional=settings.storage_path is None)
@@ -251,12 +253,11 @@ async def _run(
         shown = {"mute": settings.log_level in ("warning", "error"), "as_json": settings.log_format == "json"}
         runner = opened.enter_context(open_runner(plan, run_id, metrics, on_tick=watch.tick, **shown))
         storage = services.settings.storage_path or ""
-        is_found = any(record.run_id == run_id for record in RunRegistry(records_directory(environ)).live())
-        runner.output.say(_headline(run_id, settings, is_found))
+        runner.output.say(_headline(run_id, settings, environ))
         is_shown = _report_storage(runner.output, services.settings, storage, asked=bool(settings.storage_path))
         if dashboard_link:
             runner.output.say(f"dashboard: {dashboard_link}")
-        runner.output.say(_how_to_join(run_id, settings, None if is_found else records_directory(environ)))
+        runner.output.say(_how_to_join(run_id, settings, environ))
         try:
             with _ending_with(settings.lifeline_fd, runner):
                 finish = await runner.run()
@@ -314,17 +315,24 @@ def _report(finish: Finish, run_id: str, output: Output) -> RunReport:
     return RunReport(run_id, finish.status, finish.message, str(culprit), rank, tuple(output.last_words(culprit)))
 
 
-def _headline(run_id: str, settings: LocalSettings, is_found: bool) -> str:
+def _is_found(run_id: str, environ: Mapping[str, str]) -> bool:
+    """True if commands find the run by its id."""
+    return any(record.run_id == run_id for record in RunRegistry(records_directory(environ)).live())
+
+
+def _headline(run_id: str, settings: LocalSettings, environ: Mapping[str, str]) -> str:
     copies = f", {settings.replicas} copies of each shard" if settings.replicas > 1 else ""
     members = f"{plural(settings.servers, 'server')}, {plural(settings.processes, 'worker')}{copies}"
-    return f"run {run_id}: {members}" + (f"; to watch it: psdist status --run-id {run_id}" if is_found else "")
+    return f"run {run_id}: {members}" + (
+        f"; to watch it: psdist status --run-id {run_id}" if _is_found(run_id, environ) else ""
+    )
 
 
-def _how_to_join(run_id: str, script: ScriptSettings, unusable: Path | None) -> str:
-    """Return the command by which another terminal adds workers to the run, or why there is none. unusable: the
-    directory of records if it has none of this run."""
-    if unusable is not None:
-        return f"the run is not found by its id: {unusable} cannot be written, or is not this user's alone (mode 0700)"
+def _how_to_join(run_id: str, script: ScriptSettings, environ: Mapping[str, str]) -> str:
+    """Return the command by which another terminal adds workers to the run, or why there is none."""
+    if not _is_found(run_id, environ):
+        directory = records_directory(environ)
+        return f"the run is not found by its id: {directory} cannot be written, or is not this user's alone (mode 0700)"
     name, *arguments = script.command
     kinds = {ScriptKind.FILE: (), ScriptKind.MODULE: ("--module",), ScriptKind.PROGRAM: ("--no-python",)}
     shown = str(Path(name).absolute()) if script.kind is ScriptKind.FILE else name

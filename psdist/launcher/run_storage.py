@@ -19,6 +19,7 @@ from psdist import addresses
 from psdist.errors import ConfigurationError, StorageError
 
 _SHARED_MEMORY: Final = "/dev/shm"
+_LOOPBACK_SECONDS: Final = 10.0
 #: A storage with less space cannot even hold the records of a snapshot.
 _FREE_BYTES: Final = 1 << 16
 
@@ -72,6 +73,22 @@ def _commits(storage: str) -> Iterator[Mapping[str, Any]]:
                 record = json.loads(path.read_bytes())
                 if isinstance(record, dict) and isinstance(record.get("steps", {}), dict):
                     yield record
+
+
+def check_loopback() -> None:
+    """Raise ConfigurationError if processes of this machine cannot connect to each other."""
+    host = addresses.loopback()
+    try:
+        with (
+            socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listening,
+            socket.create_connection(listening.getsockname()[:2], timeout=_LOOPBACK_SECONDS),
+        ):
+            return
+    except OSError as error:
+        raise ConfigurationError(
+            f"processes of this machine cannot connect to each other by {host}: {error.strerror or error}. Bring the "
+            "loopback interface up (ip link set lo up), as in a container without a network"
+        ) from None
 
 
 def why_unservable(host: str, port: int) -> str:

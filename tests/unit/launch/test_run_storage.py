@@ -66,6 +66,17 @@ def test_a_taken_port_and_missing_shared_memory_are_said(monkeypatch: pytest.Mon
         check_shared_memory("shm")
 
 
+def test_a_machine_without_loopback_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_storage.check_loopback()
+
+    def unreachable(*given: object, **named: object) -> None:
+        raise OSError(101, "Network is unreachable")
+
+    monkeypatch.setattr(socket, "create_connection", unreachable)
+    with pytest.raises(ConfigurationError, match=r"Network is unreachable. Bring the loopback interface up"):
+        run_storage.check_loopback()
+
+
 def settings(*words: str) -> LocalSettings:
     given = run.command_line().parse([*words, __file__], {})
     return read(LocalSettings, given, command=tuple(given.command))
