@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 from typing import Final
 
@@ -19,6 +20,8 @@ from structlog.types import Processor
 
 #: Field with the member or address that a line is about.
 _PEER: Final = "peer"
+#: Codes of a terminal's colours by level.
+_COLOURS: Final = {"warning": 33, "error": 31, "critical": 31}
 
 
 def configure(
@@ -96,10 +99,24 @@ def _rendering(as_json: bool) -> list[Processor]:
         structlog.stdlib.ProcessorFormatter.remove_processors_meta,
         _without_constants,
         _printable,
-        structlog.dev.ConsoleRenderer(
-            colors=sys.stderr.isatty(), pad_event_to=0, exception_formatter=structlog.dev.plain_traceback
-        ),
+        structlog.processors.format_exc_info,
+        _console_line,
     ]
+
+
+def _console_line(logger: structlog.types.WrappedLogger, name: str, event_dict: structlog.types.EventDict) -> str:
+    """Return a line of the form of workers' lines: time, level, logger and text, then the fields."""
+    given = dict(event_dict)
+    time, level, source, event = (str(given.pop(key, "")) for key in ("timestamp", "level", "logger", "event"))
+    below = [str(text) for key in ("exception", "stack") if (text := given.pop(key, None))]
+    fields = [f"{key}={_shown(value)}" for key, value in sorted(given.items())]
+    line = " ".join([time, level.upper(), f"{source}:", event, *fields])
+    colour = _COLOURS.get(level) if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else None
+    return "\n".join([f"\x1b[{colour}m{line}\x1b[0m" if colour else line, *below])
+
+
+def _shown(value: object) -> str:
+    return value if isinstance(value, str) and value and " " not in value else repr(value)
 
 
 def _without_empty_peer(
@@ -114,7 +131,7 @@ def _without_constants(
     logger: structlog.types.WrappedLogger, name: str, event_dict: structlog.types.EventDict
 ) -> structlog.types.EventDict:
     # The reader of a console knows which process it shows.
-    for name in ("role", "run", "incarnation"):
+    for name in ("role", "run", "id", "incarnation"):
         event_dict.pop(name, None)
     return event_dict
 

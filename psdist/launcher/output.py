@@ -36,7 +36,7 @@ _SERVICE_COLOUR: Final = 90
 _ERROR_COLOUR: Final = 31
 
 #: The line by which scheduler and workers log the loss of a member, and the seconds for which they may repeat it.
-_LOSS: Final = re.compile(r"(?:WARNING psdist:|\[warning +\]) (\S+) is lost: ")
+_LOSS: Final = re.compile(r" WARNING psdist(?:\.scheduler)?: (\S+) is lost: ")
 _SAME_LOSS_SECONDS: Final = 30.0
 
 #: Returns to the beginning of the line, and erases it.

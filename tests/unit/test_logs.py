@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import logging
 import secrets
@@ -103,3 +104,28 @@ def test_a_line_about_one_peer_names_it(capsys: pytest.CaptureFixture[str]) -> N
     logs.configure("server", log_format="console", run_id="r")
     logging.getLogger("psdist.scheduler").info("worker-3 left", extra={"peer": "worker-3"})
     assert "peer" not in capsys.readouterr().err
+
+
+def test_console_lines_have_the_form_of_workers_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure("server", log_format="console", run_id="r", level="warning")
+    logs.identify(id="server-0", incarnation=1)
+    structlog.get_logger("psdist.server").info("not shown")
+    structlog.get_logger("psdist.server").warning("TCP disabled", reason="port in use", host="::1", count=2)
+    logging.getLogger("psdist.scheduler").error("ends", exc_info=ValueError("why"))
+    first, second, *below = capsys.readouterr().err.splitlines()
+    assert first[8:] == " WARNING psdist.server: TCP disabled count=2 host=::1 reason='port in use'"
+    assert second[8:] == " ERROR psdist.scheduler: ends" and below[-1] == "ValueError: why"
+
+
+@pytest.mark.parametrize(("plain", "level", "colour"), [("", "error", "31"), ("", "warning", "33"), ("1", "error", "")])
+def test_errors_are_red_on_a_terminal(plain: str, level: str, colour: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.setenv("NO_COLOR", plain)
+    logs.configure("server")
+    getattr(structlog.get_logger("psdist.server"), level)("text")
+    assert screen.getvalue().startswith(f"\x1b[{colour}m") == bool(colour) and "text" in screen.getvalue()

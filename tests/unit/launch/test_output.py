@@ -320,14 +320,14 @@ def test_a_lost_server_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixtur
     for key in (scheduler, WORKER):
         output.clear_lines(key)
     output.note_loss("server-1")  # The launcher names its exit.
-    output.show_lines(scheduler, STDERR, [f"00:22:40 [warning  ] server-1 {_LOST} [psdist.scheduler]"])
+    output.show_lines(scheduler, STDERR, [f"00:22:40 WARNING psdist.scheduler: server-1 {_LOST}"])
     output.show_lines(WORKER, STDERR, [f"00:22:40 WARNING psdist: server-1 {_LOST}", "server-1 is lost: the script's"])
     for _ in range(2):  # A server whose process lives: the first process that notices says it.
-        output.show_lines(scheduler, STDERR, [f"00:22:40 [warning  ] server-2 {_LOST} [psdist.scheduler]"])
+        output.show_lines(scheduler, STDERR, [f"00:22:40 WARNING psdist.scheduler: server-2 {_LOST}"])
     output.close()
     assert capsys.readouterr().err.splitlines() == [
         "[worker 5] server-1 is lost: the script's",
-        f"[scheduler] 00:22:40 [warning  ] server-2 {_LOST} [psdist.scheduler]",
+        f"[scheduler] 00:22:40 WARNING psdist.scheduler: server-2 {_LOST}",
     ]
     assert (tmp_path / "worker-5.log").read_text().count("is lost") == 2
 
