@@ -29,18 +29,8 @@ PAGES = {
     "servers/README.md": "servers/README.md",
     "examples/README.md": "examples/README.md",
 }
-#: Pages that a user looks up, and pages for those who change psdist: they come after the guides in the search.
-_REFERENCE = {
-    "flags.md",
-    "errors.md",
-    "timeouts.md",
-    "glossary.md",
-    "torch-features.md",
-    "optimizers.md",
-    "codecs.md",
-    "prometheus.md",
-}
-_FOR_DEVELOPERS = {"ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "codemap.md"}
+#: Weights of sections in the search: guides come before references, and these before formats.
+_BOOST = {"How to": 3.0, "Internals": 0.1, "Project": 0.1}
 #: Longest word of code that fits on a line of a phone.
 _WHOLE_MAX = 30
 #: A link's or a picture's target in Markdown and in HTML, without anchor.
@@ -62,7 +52,9 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Rewrite links of the project's folders to links of the site, and let the search prefer guides."""
-    page.meta.setdefault("search", {"boost": _boost(page.file.src_uri)})
+    page.meta.setdefault(
+        "search", {"boost": next((_BOOST[one.title] for one in page.ancestors if one.title in _BOOST), 1.0)}
+    )
 
     def rewritten(match: re.Match[str]) -> str:
         path = _project_path(page.file.src_uri, match[2])
@@ -91,13 +83,6 @@ def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files
         lambda code: f"<code>{' '.join(word(one) for one in code[1].split(' '))}</code>",
         html,
     )
-
-
-def _boost(page: str) -> float:
-    """Weight of a page in the search. page: its path in the site."""
-    if page.startswith("internals/") or page in _FOR_DEVELOPERS:
-        return 0.1
-    return 1 if page.startswith("api/") or page in _REFERENCE else 3
 
 
 def _project_path(page: str, target: str) -> str:
