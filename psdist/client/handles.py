@@ -235,6 +235,8 @@ class Handles:
             self.metrics.close()
         for task in self._following:
             task.cancel()
+        last = self._totals()
+        self._session.activities.totals = lambda: last
         for handle in self._opened:
             await handle.close()
         self._opened.clear()

@@ -786,14 +786,16 @@ class MutualWait(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
-    __slots__ = ("member_id", "incarnation", "reason")
+    __slots__ = ("member_id", "incarnation", "reason", "totals")
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    TOTALS_FIELD_NUMBER: _ClassVar[int]
     member_id: str
     incarnation: int
     reason: str
-    def __init__(self, member_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    totals: WorkerTotals
+    def __init__(self, member_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., reason: _Optional[str] = ..., totals: _Optional[_Union[WorkerTotals, _Mapping]] = ...) -> None: ...
 
 class LeaveResponse(_message.Message):
     __slots__ = ()

@@ -223,9 +223,10 @@ class MemberConnection:
             attempts=attempts,
         )
 
-    async def leave(self, member_id: str, incarnation: int, reason: str) -> None:
-        """End the membership. Raises PsdistError if the scheduler does not answer within a second."""
-        request = pb.LeaveRequest(member_id=member_id, incarnation=incarnation, reason=reason)
+    async def leave(self, member_id: str, incarnation: int, reason: str, totals: pb.WorkerTotals | None = None) -> None:
+        """End the membership. Raises PsdistError if the scheduler does not answer within a second. totals: a worker's
+        last counts."""
+        request = pb.LeaveRequest(member_id=member_id, incarnation=incarnation, reason=reason, totals=totals)
         await self.call(self.stub.Leave, request, timeout=_LEAVE_SECONDS)
 
     async def close(self) -> None:

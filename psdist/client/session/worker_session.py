@@ -278,7 +278,7 @@ class WorkerSession(MemberSession):
             if self.membership.view.fatal is None:
                 mine = self.membership.registration
                 with suppress(PsdistError):
-                    await self.calls.leave(mine.worker_id, mine.incarnation, reason)
+                    await self.calls.leave(mine.worker_id, mine.incarnation, reason, self.activities.totals())
             self._task.cancel()
             with suppress(asyncio.CancelledError):
                 await self._task

@@ -159,6 +159,8 @@ async def _keep_summary(scheduler: Scheduler, opened: _Opened) -> SummaryWriter 
         return None  # A run that saves nothing leaves no files.
 
     def document(last: bool) -> bytes | None:
+        if last:
+            scheduler.reports.tick(scheduler.cluster, scheduler.time(), last=True)
         failed = scheduler.cluster.failed
         state = "lost" if failed is not None else "ended" if scheduler.has_ended else "stopped" if last else "running"
         return None if keeper.is_empty else scheduler.summary(state, str(failed or ""))

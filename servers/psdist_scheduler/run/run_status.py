@@ -53,10 +53,10 @@ class Reports:
         kept.metrics_address = conversions.metrics_address(heartbeat.metrics_address)
         kept.certificate_not_after = conversions.moment(heartbeat.certificate_not_after)
 
-    def tick(self, cluster: Cluster, now: float) -> None:
-        """Make a sample if one is due, and add it to the run's summary."""
+    def tick(self, cluster: Cluster, now: float, *, last: bool = False) -> None:
+        """Make a sample if one is due, or if it is the last one, and add it to the run's summary."""
         self.certificate_not_after()  # Warns of its end.
-        sample = self.samples.on_tick(now, time.time())
+        sample = self.samples.on_tick(now, time.time(), last=last)
         if sample is not None and self.summary is not None:
             entries = (one.entry for one in cluster.registry.all if one.record)
             self.summary.add(sample, {entry.spec.name: kind_of(entry.spec.consistency) for entry in entries})

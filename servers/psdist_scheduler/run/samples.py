@@ -98,9 +98,9 @@ class SampleHistory:
         if heartbeat.HasField("statistics"):
             self._newest_servers[member_id] = now, heartbeat.statistics
 
-    def on_tick(self, now: float, time: float) -> pb.RunSample | None:
-        """Make a sample and return it, if one is due. time: seconds since 1970."""
-        if now < self._due:
+    def on_tick(self, now: float, time: float, *, last: bool = False) -> pb.RunSample | None:
+        """Make a sample and return it, if one is due or it is the last one. time: seconds since 1970."""
+        if now < self._due and not last:
             return None
         self._due = now + SAMPLE_SECONDS
         workers = [_period(member_id, worker, now) for member_id, worker in sorted(self._workers.items())]

@@ -227,6 +227,13 @@ class Scheduler:
         if self.cluster.members.sessions.member_of(call) == member_id:
             self.reports.keep(member_id, heartbeat, self.time())
 
+    def keep_totals(self, request: pb.LeaveRequest) -> None:
+        """Keep the counts of a worker that leaves."""
+        member = self.cluster.members.get(request.member_id)
+        if member is not None and member.live and member.incarnation == request.incarnation:
+            last = pb.SessionRequest.Heartbeat(totals=request.totals)
+            self.reports.samples.on_heartbeat(request.member_id, last, self.time())
+
     def _enqueue(self, items: Iterable[Effect | Register]) -> None:
         self._queue.extend(items)
         if self._queue:

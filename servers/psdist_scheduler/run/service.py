@@ -134,6 +134,8 @@ class Service:
     async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
         """End a membership, of a member with the caller's role."""
         self._claim_member(request.member_id, "the end")
+        if request.HasField("totals"):
+            self._scheduler.keep_totals(request)
         response: pb.LeaveResponse = await self._by_table(SERVICE.methods_by_name["Leave"], request, context)
         return response
 

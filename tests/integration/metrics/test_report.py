@@ -16,11 +16,12 @@ from psdist.monitoring.dashboard import view_key
 from psdist.snapshots.policy import SavePolicy
 
 
-def train(cluster: EmbeddedCluster, enough: threading.Event) -> None:
+def train(cluster: EmbeddedCluster, enough: threading.Event, pushes: list[int]) -> None:
     with psdist.Client(cluster.address, token=cluster.token) as client:
         model = client.parameters("model", {"w": np.zeros(1000, np.float32)}, psdist.optim.SGD(lr=0.1))
         while not enough.is_set():
             model.push_pull({"w": np.ones(1000, np.float32)})
+            pushes.append(model.step)
 
 
 def assert_no_secret(path: Path, token: str) -> None:
@@ -30,11 +31,12 @@ def assert_no_secret(path: Path, token: str) -> None:
 
 
 def test_a_run_is_explained_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pushes: list[int] = []
     out, storage = tmp_path / "run.html", str(tmp_path / "storage")
     for number in (1, 2):
         cluster = EmbeddedCluster(storage=storage, policy=SavePolicy(seconds=3600.0), run_id="digits")
         enough = threading.Event()
-        worker = threading.Thread(target=train, args=(cluster, enough))
+        worker = threading.Thread(target=train, args=(cluster, enough, pushes))
         worker.start()
         environ = {"PSDIST_SCHEDULER": cluster.address, "PSDIST_TOKEN": cluster.token}
         try:
@@ -59,4 +61,5 @@ def test_a_run_is_explained_and_reported(tmp_path: Path, capsys: pytest.CaptureF
     assert '"id":"digits"' in page and "updates of model" in page
     assert PSDIST.run(["report", "--storage-path", storage, "--out", str(out), "--format", "json"], {}) == 0
     done = json.loads(out.read_text())
+    assert done["workers"]["worker-0"]["pushes"] == len(pushes), "those after the last heartbeats, too"
     assert done["schedulers"] == 2 and len(done["curves"]["points"]) >= len(live["curves"]["points"])
