@@ -39,23 +39,35 @@ def _template(given: Namespace, environ: Mapping[str, str]) -> int:
     return OK
 
 
+_ALL: Final = Flag("--all", "print the settings that have their defaults, too", twin=False)
+
+
 def _show_line() -> CommandLine:
+    line = run_command.command_line()
     return replace(
-        run_command.command_line(),
+        line,
         program="psdist config show",
         description="Prints the settings that psdist run would have with these flags, and where each comes from: the "
-        "command line, a variable, a key of the file, or the default.",
+        "command line, a variable, or a key of the file.",
+        flags=(*line.flags, _ALL),
         script="",
         epilog=" ",
     )
 
 
 def _show(given: Namespace, environ: Mapping[str, str]) -> int:
+    hidden = 0
     for flag in _show_line().flags:
-        if flag.is_in_file:
+        if flag.is_in_file and flag is not _ALL:
             origin = given.origins.get(flag.dest)
-            value = default_value(flag) if origin is None else json.dumps(origin.text)
-            print(f"{key(flag)} = {value}  # {'default' if origin is None else origin.source}")
+            if origin is not None:
+                print(f"{key(flag)} = {json.dumps(origin.text)}  # {origin.source}")
+            elif given.all:
+                print(f"{key(flag)} = {default_value(flag)}  # default")
+            else:
+                hidden += 1
+    if hidden:
+        print(f"# {hidden} settings have their defaults: --all prints them, too")
     return OK
 
 
@@ -64,7 +76,11 @@ CONFIG: Final = Group(
     "Configuration files for psdist run, psdist-scheduler, psdist-server and psdist-worker.",
     (
         Command("template", "print a commented file with all settings", lambda: Leaf(_template_line, _template)),
-        Command("show", "print the settings with their origins: --config run.toml", lambda: Leaf(_show_line, _show)),
+        Command(
+            "show",
+            "print the settings that are set, with their origins: --config run.toml",
+            lambda: Leaf(_show_line, _show),
+        ),
     ),
     "Each command has --help.",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from psdist.cli.commands import show
 from psdist.cli.terminal import printable
+from psdist.launcher.local import STORAGE_DIRECTORY
 from psdist.settings.config import given_credentials, scheduler_text
 from psdist.settings.flags import CommandLine, Flag, seconds
 from psdist.settings.programs import CREDENTIAL_FLAGS, FORMAT_FLAG
@@ -24,8 +26,9 @@ def command_line() -> CommandLine:
     """Return the command line of ``psdist doctor``."""
     return CommandLine(
         "psdist doctor",
-        "Checks the shared memory of this machine and the files of its credentials, and with --connect the way to a "
-        "scheduler and its servers: names, ports, TLS, token, versions, clocks and links.",
+        "Checks this machine (shared memory, load, limits, directories and their disks) and the files of its "
+        "credentials, and with --connect the way to a scheduler and its servers: names, ports, TLS, token, versions, "
+        "clocks and links.",
         (
             Flag("--connect", "also check the way to this scheduler (of several, HOST:PORT,HOST:PORT) and its servers",
                  scheduler_text, "", "HOST:PORT", twin=False),
@@ -43,7 +46,11 @@ def run(given: Namespace, environ: Mapping[str, str]) -> int:
     from psdist.cli import doctor_checks as checks
 
     async def check_all() -> list[Finding]:
-        found = [checks.check_shared_directory()]
+        found = [checks.check_shared_directory(), checks.check_load(), *checks.check_limits()]
+        temporary, storage = environ.get("TMPDIR") or "/tmp", os.path.join(os.getcwd(), STORAGE_DIRECTORY)
+        found.append(checks.check_directory("TMPDIR", temporary, "set another TMPDIR", given.timeout))
+        remedy = "pass another --storage-path"
+        found.append(checks.check_directory("snapshots", storage, remedy, given.timeout, may_be_made=True))
         if given.connect:
             found += [one async for one in checks.check_cluster(given.connect, credentials, given.timeout)]
         return found

@@ -1,14 +1,13 @@
-"""Checks of ``psdist doctor``: what a user cannot see otherwise, and what leads to a wrong or dead run.
-
-Limits that the system or a program of psdist reports itself, when it meets them, are not checked.
-"""
+"""Checks of ``psdist doctor``: what a user cannot see otherwise, and what leads to a slow, wrong or dead run."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
 import os
+import resource
 import shutil
+import subprocess
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -21,6 +20,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from psdist import addresses
 from psdist.errors import InsecureConnectError, PermissionDeniedError, PsdistError, UnauthenticatedError
+from psdist.launcher.events import plural
+from psdist.machine import cpu_limit, python, usable_cores
 from psdist.security.handshake import explain
 from psdist.security.tls import Credentials
 from psdist.security.tokens import Audience
@@ -85,6 +86,97 @@ def check_shared_directory() -> Finding:
     if usage.free < _SHM_FEW:
         return warn("/dev/shm", f"{text}; data loaders of torch with several processes need more", remedy)
     return ok("/dev/shm", text)
+
+
+# --- this machine -----------------------------------------------------------------------------------------------------
+
+#: Runs on this much work for each core are slow.
+_LOAD_OF_CORE: Final = 1.5
+#: Snapshots, arenas and logs of small runs need more.
+_DISK_FEW: Final = 1 << 30
+#: A server has a connection to each worker, and a worker one to each server; files of torch come on top.
+_FILES_FEW: Final = 4096
+_WRITTEN_BYTES: Final = 1 << 20
+#: Limits that must not be set, with what meets them.
+_UNLIMITED: Final = {
+    "RLIMIT_FSIZE": ("-f", "snapshots and memory that processes share"),
+    "RLIMIT_AS": ("-v", "memory that processes share, of which only parts are used"),
+}
+#: The program of the child that looks and writes: a process that waits for a disk cannot be interrupted.
+_WRITER: Final = """
+import os, shutil, sys, tempfile
+place, may_be_made, size = sys.argv[1], sys.argv[2] == "1", int(sys.argv[3])
+while may_be_made and not os.path.exists(place):
+    place = os.path.dirname(place)
+try:
+    with tempfile.NamedTemporaryFile(dir=place, prefix=".psdist-doctor-") as file:
+        file.write(bytes(size))
+        file.flush()
+        os.fsync(file.fileno())
+except OSError as error:
+    sys.exit(error.strerror)
+print(shutil.disk_usage(place).free)
+"""
+
+
+def check_load() -> Finding:
+    """Compare the work that waits for a core with the cores that this process may use."""
+    load, cores = os.getloadavg()[0], usable_cores()
+    limit = cpu_limit()
+    quota = f", of {len(os.sched_getaffinity(0))} by a quota of {limit:g}" if limit is not None else ""
+    text = f"{load:.1f} processes in the last minute for {plural(cores, 'core')}{quota}"
+    if load > _LOAD_OF_CORE * cores:
+        return warn("load", f"{text}: steps are slow", "end other programs (see top), or take fewer workers")
+    return ok("load", text)
+
+
+def check_limits() -> list[Finding]:
+    """Check the limits of processes (ulimit)."""
+    found = []
+    files, hardest = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files < _FILES_FEW:
+        remedy = f"ulimit -n {_FILES_FEW}, LimitNOFILE= of systemd, or --ulimit nofile of a container"
+        text = f"{files} open files, at most {hardest}: a run of many members needs more"
+        found.append(warn("ulimit -n", text, remedy))
+    for name, (flag, what) in _UNLIMITED.items():
+        soft, _ = resource.getrlimit(getattr(resource, name))
+        if soft != resource.RLIM_INFINITY:
+            found.append(warn(f"ulimit {flag}", f"{soft / _MIB:,.0f} MiB limit {what}", f"ulimit {flag} unlimited"))
+    return found or [ok("ulimit", f"{files:,} open files; sizes of files and memory are unlimited")]
+
+
+def check_directory(
+    check: str, directory: str, remedy: str, timeout_seconds: float, *, may_be_made: bool = False
+) -> Finding:
+    """Check that a directory takes a file: space, permission, quota, and that its disk answers.
+
+    remedy: names another directory. may_be_made: True if a run makes it, so that its nearest parent counts.
+    """
+    began = time.perf_counter()
+    child = subprocess.Popen(
+        [python(), "-I", "-c", _WRITER, directory, str(int(may_be_made)), str(_WRITTEN_BYTES)],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        free, reason = child.communicate(timeout=timeout_seconds)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        with suppress(subprocess.TimeoutExpired):  # It may be gone only once the disk answers.
+            child.wait(1.0)
+        for stream in (child.stdout, child.stderr):
+            if stream is not None:
+                stream.close()
+        text = f"{directory}: a write of 1 MiB has not ended within {timeout_seconds:g} s"
+        return fail(check, text, f"the disk or its server hangs (dmesg, mount): repair it, or {remedy}")
+    seconds = time.perf_counter() - began
+    if child.returncode:
+        reason = (reason.strip().splitlines() or ["no reason known"])[-1]
+        return fail(check, f"{directory}: {reason}", f"correct its owner, mode or quota, or {remedy}")
+    text = f"{directory} is writable, {int(free) / _MIB:,.0f} MiB free, answered after {seconds:.1f} s"
+    return warn(check, text, f"delete files there, or {remedy}") if int(free) < _DISK_FEW else ok(check, text)
+
+
+# --- a cluster --------------------------------------------------------------------------------------------------------
 
 
 async def check_cluster(address: str, credentials: Credentials, timeout_seconds: float) -> AsyncIterator[Finding]:

@@ -64,6 +64,8 @@ PSDIST: Final = Group(
         Command("warmup", "compile the kernels ahead of the first run on this machine",
                 lambda: Leaf(lambda: CommandLine("psdist warmup", "Compiles all kernels, once on a machine. "
                              "Servers and workers compile those that are missing.", ()), _warm_up)),
+        Command("completion", "print a script that completes commands and flags: psdist completion bash",
+                lambda: import_module("psdist.cli.completion").COMPLETION),
         Command("version", "print the version of psdist",
                 lambda: Leaf(lambda: CommandLine("psdist version", "Prints the version.", ()), _version)),
     ),

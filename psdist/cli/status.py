@@ -58,7 +58,7 @@ def run(given: Namespace, environ: Mapping[str, str]) -> int:
         print("psdist: panels and keys need the package textual: pip install textual", file=sys.stderr)
     try:
         while True:
-            _print(given.format, fetch(target, given.timeout))
+            _print(given.format, fetch(target, given.timeout), target.dashboard_key)
             if not given.watch:
                 return OK
             print(flush=True)
@@ -69,18 +69,18 @@ def run(given: Namespace, environ: Mapping[str, str]) -> int:
         return OK
 
 
-def _print(form: str, answer: scheduler_pb2.GetStatusResponse) -> None:
+def _print(form: str, answer: scheduler_pb2.GetStatusResponse, dashboard_key: str) -> None:
     from psdist.monitoring.run_json import status_json
 
-    show(form, status_json(answer), lambda _: print_status(answer))
+    show(form, status_json(answer), lambda _: print_status(answer, dashboard_key))
 
 
-def print_status(answer: scheduler_pb2.GetStatusResponse) -> None:
+def print_status(answer: scheduler_pb2.GetStatusResponse, dashboard_key: str = "") -> None:
     """Print the first panel, below the title and the reasons of waits."""
     from psdist.cli import status_panels
     from psdist.cli.tables import print_lines
 
-    view = status_panels.RunView()
+    view = status_panels.RunView(dashboard_key)
     view.add(answer)
     print_lines([*status_panels.title(view), *status_panels.notices(view), *status_panels.overview(view, 0).rows])
 
@@ -89,6 +89,7 @@ async def _show_panels(target: SchedulerChoice, timeout_seconds: float) -> int:
     from psdist.cli.status_app import StatusApp
 
     app = StatusApp(lambda after: ask_on_loop(target, timeout_seconds, status_and_samples(timeout_seconds, after)))
+    app.view.dashboard_key = target.dashboard_key
     status = await app.run_async()
     if app.error is not None:
         raise app.error

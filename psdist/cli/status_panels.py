@@ -30,6 +30,7 @@ from psdist.cli.tables import (
 from psdist.cli.terminal import printable, printable_values
 from psdist.launcher.events import plural
 from psdist.launcher.scheduler_calls import size
+from psdist.monitoring.dashboard import dashboard_link
 from psdist.monitoring.run_json import status_json
 from psdist.monitoring.run_state import RunState
 from psdist.security.tls import WARN_SECONDS, utc
@@ -51,9 +52,11 @@ class RunView:
     state: of ``RunState``.
     trouble: why the status is not the newest.
     time: the scheduler's clock at the last status, in seconds since 1970.
+    dashboard_key: for the link to the dashboard; empty if it is not known.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dashboard_key: str = "") -> None:
+        self.dashboard_key = dashboard_key
         self.status: dict[str, Any] | None = None
         self.state: dict[str, Any] = {}
         self.trouble = ""
@@ -101,7 +104,7 @@ def title(run: RunView) -> list[Text]:
     if status["metrics_address"]:
         found.append(Text(f"metrics: http://{status['metrics_address']}/metrics; ports of all processes: /targets"))
     if status["dashboard_address"]:
-        found.append(Text(f"dashboard: http://{status['dashboard_address']}/"))
+        found.append(Text(f"dashboard: {dashboard_link(status['dashboard_address'], run.dashboard_key)}"))
     return [*notice, *found]
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from psdist.errors import InvalidArgumentError, PsdistError, SchedulerUnreachableError
 from psdist.launcher.run_record import RunRecord, RunRegistry, records_directory
+from psdist.monitoring.dashboard import view_key
 from psdist.security.tls import Credentials
 from psdist.settings import exit_codes
 from psdist.settings.config import find_scheduler, find_token, given_credentials, read_address
@@ -32,11 +33,13 @@ _CLOSING_SECONDS: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class SchedulerChoice:
-    """A scheduler, and the credentials for it. ``origin`` says in messages how it was found."""
+    """A scheduler, and the credentials for it. ``origin`` says in messages how it was found. dashboard_key: opens the
+    dashboard of a run of this user on this machine; empty if it is not known."""
 
     address: str
     credentials: Credentials
     origin: str
+    dashboard_key: str = ""
 
 
 def target_flags() -> tuple[Flag, ...]:
@@ -70,7 +73,9 @@ def find_target(given: Namespace, environ: Mapping[str, str]) -> SchedulerChoice
             "the scheduler of another run by --scheduler HOST:PORT"
         )
     token = find_token({"PSDIST_TOKEN_FILE": record.token_file}, token_file=given.token_file)
-    return SchedulerChoice(record.address, Credentials(token), f"run {record.run_id} on this machine, pid {record.pid}")
+    key = "" if given.token_file else view_key(token, record.run_id)
+    origin = f"run {record.run_id} on this machine, pid {record.pid}"
+    return SchedulerChoice(record.address, Credentials(token), origin, key)
 
 
 def choose_run(run_id: str, environ: Mapping[str, str]) -> RunRecord:

@@ -169,15 +169,22 @@ def seconds(minimum: float = 0.0) -> Callable[[str], float]:
     return convert
 
 
-def one_of(*choices: str) -> Callable[[str], str]:
-    """Return a converter for one of a few words, in any case."""
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """A converter for one of a few words, in any case."""
 
-    def convert(value: str) -> str:
-        if value.lower() not in choices:
-            raise ValueError(f"{value!r} is not one of {', '.join(choices)}")
+    choices: tuple[str, ...]
+
+    def __call__(self, value: str) -> str:
+        """Return the word. Raises ValueError."""
+        if value.lower() not in self.choices:
+            raise ValueError(f"{value!r} is not one of {', '.join(self.choices)}")
         return value.lower()
 
-    return convert
+
+def one_of(*choices: str) -> OneOf:
+    """Return a converter for one of a few words, in any case."""
+    return OneOf(choices)
 
 
 def _switch(value: str) -> bool:

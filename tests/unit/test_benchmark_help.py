@@ -19,7 +19,9 @@ NAMES = sorted(
 FEW = ("benchmarks.padding", "benchmarks.peers.flight", "benchmarks.memory")
 
 
-@pytest.mark.parametrize("name", [name if name in FEW else pytest.param(name, marks=pytest.mark.long) for name in NAMES])
+@pytest.mark.parametrize(
+    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.long) for name in NAMES]
+)
 def test_each_program_has_a_help(name: str) -> None:  # Long: forty interpreters, and the imports of some.
     command = [sys.executable, "-m", name, "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import resource
 import shutil
 import socket
 import subprocess
@@ -13,10 +15,15 @@ from typing import Any
 
 import pytest
 
+from psdist.cli import doctor_checks
 from psdist.cli.doctor_checks import (
     STATUSES,
+    Finding,
     check_clock,
     check_connection,
+    check_directory,
+    check_limits,
+    check_load,
     check_name,
     check_shared_directory,
     check_version,
@@ -37,7 +44,8 @@ def test_findings_are_printed_and_the_worst_is_the_status() -> None:
         port = server.getsockname()[1]
     done = doctor("--connect", f"127.0.0.1:{port}", "--timeout", str(LONG))
     found = {finding["check"]: finding for finding in json.loads(done.stdout)}
-    assert done.returncode == STATUSES["fail"] and list(found) == ["/dev/shm", "scheduler's name", "port of scheduler"]
+    assert done.returncode == STATUSES["fail"]
+    assert {"/dev/shm", "load", "TMPDIR", "snapshots", "scheduler's name", "port of scheduler"} <= found.keys()
     assert found["port of scheduler"]["level"] == "fail" and "nothing listens" in found["port of scheduler"]["remedy"]
 
 
@@ -51,6 +59,39 @@ def test_a_full_shared_directory_is_found(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     found = check_shared_directory()
     assert found.level == "warn" and "--shm-size" in found.remedy
+
+
+def test_load_and_limits_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (2.0, 0.0, 0.0))
+    monkeypatch.setattr(doctor_checks, "usable_cores", lambda: 2)
+    assert check_load().level == "ok"
+    monkeypatch.setattr(doctor_checks, "usable_cores", lambda: 1)
+    assert check_load().level == "warn" and "for 1 core" in check_load().text
+    limits = dict.fromkeys((resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_AS), (-1, -1))
+    limits[resource.RLIMIT_NOFILE] = (4096, 4096)
+    monkeypatch.setattr(resource, "getrlimit", limits.__getitem__)
+    assert [one.level for one in check_limits()] == ["ok"]
+    limits[resource.RLIMIT_NOFILE], limits[resource.RLIMIT_FSIZE] = (256, 1024), (5 << 20, -1)
+    assert [(one.check, one.level) for one in check_limits()] == [("ulimit -n", "warn"), ("ulimit -f", "warn")]
+
+
+def test_directories_are_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(directory: Path, **options: bool) -> Finding:
+        return check_directory("TMPDIR", str(directory), "set another TMPDIR", LONG, **options)
+
+    assert check(tmp_path).level in ("ok", "warn") and list(tmp_path.iterdir()) == []
+    missing = check(tmp_path / "missing")
+    assert (missing.level, missing.text) == ("fail", f"{tmp_path}/missing: No such file or directory")
+    assert "set another TMPDIR" in missing.remedy
+    assert check(tmp_path / "made" / "later", may_be_made=True).level in ("ok", "warn")
+    monkeypatch.setattr(doctor_checks, "_DISK_FEW", 1 << 62)
+    assert check(tmp_path).level == "warn" and "MiB free" in check(tmp_path).text
+
+
+def test_a_disk_that_hangs_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_checks, "_WRITER", "import threading; threading.Event().wait()")
+    found = check_directory("TMPDIR", str(tmp_path), "set another TMPDIR", 0.2)
+    assert found.level == "fail" and "has not ended within 0.2 s" in found.text and "hangs" in found.remedy
 
 
 def test_clocks_are_compared() -> None:

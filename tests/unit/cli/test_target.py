@@ -13,6 +13,7 @@ from psdist import errors
 from psdist.cli import target
 from psdist.cli.commands import Leaf, call
 from psdist.errors import InvalidArgumentError
+from psdist.monitoring.dashboard import view_key
 from psdist.settings.flags import CommandLine
 
 
@@ -30,6 +31,14 @@ def test_a_run_of_this_machine_needs_no_tls_though_the_environment_names_files(
 ) -> None:
     found = find(monkeypatch, tmp_path, "--run-id", "local")
     assert (found.credentials.token, found.credentials.tls) == ("secret", None)
+    assert found.dashboard_key == view_key("secret", "local")
+
+
+def test_only_the_record_of_the_run_gives_the_key_of_the_dashboard(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "other").write_text("of a reader")
+    assert find(monkeypatch, tmp_path, "--token-file", str(tmp_path / "other")).dashboard_key == ""
 
 
 @pytest.mark.parametrize("run", [("--run-id", "local"), ()])

@@ -99,12 +99,15 @@ def test_show_prints_values_with_their_origins(tmp_path: Path, capsys: pytest.Ca
     file = write(tmp_path, "keep-last = 5\n")
     argv = ["show", "--config", file, "--nservers", "3"]
     assert config.CONFIG.run(argv, {"PSDIST_REPLICAS": "2"}) == 0
-    shown = capsys.readouterr().out
-    assert set(shown.splitlines()) > {
+    *shown, rest = capsys.readouterr().out.splitlines()
+    given = {
         f'keep-last = "5"  # {file}: keep-last', 'nservers = "3"  # --nservers', 'replicas = "2"  # PSDIST_REPLICAS',
-        "nproc-per-node = 1  # default", 'run-id = ""  # default',
     }  # fmt: skip
-    assert tomllib.loads(shown)["keep-last"] == "5"
+    assert set(shown) == given and rest.endswith("settings have their defaults: --all prints them, too")
+    assert config.CONFIG.run([*argv, "--all"], {"PSDIST_REPLICAS": "2"}) == 0
+    everything = capsys.readouterr().out
+    assert set(everything.splitlines()) > given | {"nproc-per-node = 1  # default", 'run-id = ""  # default'}
+    assert tomllib.loads(everything)["keep-last"] == "5" and "\nall" not in everything
 
 
 # --- psdist-scheduler, psdist-server and psdist-worker ----------------------------------------------------------------
