@@ -32,6 +32,7 @@
 #                 without TLS; the calls over TLS by every role
 #   make bench    psdist beside its peers, in some minutes: rewrites docs/performance.md (--full: BENCH=--full)
 #   make proto    regenerate psdist/v1 from proto/
+#   make man      manual pages of all commands in build/man
 #   make sync     regenerate the synchronous API (sync_client.py, sync_group.py) from the asyncio API
 #   make api      record the public API (names and signatures) in tests/compat/api.txt
 #   make updates  regenerate psdist_server/kernels/updates.py from the optimizers' arithmetic
@@ -82,7 +83,7 @@ PROTOS := $(wildcard proto/psdist/v1/*.proto)
 # The tests of make check.
 CHECKS := tests/test_tidy.py tests/test_structure.py tests/test_prose.py tests/test_proto.py
 
-.PHONY: demo kernels test clusters frameworks check lint docs verify long torch-suite sim chaos fuzz bench proto sync api updates clean
+.PHONY: demo kernels test clusters frameworks check lint docs verify long torch-suite sim chaos fuzz bench proto man sync api updates clean
 .DEFAULT_GOAL := test
 
 # --- environment: the demo needs neither torch nor linters, and does not wait for them -------------------------------
@@ -139,6 +140,9 @@ long: $(VENV)/.dev kernels
 
 torch-suite: $(VENV)/.dev kernels
 	$(BIN)/python -m tests.torch_suite
+
+man: $(VENV)/.dev
+	$(BIN)/python -m tests.man_pages build/man
 
 proto: $(VENV)/.dev
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS:proto/%=%)
