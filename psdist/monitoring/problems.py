@@ -1,7 +1,8 @@
 """Problems of a run as sentences: who is dead, silent, slow or badly connected, and what cannot be saved.
 
-The scheduler looks once a second (``Watch``); ``psdist status`` and the dashboard show what it found, and the history
-has an event when a problem has lasted (``Announcer``). Each alert of ``deploy/monitoring/alerts.yml`` names its kind.
+The scheduler looks about once a second (``Watch``); ``psdist status`` and the dashboard show what it found, and the
+history has an event when a problem has lasted (``Announcer``). Each alert of ``deploy/monitoring/alerts.yml`` names its
+kind.
 
 **The rule for stragglers**, which ``psdist explain`` and the alert PsdistStraggler share: a worker's own time in a step
 is that of computing and sending; other workers may have to wait for it. If it receives slowly, its own time is all but
