@@ -49,6 +49,7 @@ from psdist.consistency import BSP, SSP
 from psdist.data.sample_source import BATCHES
 from psdist.errors import FencedError, NotMemberError, WaitTimeoutError, WrittenWeightsError
 from psdist.settings.config import TransportName
+from psdist.settings.debugging import time_limit
 from psdist.snapshots.model_tensors import BUFFERS
 from psdist.types import ClusterMap, DType, ParametersEntry
 from psdist.v1 import scheduler_pb2
@@ -69,6 +70,11 @@ class Options:
     request_timeout: float | None = None
     transport: TransportName = "auto"
     reason: str = ""
+
+    @property
+    def limit(self) -> float | None:
+        """Seconds that a request may take now."""
+        return time_limit(self.request_timeout)
 
     @property
     def cast(self) -> Cast:
@@ -288,7 +294,7 @@ class Participation:
 
         Raises the error that ends the membership for good, and WaitTimeoutError.
         """
-        limit = self.options.request_timeout
+        limit = self.options.limit
         try:
             async with asyncio.timeout(limit), self._rejoining:
                 if self.incarnation == incarnation:  # Otherwise another call has rejoined.
@@ -429,7 +435,7 @@ class Participation:
             now = self.current.sequence
             return not push or now.step > last or now.unfinished
 
-        limited = limited or self.options.request_timeout is not None
+        limited = limited or self.options.limit is not None
         return self._session.activities.waits(limited=limited, sent=sent, **what)
 
     def _first_clock(self) -> int | None:
@@ -449,7 +455,7 @@ class Participation:
         routes = self.current.plan(range(self.slicing.count)).routes
         if not self._transports.is_missing(routes):
             return
-        limit = self.options.request_timeout
+        limit = self.options.limit
         try:
             async with asyncio.timeout(limit):
                 await self._transports.prepare(routes)

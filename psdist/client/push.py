@@ -41,6 +41,7 @@ from psdist.errors import (
 )
 from psdist.monitoring.metrics import Phase
 from psdist.off_loop import until_done
+from psdist.settings.debugging import time_limit
 
 Gradient = Flat | EncodedGradient
 #: A request for some slices of a push, and their gradient; None if they abstain.
@@ -344,6 +345,7 @@ class Push:
                 f"the new weights of {names} are not valid any more: wait for a bucket before the next call on its "
                 "parameters"
             )
+        timeout = time_limit(timeout)
         try:
             async with asyncio.timeout(timeout):
                 waiting = self._part.waiting(push=True, reads=self.reads, limited=timeout is not None)

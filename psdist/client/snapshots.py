@@ -15,6 +15,7 @@ from typing import Any, Final
 from psdist.client.session.membership import Registration, run_in_incarnation
 from psdist.client.session.worker_session import WorkerSession
 from psdist.errors import FencedError, NoStorageError, PsdistError, WaitTimeoutError
+from psdist.settings.debugging import time_limit
 from psdist.v1 import scheduler_pb2
 
 logger = logging.getLogger("psdist")
@@ -77,6 +78,7 @@ class SnapshotRequests:
 
     async def take(self, timeout: float | None) -> SnapshotInfo:
         """See ``AsyncClient.snapshot``."""
+        timeout = time_limit(timeout)
         try:
             async with asyncio.timeout(timeout):
                 taken = await run_in_incarnation(lambda: self._take("on demand"), _raise_not_taken)

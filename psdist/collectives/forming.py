@@ -32,6 +32,7 @@ from psdist.errors import (
     WorkerLeftError,
     WorkerLostError,
 )
+from psdist.settings.debugging import time_limit
 from psdist.types import WorkerEntry
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import convert
@@ -131,6 +132,7 @@ class GroupFormer:
         Raises ExcludedError if the others continued without this worker, LateWorkerError and WorkerLeftError if too few
         workers are left, WaitTimeoutError after ``timeout`` seconds, FencedError, ClosedError.
         """
+        timeout = time_limit(timeout)
         given, until = before, math.inf if timeout is None else asyncio.get_running_loop().time() + timeout
         try:
             while True:
@@ -171,6 +173,7 @@ class GroupFormer:
         Raises WorkerLostError if another incarnation of a member is in the run, WaitTimeoutError after ``timeout``
         seconds, and what ends the group's first call.
         """
+        timeout = time_limit(timeout)
         until = math.inf if timeout is None else asyncio.get_running_loop().time() + timeout
         workers = [await self._find(member, settings.name, until, timeout) for member in members]
         formed = self._enter(settings, epoch, workers)

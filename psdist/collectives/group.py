@@ -29,6 +29,7 @@ from psdist.errors import (
     ShapeMismatchError,
     WaitTimeoutError,
 )
+from psdist.settings.debugging import time_limit
 from psdist.settings.launcher_reports import note_group
 from psdist.wire.limits import DIMENSIONS_MAX, EAGER_BYTES
 
@@ -383,7 +384,7 @@ class AsyncWorkerGroup:
     async def _wait_for_memory(self, wait: Awaitable[None], timeout: float | None) -> None:
         """Wait for earlier calls. If this rank does not make its call after that, the group ends."""
         _check_timeout(timeout)
-        reason = "for an earlier call with the same memory"
+        timeout, reason = time_limit(timeout), "for an earlier call with the same memory"
         try:
             with self._session.waits.open(reason), self.preparing():
                 async with asyncio.timeout(timeout):

@@ -47,6 +47,7 @@ from psdist.errors import (
     WorkerLostError,
     copy_error,
 )
+from psdist.settings.debugging import time_limit
 from psdist.types import WorkerEntry
 from psdist.v1 import common_pb2, scheduler_pb2
 from psdist.v1 import worker_pb2 as pb
@@ -285,7 +286,7 @@ class GroupRunner:
 
     async def result(self, call_id: int, call: str, timeout: float | None) -> None:
         """Wait for a call. Raises the error that ended it; WaitTimeoutError after ``timeout`` seconds."""
-        loop = asyncio.get_running_loop()
+        loop, timeout = asyncio.get_running_loop(), time_limit(timeout)
         future, until = self._results[call_id], None if timeout is None else loop.time() + timeout
         with self._waits.open(f"for the other ranks in {call}") as wait:
             timer: asyncio.TimerHandle
@@ -318,7 +319,7 @@ class GroupRunner:
 
         Raises the error that ends the group; WaitTimeoutError after ``timeout`` seconds.
         """
-        reason = f"for a message with tag {tag} from any rank"
+        reason, timeout = f"for a message with tag {tag} from any rank", time_limit(timeout)
         waiting = self._waits.group_calls.begin_wait(AwaitedCall(partial(self._counts.need_message, tag), self.end))
         try:
             with self._waits.open(reason), self._counts.taking():

@@ -15,6 +15,7 @@ from psdist.collectives.group_runner import GroupRunner
 from psdist.collectives.incoming import Sender
 from psdist.collectives.mesh import Mesh
 from psdist.errors import ExcludedError, InvalidArgumentError, check_integer
+from psdist.settings.debugging import time_limit
 from psdist.types import check_name
 from psdist.wire.limits import WORLD_MAX
 
@@ -98,7 +99,7 @@ class AsyncCollectives:
         world = max(1, membership.registration.world_size)
         check_integer("size_min", size_min, 1, WORLD_MAX)
         check_integer("size", world if size is None else size, size_min, WORLD_MAX)
-        settings = GroupSettings(name, world if size is None else size, size_min, silence)
+        settings = GroupSettings(name, world if size is None else size, size_min, time_limit(silence))
 
         async def attempt(_: Registration) -> AsyncWorkerGroup:
             while True:
@@ -151,7 +152,7 @@ class AsyncCollectives:
             )
         former = self._current_former()
         former.mesh.remove_ended()
-        formed = await former.enter(GroupSettings(name, silence=silence), epoch, members, timeout)
+        formed = await former.enter(GroupSettings(name, silence=time_limit(silence)), epoch, members, timeout)
         return AsyncWorkerGroup(former, formed)
 
 

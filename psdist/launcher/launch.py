@@ -43,7 +43,7 @@ from psdist.settings.launcher_reports import RunReport
 _DIRECTORY_PREFIX: Final = "psdist-launch-"
 _REPORT: Final = "report.json"
 #: Flags of ``psdist run`` that ``launch`` uses itself.
-_OWN: Final = ("lifeline_fd", "report_file")
+_OWN: Final = ("lifeline_fd", "report_file", "debug_worker")
 #: Flags for kinds of scripts, which do not apply to a function.
 _OF_SCRIPTS: Final = ("module", "no_python")
 

@@ -39,6 +39,7 @@ from psdist.launcher.events import (
 )
 from psdist.launcher.output import STDOUT, Output
 from psdist.launcher.plan import (
+    WORKERS,
     SchedulerAddress,
     ScriptSettings,
     ServicesPlan,
@@ -92,6 +93,10 @@ class LocalSettings(DashboardSettings, ServicesSettings, ScriptSettings):
 
     storage_path: str | None = storage_path_setting(f"./{STORAGE_DIRECTORY}/RUN_ID", has_default=True)
     dashboard: bool = setting("serve the dashboard on a free port and print its link", group=MONITORING_TITLE)
+    debug_worker: int | None = setting(
+        "rank of the worker that gets the terminal, for breakpoint() and pdb; time limits of the run are suspended",
+        integer(0), None, "RANK", twin=False, group=WORKERS,
+    )  # fmt: skip
     lifeline_fd: int | None = setting(
         "inherited pipe; the run ends when it does, as after SIGTERM", integer(0), None, "N", twin=False
     )
@@ -106,12 +111,22 @@ class LocalSettings(DashboardSettings, ServicesSettings, ScriptSettings):
                 f"--replicas {self.replicas} needs at least as many servers, not --nservers {self.servers}: copies of "
                 "a shard are on different servers"
             )
+        if self.debug_worker is not None and self.debug_worker >= self.processes:
+            raise ConfigurationError(
+                f"--debug-worker {self.debug_worker} is not among the {plural(self.processes, 'worker')} of "
+                "--nproc-per-node: ranks count from 0"
+            )
         _ = self.policy  # Raises if it is wrong.
 
     @property
     def has_storage(self) -> bool:
         """True if there is a storage for snapshots."""
         return self.storage_path != ""
+
+    @property
+    def suspend_time_limits(self) -> bool:
+        """True if everybody waits for a worker in its debugger: a setting of the scheduler."""
+        return self.debug_worker is not None
 
     @property
     def has_dashboard(self) -> bool:
@@ -130,6 +145,7 @@ class LocalSettings(DashboardSettings, ServicesSettings, ScriptSettings):
             copies=self.replicas > 1,
             durable=self.replicas > 1 or self.has_storage,
             saves=self.has_storage and not self.no_save_at_end,
+            debugged=None if self.debug_worker is None else ProcessKey("worker", self.debug_worker),
         )
 
     def resolved(self, run_id: str) -> LocalSettings:
@@ -151,6 +167,8 @@ def run_local(settings: LocalSettings, environ: Mapping[str, str] | None = None)
     own_process.exit_on(settings.signals)
     if settings.log_format == "auto":
         settings = replace(settings, log_format="console" if sys.stderr.isatty() else "json")
+    if settings.debug_worker is not None and settings.progress == "auto":
+        settings = replace(settings, progress="plain")  # A line in place would overwrite the debugger's prompt.
     environ["PSDIST_LOG_FORMAT"] = settings.log_format  # for the library in scripts
     token = find_token(environ) or secrets.token_urlsafe(32)
     require_root(token)
@@ -223,10 +241,9 @@ async def _run(
             master=(host, free_port(host)),
             world_size=settings.processes,
             metrics=metrics.environment,
+            debugged=settings.debug_worker,
         )
-        lifeline, lifeline_end = os.pipe()
-        opened.callback(os.close, lifeline)
-        opened.callback(os.close, lifeline_end)
+        lifeline = _make_lifeline(opened)
         services = ServicesPlan(
             settings=settings.resolved(run_id),
             directory=directory,
@@ -271,6 +288,14 @@ async def _run(
             elif not is_shown:
                 runner.output.say(f"snapshots are in {storage}")
         return finish.status
+
+
+def _make_lifeline(opened: ExitStack) -> int:
+    """Return an end of a pipe. The other end is closed with ``opened``, or with this process."""
+    lifeline, held = os.pipe()
+    opened.callback(os.close, lifeline)
+    opened.callback(os.close, held)
+    return lifeline
 
 
 def _open_dashboard(settings: LocalSettings, host: str, token: str, run_id: str) -> tuple[socket.socket | None, str]:

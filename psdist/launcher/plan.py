@@ -30,6 +30,7 @@ from psdist.settings.config import (
     TLS_VARIABLES,
     devices_text,
 )
+from psdist.settings.debugging import BREAKPOINT_FUNCTION, HAS_TERMINAL_VARIABLE
 from psdist.settings.flags import arguments, integer, one_of, seconds, setting, text, torchrun_setting
 from psdist.settings.programs import (
     OUTPUT_TITLE,
@@ -46,7 +47,7 @@ from psdist.settings.programs import (
 )
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-_WORKERS: Final = "workers"
+WORKERS: Final = "workers"
 #: The launcher reads UTF-8. In a locale of another encoding, print() of a name with an accent would end a script.
 _ENCODING: Final = "PYTHONIOENCODING"
 #: Variables that define a process's place in a run. None is inherited from outside.
@@ -64,6 +65,7 @@ _OWNED: Final = (
         "PSDIST_NO_SAVE_AT_END",
         "PSDIST_FRESH",
         "PSDIST_REQUIRE_EMPTY_STORAGE",
+        HAS_TERMINAL_VARIABLE,
         "DMLC_ROLE",
         "DMLC_WORKER_ID",
     ),
@@ -109,25 +111,30 @@ class ScriptSettings(MetricsOptions, MonitoringSettings, Routing):
         "--role", "name of the workers in the prefix of their lines", text, "worker", "NAME", group=OUTPUT_TITLE
     )
     processes: int = torchrun_setting(
-        "--nproc-per-node", "workers on this machine: a number, auto or cpu", processes_text, 1, "N", group=_WORKERS
+        "--nproc-per-node",
+        "workers on this machine: a number, auto or cpu",
+        processes_text,
+        1,
+        "N",
+        group=WORKERS,
     )
     restarts_max: int = torchrun_setting(
         "--max-restarts",
         "restarts of each worker whose script fails; none after wrong settings or arguments of psdist",
-        integer(0), 3, "N", group=_WORKERS,
+        integer(0), 3, "N", group=WORKERS,
     )  # fmt: skip
     interval_seconds: float = torchrun_setting(
-        "--monitor-interval", "time between two checks of the workers", seconds(0.001), 0.1, group=_WORKERS
+        "--monitor-interval", "time between two checks of the workers", seconds(0.001), 0.1, group=WORKERS
     )
     signals: tuple[int, ...] = torchrun_setting(
-        "--signals-to-handle", "signals that end the run in order", signals_text, SIGNALS, "NAMES", group=_WORKERS,
+        "--signals-to-handle", "signals that end the run in order", signals_text, SIGNALS, "NAMES", group=WORKERS,
         shown_default=",".join(signal.Signals(number).name for number in SIGNALS),
     )  # fmt: skip
     start_method: str = torchrun_setting(
-        "--start-method", "spawn is the only one", one_of("spawn"), "spawn", "METHOD", group=_WORKERS
+        "--start-method", "spawn is the only one", one_of("spawn"), "spawn", "METHOD", group=WORKERS
     )
-    module: bool = torchrun_setting("--module", "the script is a module, as for python -m", short="-m", group=_WORKERS)
-    no_python: bool = torchrun_setting("--no-python", "the script is a program of its own", group=_WORKERS)
+    module: bool = torchrun_setting("--module", "the script is a module, as for python -m", short="-m", group=WORKERS)
+    no_python: bool = torchrun_setting("--no-python", "the script is a program of its own", group=WORKERS)
     stop_timeout_seconds: float = setting(
         "longest wait for workers to end after SIGTERM", seconds(), STOP_TIMEOUT_SECONDS, group=TIMEOUTS_TITLE
     )
@@ -220,6 +227,8 @@ class WorkersPlan:
     host: str = ""
     #: Variables that workers need to report metrics.
     metrics: Mapping[str, str] = field(default_factory=dict)
+    #: Rank of the worker that has the terminal.
+    debugged: int | None = None
 
     @property
     def ranks(self) -> range:
@@ -267,8 +276,12 @@ class WorkersPlan:
         if self.script.metrics_port is not None:
             port = self.script.metrics_port and self.script.metrics_port + local_rank
             environment |= {"PSDIST_METRICS_PORT": str(port), "PSDIST_METRICS_HOST": self.script.metrics_host}
+        environment.setdefault("PYTHONBREAKPOINT", BREAKPOINT_FUNCTION)
+        if has_terminal := rank == self.debugged:
+            environment[HAS_TERMINAL_VARIABLE] = "1"
         is_program = self.script.kind is ScriptKind.PROGRAM
-        return ProcessSpec(ProcessKey("worker", rank), self.script.argv, environment, signals_group=is_program)
+        key = ProcessKey("worker", rank)
+        return ProcessSpec(key, self.script.argv, environment, is_program, terminal=has_terminal)
 
 
 @dataclass(frozen=True, kw_only=True)

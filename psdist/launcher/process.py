@@ -40,6 +40,8 @@ class ProcessSpec:
 
     signals_group: True if SIGTERM also goes to its descendants, as for a shell script, which does not pass it on.
     descriptors: those that it inherits under the same numbers.
+    terminal: True for a process to debug. It has this process's standard streams and, if they are a terminal, the
+        keyboard: Ctrl-C is sent to it instead of to this process.
     """
 
     key: ProcessKey
@@ -47,6 +49,7 @@ class ProcessSpec:
     environment: Mapping[str, str]
     signals_group: bool = False
     descriptors: tuple[int, ...] = ()
+    terminal: bool = False
 
 
 class Lifeline:
@@ -136,14 +139,14 @@ class Child:
         self._loop = asyncio.get_running_loop()
         self._returncode: int | None = None
         descriptors = spec.descriptors if inherited is None else (*spec.descriptors, inherited)
-        self._process = spawn(spec.argv, spec.environment, descriptors)
+        self._process = spawn(spec.argv, spec.environment, descriptors, terminal=spec.terminal)
         self.pid = self._process.pid
         self._pidfd = os.pidfd_open(self.pid)
         self._loop.add_reader(self._pidfd, self._ended)
         self._streams: dict[int, IO[bytes]] = {}
         for number, stream in ((1, self._process.stdout), (2, self._process.stderr)):
-            assert stream is not None
-            self._read_stream(number, stream)
+            if stream is not None:
+                self._read_stream(number, stream)
 
     def kill(self, signum: int) -> None:
         """Send a signal to the process. SIGKILL goes to its whole group; so do other signals if the spec says so."""
@@ -192,6 +195,8 @@ class Child:
         with contextlib.suppress(OSError):
             os.killpg(self.pid, signal.SIGKILL)
         self._returncode = self._process.wait()
+        if self.spec.terminal:
+            give_keyboard(os.getpgrp())
         self._drain_timer = self._loop.call_later(_DRAIN_SECONDS, self._stop_draining)
         self._finish_if_drained()
 
@@ -210,10 +215,13 @@ def spawn(
     environment: Mapping[str, str],
     inherited: tuple[int, ...] = (),
     stderr: int | None = subprocess.PIPE,
+    *,
+    terminal: bool = False,
 ) -> subprocess.Popen[bytes]:
     """Start a process in its own session that dies with this process. It has no input; its output is piped.
 
     inherited: descriptors that the process inherits under the same numbers.
+    terminal: see ``ProcessSpec``. A terminal belongs to a session, so the process has a group of its own instead.
     """
     parent = os.getpid()
 
@@ -221,18 +229,32 @@ def spawn(
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
             os._exit(1)
+        if terminal:
+            os.setpgid(0, 0)
+            give_keyboard(os.getpgrp())
+            # Nobody would continue it after Ctrl-Z: the shell knows this process alone.
+            signal.signal(signal.SIGTSTP, signal.SIG_IGN)
 
     return subprocess.Popen(
         list(argv),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=stderr,
+        stdin=None if terminal else subprocess.DEVNULL,
+        stdout=None if terminal else subprocess.PIPE,
+        stderr=None if terminal else stderr,
         env=dict(environment),
         pass_fds=inherited,
-        start_new_session=True,
+        start_new_session=not terminal,
         # Safe here: the launcher has one thread, and the function only calls into libc.
         preexec_fn=die_with_parent,
     )
+
+
+def give_keyboard(group: int) -> None:
+    """Let a process group of this session read from the terminal, if standard input is one."""
+    # A process in the background would be stopped by the call.
+    before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    with contextlib.suppress(OSError):
+        os.tcsetpgrp(0, group)
+    signal.signal(signal.SIGTTOU, before)
 
 
 class ReaperProcess:

@@ -58,6 +58,7 @@ class RunPolicy:
     durable: True if a server's state may outlive it, so that the run may continue without it.
     copies: True if other servers hold that state, so that the run certainly continues.
     saves: True if a snapshot is taken at the end.
+    debugged: the worker that has the terminal.
     """
 
     restarts_max: int = 3
@@ -69,6 +70,7 @@ class RunPolicy:
     elastic: bool = False
     service_suspended_seconds: float = 60.0
     worker_suspended_seconds: float = 30.0
+    debugged: ProcessKey | None = None
 
 
 class _Phase(Enum):

@@ -20,6 +20,8 @@ During the run:
   workers (``WorkerScaling``): a stopped worker ends in order, after its push.
 * A process that is stopped (SIGSTOP) for too long is killed, and counts as failed: nobody else can end it, and workers
   that the scheduler has expelled would be awaited forever.
+* A worker that has the terminal, for its debugger, ends the run if the debugger was left, or by Ctrl-C, which goes to
+  this worker instead of the launcher.
 * When all workers have succeeded, the run does. It is said if none of them pushed, or if they made different numbers
   of steps, so that some trained without the others (``notice_of_steps``).
 
@@ -318,6 +320,12 @@ class Supervisor:
         return [Say(f"{how}; {what}"), Start(key, process.attempt + 1)]
 
     def _worker_failed(self, event: Exited, process: RunningProcess, now: float) -> list[Effect]:
+        if event.key == self._policy.debugged:
+            if event.error == exit_codes.DEBUGGER_LEFT:
+                left = f"the debugger of {event.key} was left: the run ends"
+                return self._shutdown.start(Finish(exit_codes.FAILURE, left, event.key), now)
+            if event.returncode == -signal.SIGINT:  # Ctrl-C goes to the worker that has the terminal.
+                return self._on_signal(signal.SIGINT, now)
         how, most = describe(event.returncode), self._policy.restarts_max
         recurs = _why_it_recurs(event, process)
         if event.group_age is not None and self._left_group is not None:
@@ -439,6 +447,8 @@ def _why_it_recurs(event: Exited, process: RunningProcess) -> str:
         return ""
     if event.error == exit_codes.CERTAIN:
         return _CERTAIN
+    if event.error == exit_codes.DEBUGGER_LEFT:
+        return f" (pdb, in a worker without a terminal: psdist run --debug-worker {event.key.number} gives it one)"
     return _REPEATED if event.error and event.error == process.last_error else ""
 
 

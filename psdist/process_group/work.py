@@ -33,6 +33,7 @@ from psdist.client.process.sigterm import sigterm
 from psdist.collectives.group import AsyncWorkerGroup
 from psdist.errors import ClosedError, PsdistError, ShapeMismatchError, WaitTimeoutError, copy_error
 from psdist.process_group.checks import opaque
+from psdist.settings.debugging import time_limit
 from psdist.torch.values import as_array
 
 #: C++ knows the values of Python's futures as Python objects only, and those of this function as lists of tensors.
@@ -213,7 +214,7 @@ class CollectiveWork(dist.Work):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for the call, and raise its error; WaitTimeoutError after ``timeout`` unless that is 0."""
         limit = timeout.total_seconds()
-        until = None if limit <= 0 else limit
+        until = time_limit(limit if limit > 0 else None)
         try:
             while not self._ended.wait(0.5 if until is None else min(until, 0.5)):  # Signals are handled in between.
                 self._call.mark_awaited(until is None)  # With a limit the wait ends by itself.

@@ -42,6 +42,8 @@ SIGNAL_BASE: Final = 128
 
 #: In a script's report about its error (``launcher_reports``): every attempt raises it.
 CERTAIN: Final = "certain"
+#: In the same place: its debugger ended it.
+DEBUGGER_LEFT: Final = "debugger left"
 
 
 def status_of_ended_run(error: BaseException) -> int:

@@ -2,7 +2,7 @@
 
 - The error that ended a script before its first step, if a restart would repeat it. The file holds ``CERTAIN`` for an
   error that every attempt raises, or a digest of the traceback's lines: if the next attempt ends with the same one, a
-  third would, too.
+  third would, too. It holds ``DEBUGGER_LEFT`` if the script ended at a prompt of its debugger, before any step or not.
 - The steps that a script which ended well has made, by parameter set in BSP, from which the launcher sees whether
   workers trained together.
 - The worker has joined a process group of all workers, which it cannot rejoin. The file's time is that of the newest
@@ -24,7 +24,8 @@ from types import ModuleType
 from typing import Final
 
 from psdist.errors import InternalError
-from psdist.settings.exit_codes import CERTAIN
+from psdist.settings.debugging import has_left_debugger
+from psdist.settings.exit_codes import CERTAIN, DEBUGGER_LEFT
 from psdist.wire.limits import RUN_REPORT_BYTES_MAX
 
 _ERROR: Final = ".error"
@@ -78,7 +79,8 @@ def read_steps(connected_file: Path) -> dict[str, int] | None:
 def report_error(error: BaseException) -> None:
     """Report the error that ends this process."""
     connected_file = os.environ.get("PSDIST_CONNECTED_FILE", "")
-    if connected_file and not _has_trained and (text := error_signature(error)):
+    left = has_left_debugger(error)
+    if connected_file and (left or not _has_trained) and (text := DEBUGGER_LEFT if left else error_signature(error)):
         with suppress(OSError):  # The launcher restarts the script then.
             Path(connected_file + _ERROR).write_text(text, encoding="ascii")
 

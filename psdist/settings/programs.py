@@ -292,6 +292,10 @@ class SchedulerSettings(RunSettings, DashboardSettings, ProgramSettings):
         "end the run everywhere if the required workers and servers have not joined within this time, as when scripts "
         "fail before psdist.init(); 0 waits for ever", 0.0,
     )  # fmt: skip
+    suspend_time_limits: bool = setting(
+        "for a run whose worker stands in a debugger: no worker is expelled for silence, and calls have no time limits",
+        group=TIMEOUTS_TITLE,
+    )  # fmt: skip
     store: str | None = setting(
         "SQLite file from which a restarted scheduler continues the run, or etcd://HOST:PORT,.../PREFIX (etcds:// with "
         "TLS), where another scheduler can take over, or memory for none (default: a file below "

@@ -76,7 +76,7 @@ class RegisterRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., psdist_version: _Optional[str] = ..., run_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., member_id: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., oldest_protocol: _Optional[int] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
-    __slots__ = ("run_id", "member_id", "incarnation", "rank", "world_size", "lease_seconds", "map", "psdist_version", "storage", "heartbeat_seconds", "silence_seconds", "takes_changes", "peer_key", "protocol_version")
+    __slots__ = ("run_id", "member_id", "incarnation", "rank", "world_size", "lease_seconds", "map", "psdist_version", "storage", "heartbeat_seconds", "silence_seconds", "takes_changes", "peer_key", "protocol_version", "time_limits_suspended")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +91,7 @@ class RegisterResponse(_message.Message):
     TAKES_CHANGES_FIELD_NUMBER: _ClassVar[int]
     PEER_KEY_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TIME_LIMITS_SUSPENDED_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     member_id: str
     incarnation: int
@@ -105,7 +106,8 @@ class RegisterResponse(_message.Message):
     takes_changes: bool
     peer_key: bytes
     protocol_version: int
-    def __init__(self, run_id: _Optional[str] = ..., member_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., map: _Optional[_Union[_common_pb2.ClusterMap, _Mapping]] = ..., psdist_version: _Optional[str] = ..., storage: _Optional[str] = ..., heartbeat_seconds: _Optional[float] = ..., silence_seconds: _Optional[float] = ..., takes_changes: _Optional[bool] = ..., peer_key: _Optional[bytes] = ..., protocol_version: _Optional[int] = ...) -> None: ...
+    time_limits_suspended: bool
+    def __init__(self, run_id: _Optional[str] = ..., member_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., map: _Optional[_Union[_common_pb2.ClusterMap, _Mapping]] = ..., psdist_version: _Optional[str] = ..., storage: _Optional[str] = ..., heartbeat_seconds: _Optional[float] = ..., silence_seconds: _Optional[float] = ..., takes_changes: _Optional[bool] = ..., peer_key: _Optional[bytes] = ..., protocol_version: _Optional[int] = ..., time_limits_suspended: _Optional[bool] = ...) -> None: ...
 
 class SnapshotCommand(_message.Message):
     __slots__ = ("attempt", "prepare", "mark", "cut", "end")

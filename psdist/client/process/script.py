@@ -37,6 +37,7 @@ from types import TracebackType
 from typing import Final
 
 from psdist.settings import exit_codes
+from psdist.settings.debugging import has_left_debugger, is_debugged
 from psdist.settings.launcher_reports import report_error, report_steps
 
 _FULL: Final = "PSDIST_FULL_TRACEBACK"
@@ -58,6 +59,8 @@ def shorten_tracebacks() -> None:
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if is_debugged() and has_left_debugger(error):
+            return  # The user knows, and the launcher says that the run ends.
         if os.environ.get(_FULL, "0") in ("", "0"):
             shorten(error)
         with _sigterm_delayed():
@@ -189,7 +192,8 @@ def _uncaught(error: BaseException | None, trace: TracebackType | None) -> BaseE
     """
     # A script that cannot be compiled has no frame.
     is_outermost = isinstance(error, SyntaxError) if trace is None else trace.tb_frame.f_back is None
-    return error if is_outermost else None
+    # A debugger may raise its own when the outermost frame has just returned.
+    return error if is_outermost or (error is not None and has_left_debugger(error)) else None
 
 
 def status_of(error: BaseException) -> int:

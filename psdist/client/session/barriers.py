@@ -15,6 +15,7 @@ from psdist.client.session.membership import Registration, run_in_incarnation
 from psdist.client.session.waits import Wait
 from psdist.client.session.worker_session import WorkerSession
 from psdist.errors import FencedError, PsdistError, WaitTimeoutError
+from psdist.settings.debugging import time_limit
 from psdist.v1 import scheduler_pb2 as pb
 
 #: Longest wait for the scheduler to confirm a withdrawal.
@@ -41,6 +42,7 @@ class Barrier:
 
         The scheduler waits for no worker that has left: when all stop together, passing means nothing.
         """
+        timeout = time_limit(timeout)
         try:
             await run_in_incarnation(lambda: self._reach(timeout), self._raise_not_reached)
         except WaitTimeoutError:

@@ -40,6 +40,7 @@ from psdist.errors import (
     UnauthenticatedError,
 )
 from psdist.monitoring.tracing import step_tracer
+from psdist.settings.debugging import suspend_time_limits
 from psdist.types import ClusterMap, Replica
 from psdist.v1 import scheduler_pb2
 from psdist.wire import convert, status
@@ -123,6 +124,7 @@ class WorkerSession(MemberSession):
 
     def _start_incarnation(self, response: scheduler_pb2.RegisterResponse) -> None:
         self._beaten, self._silence = asyncio.get_running_loop().time(), 0.0
+        suspend_time_limits(suspended=response.time_limits_suspended)
         self.reachability.set_lease(response.lease_seconds)
         self.snapshots.start_incarnation()
         self.alignment.start_incarnation()

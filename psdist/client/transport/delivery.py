@@ -37,6 +37,7 @@ from psdist.errors import (
     WaitTimeoutError,
     copy_error,
 )
+from psdist.settings.debugging import time_limit
 from psdist.wire.backoff import Backoff
 
 #: Longest wait for a newer map. Then the route is tried again, in case it was the server that was behind.
@@ -141,7 +142,7 @@ class Delivery:
         Raises ServerLostError, FencedError, WaitTimeoutError and whatever else a server refuses with; then some slices
         may be answered.
         """
-        limit = self._timeout
+        limit = time_limit(self._timeout)
         try:
             async with nullcontext() if limit is None else asyncio.timeout(limit):
                 try:

@@ -47,6 +47,7 @@ class ClusterSettings:
     start_timeout_seconds: the run ends if its required members have not arrived within this time; 0 for never.
     salt: unique name of this scheduler process, in the names of directories, so that none is used twice.
     store: the store's file, if nobody chose it; empty otherwise.
+    time_limits_suspended: True while a worker may stand in a debugger: everybody waits for it, however long.
     """
 
     run_id: str
@@ -63,6 +64,7 @@ class ClusterSettings:
     idle_timeout_seconds: float = 0.0
     start_timeout_seconds: float = 0.0
     store: str = ""
+    time_limits_suspended: bool = False
 
     def heartbeat_of(self, role: Role, workers: int) -> float:
         """Return a member's heartbeat interval in seconds: a fraction of the shorter lease.

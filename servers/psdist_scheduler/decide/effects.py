@@ -51,6 +51,7 @@ class Registered:
     """The member is registered, durably.
 
     protocol_version: the newest common one.
+    time_limits_suspended: the member waits for others however long.
     """
 
     member: Member
@@ -58,6 +59,7 @@ class Registered:
     world_size: int
     lease_seconds: float
     heartbeat_seconds: float
+    time_limits_suspended: bool = False
 
 
 @dataclass(frozen=True, slots=True)

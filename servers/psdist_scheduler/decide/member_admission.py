@@ -50,7 +50,8 @@ class MemberAdmission:
         where = f" at {member.address}" if member.address else f" on {member.host or 'an unknown host'}"
         workers = max(workers_min, len(self._members.workers))
         lease, heartbeat = self._settings.lease_of(member.role), self._settings.heartbeat_of(member.role, workers)
-        answer = Answer(event.call, Registered(member, version, world_size, lease, heartbeat))
+        suspended = self._settings.time_limits_suspended
+        answer = Answer(event.call, Registered(member, version, world_size, lease, heartbeat, suspended))
         log = LogEvent(f"{member} registered{where}{incarnation}", kind="join", peer=member.member_id)
         return member, [log, answer]
 

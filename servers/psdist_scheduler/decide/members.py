@@ -481,7 +481,8 @@ class Sessions:
         liveness.session, liveness.ended, liveness.ended_by_member = 0, now, by_member
         returns = now + (1 if by_member else RETURN_LEASES) * self._settings.lease_seconds
         within = max(now, liveness.deadline) if liveness.role == "worker" else returns
-        liveness.deadline = min(returns, within)
+        # Without time limits a worker may stand in a debugger, in which its event loop answers nothing.
+        liveness.deadline = within if self._settings.time_limits_suspended else min(returns, within)
 
     def end(self, member_id: str) -> int:
         """Remove a member that is no longer live. Returns the session that it had; 0 for none."""

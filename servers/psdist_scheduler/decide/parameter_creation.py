@@ -230,7 +230,8 @@ class Creation:
         if since is None:
             return self._members.demand.shortage()
         servers = None if now - since < SERVERS_GRACE_SECONDS else self._settings.replicas
-        workers = None if now - since < WORKERS_GRACE_SECONDS else 1
+        patient = self._settings.time_limits_suspended or now - since < WORKERS_GRACE_SECONDS
+        workers = None if patient else 1
         return self._members.demand.shortage(begun=True, servers=servers, workers=workers)
 
     def _worker_left(self, p: ParameterSet, now: float) -> WorkerLeftError | None:

@@ -475,6 +475,8 @@ class Snapshots:
 
     def _check_silence(self, attempt: Attempt, seconds: float, now: float) -> list[Effect]:
         """Give up an attempt that made no progress for ``seconds``."""
+        if self._settings.time_limits_suspended:
+            return []
         search = self.schedule.search
         if seconds > _SILENCE_SECONDS:
             return self._fail(attempt, f"nothing was heard for {seconds:.0f} s, waiting {attempt.waiting_for}", now)

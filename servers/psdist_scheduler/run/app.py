@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import secrets
 import select
@@ -385,7 +386,8 @@ def _cluster_settings(settings: SchedulerSettings, run_id: str, opened: _Opened)
         workers_min=settings.workers_min,
         servers_min=settings.servers_min,
         lease_seconds=settings.failure_timeout_seconds,
-        worker_lease_seconds=settings.worker_timeout_seconds,
+        worker_lease_seconds=math.inf if settings.suspend_time_limits else settings.worker_timeout_seconds,
+        time_limits_suspended=settings.suspend_time_limits,
         join_grace_seconds=settings.join_grace_seconds,
         replicas=settings.replicas,
         storage=opened.storage.url if opened.storage is not None else "",

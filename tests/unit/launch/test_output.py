@@ -237,6 +237,7 @@ def test_a_worker_gets_torchruns_environment_and_nothing_of_an_outer_run(tmp_pat
         "PYTHONIOENCODING": "utf-8:surrogateescape",
         "PSDIST_START_TIMEOUT": "9.5",
         "PSDIST_CONNECTED_FILE": str(tmp_path / "3.1"),
+        "PYTHONBREAKPOINT": "psdist.settings.debugging.on_breakpoint",
     }
     assert plan.spec(3, 1, {"OMP_NUM_THREADS": "6"}).environment["OMP_NUM_THREADS"] == "6"
 

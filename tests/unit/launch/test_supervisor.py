@@ -29,7 +29,7 @@ from psdist.launcher.events import (
 )
 from psdist.launcher.shutdown import STOP_TIMEOUT_SECONDS, RunPolicy
 from psdist.launcher.supervisor import Supervisor
-from psdist.settings.exit_codes import CERTAIN
+from psdist.settings.exit_codes import CERTAIN, DEBUGGER_LEFT
 
 W0, W1 = ProcessKey("worker", 0), ProcessKey("worker", 1)
 S0, S1 = ProcessKey("server", 0), ProcessKey("server", 1)
@@ -571,3 +571,24 @@ def test_every_history_ends_once_and_leaves_nobody(
                 assert not alive
                 ends.append(effect)
     assert len(ends) == 1
+
+
+def test_a_debugger_that_was_left_ends_the_run_only_in_the_worker_with_the_terminal() -> None:
+    left = Exited(W1, 1, True, DEBUGGER_LEFT)
+    debugged = Supervisor(WORKERS, RunPolicy(debugged=W1))
+    assert not starts(debugged.on(left, 1.0)) and debugged.stopping
+    [finish] = [e for e in debugged.on(Exited(W0, -signal.SIGTERM), 1.1) if isinstance(e, Finish)]
+    assert (finish.status, finish.message) == (1, "the debugger of worker 1 was left: the run ends")
+    other = Supervisor(WORKERS, RunPolicy(debugged=W0))
+    assert not starts(other.on(left, 1.0))
+    [finish] = [e for e in other.on(Exited(W0, -signal.SIGTERM), 1.1) if isinstance(e, Finish)]
+    assert "psdist run --debug-worker 1" in finish.message
+
+
+def test_ctrl_c_in_the_worker_with_the_terminal_is_one_of_the_launcher() -> None:
+    machine = Supervisor(WORKERS, RunPolicy(debugged=W0))
+    effects = machine.on(Exited(W0, -signal.SIGINT, True), 1.0)
+    assert not starts(effects) and terminate(W1)[0] in effects
+    [finish] = [e for e in machine.on(Exited(W1, -signal.SIGTERM), 1.1) if isinstance(e, Finish)]
+    assert finish.status == 130
+    assert starts(Supervisor(WORKERS, RunPolicy(debugged=W1)).on(Exited(W0, -signal.SIGINT, True), 1.0))
