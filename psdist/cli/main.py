@@ -43,6 +43,8 @@ PSDIST: Final = Group(
                 lambda: import_module("psdist.cli.events")),
         Command("trace", "record some steps for Perfetto: psdist trace --steps 20 --out trace.json",
                 lambda: import_module("psdist.cli.trace")),
+        Command("stacks", "show where the code of all members stands, to find what hangs",
+                lambda: import_module("psdist.cli.stacks")),
         Command("explain", "find the bottleneck of a run, and the setting that would change it",
                 lambda: import_module("psdist.cli.explain")),
         Command("report", "write an HTML file about a run, live or finished: psdist report --out run.html",

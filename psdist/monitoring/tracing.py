@@ -1,5 +1,7 @@
 """A member's part in a recording of ``psdist trace``, and OpenTelemetry spans of a worker's steps.
 
+``psdist stacks`` asks in the same way, and is answered here, too.
+
 Spans travel as messages of scheduler.proto.
 
 Invariant: A recording ends with the session on which it was started.
@@ -24,6 +26,7 @@ from typing import Any, Final
 
 from psdist.errors import InvalidArgumentError, LimitExceededError
 from psdist.monitoring.spans import PHASE_KINDS, Span, SpanKind, SpanRecorder
+from psdist.monitoring.stacks import own_stacks
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire.limits import TEXT_CHARACTERS_MAX, TRACE_SPANS_PER_MESSAGE
 
@@ -61,6 +64,8 @@ class MemberTrace:
                 member_ns = round(self._clock() * 1e9)
                 clock = pb.TraceReport.Clock(clock_ns=command.clock_ns, member_ns=member_ns, clock_id=clock_id())
                 send(pb.TraceReport(number=command.number, clock=clock))
+            case "stacks":
+                send(pb.TraceReport(number=command.number, stacks=own_stacks()))
             case "start_steps" if self._recorder is None or command.number != self._number:
                 self.end()
                 self._number, self._send = command.number, send

@@ -93,6 +93,8 @@ RIGHTS: Final[dict[str, frozenset[Role]]] = {
         GetSamples=_READERS,
         # It slows the members down a little while it records, and changes nothing.
         Trace=_READERS,
+        # It shows names and lines of the user's code.
+        GetStacks=_ADMIN,
         GetSummary=_READERS,
     ),
     **_calls(

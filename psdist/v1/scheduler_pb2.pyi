@@ -1734,19 +1734,21 @@ class TraceMember(_message.Message):
     def __init__(self, member_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[int] = ..., host: _Optional[str] = ..., rank: _Optional[int] = ..., pid: _Optional[int] = ..., offset_ns: _Optional[int] = ..., uncertainty_ns: _Optional[int] = ..., clock_id: _Optional[str] = ..., recorded: _Optional[int] = ..., steps: _Optional[int] = ..., done: _Optional[bool] = ..., missing: _Optional[str] = ...) -> None: ...
 
 class TraceCommand(_message.Message):
-    __slots__ = ("number", "start_steps", "end", "clock_ns")
+    __slots__ = ("number", "start_steps", "end", "clock_ns", "stacks")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     START_STEPS_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     CLOCK_NS_FIELD_NUMBER: _ClassVar[int]
+    STACKS_FIELD_NUMBER: _ClassVar[int]
     number: int
     start_steps: int
     end: bool
     clock_ns: int
-    def __init__(self, number: _Optional[int] = ..., start_steps: _Optional[int] = ..., end: _Optional[bool] = ..., clock_ns: _Optional[int] = ...) -> None: ...
+    stacks: bool
+    def __init__(self, number: _Optional[int] = ..., start_steps: _Optional[int] = ..., end: _Optional[bool] = ..., clock_ns: _Optional[int] = ..., stacks: _Optional[bool] = ...) -> None: ...
 
 class TraceReport(_message.Message):
-    __slots__ = ("number", "clock", "spans")
+    __slots__ = ("number", "clock", "spans", "stacks")
     class Clock(_message.Message):
         __slots__ = ("clock_ns", "member_ns", "clock_id")
         CLOCK_NS_FIELD_NUMBER: _ClassVar[int]
@@ -1759,10 +1761,30 @@ class TraceReport(_message.Message):
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
+    STACKS_FIELD_NUMBER: _ClassVar[int]
     number: int
     clock: TraceReport.Clock
     spans: TraceSpans
-    def __init__(self, number: _Optional[int] = ..., clock: _Optional[_Union[TraceReport.Clock, _Mapping]] = ..., spans: _Optional[_Union[TraceSpans, _Mapping]] = ...) -> None: ...
+    stacks: str
+    def __init__(self, number: _Optional[int] = ..., clock: _Optional[_Union[TraceReport.Clock, _Mapping]] = ..., spans: _Optional[_Union[TraceSpans, _Mapping]] = ..., stacks: _Optional[str] = ...) -> None: ...
+
+class GetStacksRequest(_message.Message):
+    __slots__ = ("run_id",)
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
+
+class GetStacksResponse(_message.Message):
+    __slots__ = ("member", "stacks", "ended", "run_id")
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    STACKS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    member: TraceMember
+    stacks: str
+    ended: bool
+    run_id: str
+    def __init__(self, member: _Optional[_Union[TraceMember, _Mapping]] = ..., stacks: _Optional[str] = ..., ended: _Optional[bool] = ..., run_id: _Optional[str] = ...) -> None: ...
 
 class TraceSpans(_message.Message):
     __slots__ = ("origin_ns", "kinds", "starts", "durations", "steps", "slices", "parameters", "peers", "names", "recorded", "steps_done", "done")

@@ -159,6 +159,11 @@ class SchedulerServiceStub:
                 request_serializer=psdist_dot_v1_dot_scheduler__pb2.TraceRequest.SerializeToString,
                 response_deserializer=psdist_dot_v1_dot_scheduler__pb2.TraceResponse.FromString,
                 _registered_method=True)
+        self.GetStacks = channel.unary_stream(
+                '/psdist.v1.SchedulerService/GetStacks',
+                request_serializer=psdist_dot_v1_dot_scheduler__pb2.GetStacksRequest.SerializeToString,
+                response_deserializer=psdist_dot_v1_dot_scheduler__pb2.GetStacksResponse.FromString,
+                _registered_method=True)
         self.GetSummary = channel.unary_unary(
                 '/psdist.v1.SchedulerService/GetSummary',
                 request_serializer=psdist_dot_v1_dot_scheduler__pb2.GetSummaryRequest.SerializeToString,
@@ -346,6 +351,13 @@ class SchedulerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetStacks(self, request, context):
+        """Stacks of the scheduler and of all live members, as they come.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetSummary(self, request, context):
         """Summary of the whole run so far, of a bounded size.
         """
@@ -480,6 +492,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.Trace,
                     request_deserializer=psdist_dot_v1_dot_scheduler__pb2.TraceRequest.FromString,
                     response_serializer=psdist_dot_v1_dot_scheduler__pb2.TraceResponse.SerializeToString,
+            ),
+            'GetStacks': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetStacks,
+                    request_deserializer=psdist_dot_v1_dot_scheduler__pb2.GetStacksRequest.FromString,
+                    response_serializer=psdist_dot_v1_dot_scheduler__pb2.GetStacksResponse.SerializeToString,
             ),
             'GetSummary': grpc.unary_unary_rpc_method_handler(
                     servicer.GetSummary,
@@ -1162,6 +1179,33 @@ class SchedulerService:
             '/psdist.v1.SchedulerService/Trace',
             psdist_dot_v1_dot_scheduler__pb2.TraceRequest.SerializeToString,
             psdist_dot_v1_dot_scheduler__pb2.TraceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStacks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/psdist.v1.SchedulerService/GetStacks',
+            psdist_dot_v1_dot_scheduler__pb2.GetStacksRequest.SerializeToString,
+            psdist_dot_v1_dot_scheduler__pb2.GetStacksResponse.FromString,
             options,
             channel_credentials,
             insecure,

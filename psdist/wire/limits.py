@@ -212,6 +212,10 @@ TRACE_BYTES_MAX: Final = 64 << 20
 TRACE_SPANS_MAX: Final = 1 << 16
 TRACE_SPANS_PER_MESSAGE: Final = 4096
 CLOCK_CHARACTERS_MAX: Final = 128
+#: Stacks of one process (psdist stacks), as text, the innermost frames of one stack, and commands that read them.
+STACKS_BYTES_MAX: Final = 64 << 10
+STACK_FRAMES_MAX: Final = 60
+STACKS_REQUESTS_MAX: Final = 8
 
 #: Connections to a process's metrics port that are open at the same time, and seconds that each may take to read the
 #: answer. It may be open for twice as long.

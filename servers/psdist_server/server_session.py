@@ -15,6 +15,7 @@ import structlog
 
 import psdist
 from psdist.errors import DuplicateMemberError, PsdistError, SchedulerUnreachableError, ServerUnreachableError
+from psdist.monitoring.stacks import prepare_dump
 from psdist.security.tls import Credentials
 from psdist.security.tokens import Verifier
 from psdist.types import ClusterMap
@@ -106,6 +107,7 @@ class ServerSession(MemberSession):
             answer.heartbeat_seconds,
             answer.storage,
         )
+        prepare_dump(answer.run_id, answer.member_id)
         return convert.map_from_proto(answer.map)
 
     async def run(self, server: ParameterServer) -> None:

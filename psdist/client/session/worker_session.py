@@ -39,6 +39,7 @@ from psdist.errors import (
     PsdistError,
     UnauthenticatedError,
 )
+from psdist.monitoring.stacks import prepare_dump
 from psdist.monitoring.tracing import step_tracer
 from psdist.settings.debugging import suspend_time_limits
 from psdist.types import ClusterMap, Replica
@@ -129,6 +130,7 @@ class WorkerSession(MemberSession):
         self.snapshots.start_incarnation()
         self.alignment.start_incarnation()
         self.membership.start_incarnation(response)
+        prepare_dump(response.run_id, response.member_id)
 
     async def _rejoin(self, fenced: FencedError) -> PsdistError | None:
         """Register again under the same id. Returns the error if the scheduler refuses."""

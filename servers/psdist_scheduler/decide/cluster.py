@@ -44,13 +44,14 @@ from psdist_scheduler.decide.run_end import CoordinatedShutdown, ExitRequests, R
 from psdist_scheduler.decide.scaling import Scaling
 from psdist_scheduler.decide.shard_placement import ReplicaManager
 from psdist_scheduler.decide.snapshots import Snapshots
+from psdist_scheduler.decide.stack_dumps import StackDumps
 from psdist_scheduler.decide.trace_recording import Traces
 from psdist_scheduler.decide.waiting_calls import WaitingCalls
 
 #: Events that no waiting call depends on. There are thousands of heartbeats, so the planners are not asked after each.
 _PASSING: Final = (
     ev.Heartbeat | ev.Heard | ev.ServerChecked | ev.EqualContributions | ev.FormGroup | ev.TraceRequested
-    | ev.SpansReported | ev.ClockReported
+    | ev.SpansReported | ev.ClockReported | ev.StacksRequested | ev.StacksReported
 )  # fmt: skip
 #: Failed workers are restarted sooner than this by their agent, and new ones arrive.
 _VACANT_SECONDS: Final = 30.0
@@ -87,6 +88,7 @@ class Cluster:
         self._same_batches = SameBatchWarnings(self.members, self.registry)
         self._formations = GroupFormations(self.members, is_restored=stored is not None)
         self._traces = Traces(self.members)
+        self._stack_dumps = StackDumps(self.members)
         #: True once members and callers were notified that the run cannot continue.
         self._has_ended = False
 
@@ -274,7 +276,7 @@ class Cluster:
                 effects, calls = self.deadlocks.progress()
                 for call in calls:
                     self._end(call)
-                return effects + self.losses.tick(now) + self._traces.tick(now)
+                return effects + self.losses.tick(now) + self._traces.tick(now) + self._stack_dumps.tick(now)
             case ev.Register():
                 return self._register(event, now)
             case ev.SessionOpened():
@@ -318,8 +320,10 @@ class Cluster:
             case ev.CallEnded():
                 self._end(event.call)
                 return self._traces.end_call(event.call)
-            case ev.TraceRequested() | ev.EnterRendezvous() | sn.Save():
+            case ev.TraceRequested() | ev.StacksRequested() | ev.EnterRendezvous() | sn.Save():
                 return self._wait(event, now)
+            case ev.StacksReported():
+                return self._stack_dumps.on_stacks(event, now)
             case ev.SpansReported():
                 return self._traces.on_spans(event, now)
             case ev.ClockReported():
@@ -396,11 +400,15 @@ class Cluster:
                 return rollback.on_history_read(event, self.epoch + 1, now)
         raise AssertionError(f"{event} is handled nowhere")
 
-    def _wait(self, event: ev.TraceRequested | ev.EnterRendezvous | sn.Save, now: float) -> list[Effect]:
+    def _wait(
+        self, event: ev.TraceRequested | ev.StacksRequested | ev.EnterRendezvous | sn.Save, now: float
+    ) -> list[Effect]:
         """Process a call that may have to wait."""
         match event:
             case ev.TraceRequested():
                 effects = self._traces.start(event, now)
+            case ev.StacksRequested():
+                effects = self._stack_dumps.start(event, now)
             case ev.EnterRendezvous():
                 effects = self.rendezvous.enter(event, now)
             case sn.Save():
@@ -465,7 +473,7 @@ class Cluster:
         for end_call in (
             self._calls.end_call, self.registry.end_call, self.creation.commits.end_call, self.barriers.end_call,
             self.rendezvous.end_call, self.scaling.end_call, self.snapshots.waiters.end_call,
-            self.exit_requests.end_call, self.deadlocks.end_call,
+            self.exit_requests.end_call, self.deadlocks.end_call, self._stack_dumps.end_call,
         ):  # fmt: skip
             end_call(call)
 

@@ -504,6 +504,22 @@ class SetPosition(WorkerCall):
     position: DataPosition
 
 
+# --- stacks (psdist stacks) -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StacksRequested(RunCall):
+    """Request for the stacks of all members."""
+
+
+@dataclass(frozen=True, slots=True)
+class StacksReported(Call):
+    """A member's stacks, as text, on its session ``call``."""
+
+    number: int
+    stacks: str
+
+
 # --- recordings of spans (psdist trace) -------------------------------------------------------------------------------
 
 

@@ -308,6 +308,31 @@ class AlignCommand:
 
 WorkerCommand = DeadlockFound | CheckCall | StopCommand | AlignCommand | CheckServer | Notice
 
+# --- stacks (psdist stacks) -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StacksCommand:
+    """To a member, on its session: report your stacks."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemberStacks:
+    """Stacks of one member, or before that the news that it was asked. member: None for the scheduler, whose stacks
+    the service adds. missing: why they do not come."""
+
+    member: Member | None
+    stacks: str = ""
+    missing: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StacksEnded:
+    """Nothing more comes."""
+
+
 # --- recordings of spans (psdist trace) -------------------------------------------------------------------------------
 
 
@@ -355,10 +380,16 @@ TraceAnswer = MemberSpans | TracedMember
 
 News = MemberLost | ShardsLost | sn.RolledBack | RunEnded
 #: Answers that are followed by others, and last answers.
-Interim = Waiting | Upload | Draining | ScaleNews | sn.Saving | TraceAnswer
-Last = Registered | ParametersReady | Described | Done | Withdrawn | Formed | Drained | Scaled | sn.Saved | TraceEnded
+Interim = Waiting | Upload | Draining | ScaleNews | sn.Saving | TraceAnswer | MemberStacks
+Last = (
+    Registered | ParametersReady | Described | Done | Withdrawn | Formed | Drained | Scaled | sn.Saved | TraceEnded
+    | StacksEnded
+)  # fmt: skip
 DataAnswer = DatasetStanding | RangeGiven | GroupStanding | sn.StatePlace | sn.StateSource
-Command = JoinProposal | WithdrawJoin | CheckValues | RunEnded | WorkerCommand | sn.SnapshotCommand | TraceCommand
+Command = (
+    JoinProposal | WithdrawJoin | CheckValues | RunEnded | WorkerCommand | sn.SnapshotCommand | TraceCommand
+    | StacksCommand
+)  # fmt: skip
 Value = Interim | Last | DataAnswer | Command
 
 # --- effects ----------------------------------------------------------------------------------------------------------

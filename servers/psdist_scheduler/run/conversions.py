@@ -19,6 +19,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from psdist.addresses import parse_address
 from psdist.errors import ConfigurationError, InvalidArgumentError, LimitExceededError, StorageError
+from psdist.monitoring.stacks import own_stacks
 from psdist.monitoring.tracing import check_spans
 from psdist.snapshots.format import ShardFile
 from psdist.types import check_name
@@ -36,6 +37,7 @@ from psdist.wire.limits import (
     MEMBERS_MAX,
     NAMES_MAX,
     PARAMETERS_MAX,
+    STACKS_BYTES_MAX,
     TEXT_CHARACTERS_MAX,
     UNREACHABLE_CHARACTERS_MAX,
     UNREACHABLE_REPORTED_MAX,
@@ -68,6 +70,7 @@ _LIMITS: Final[dict[type[Message], dict[str, int]]] = {
     pb.LeaseRangeRequest: dict.fromkeys(("done", "held", "done_at"), LEASES_MAX),
     pb.EndRangesRequest: dict.fromkeys(("done", "returned", "done_at", "used"), LEASES_MAX),
     pb.SessionRequest.EqualContributions: {"worker_ids": MEMBERS_MAX},
+    pb.TraceReport: {"stacks": STACKS_BYTES_MAX},
     pb.TraceReport.Clock: {"clock_id": CLOCK_CHARACTERS_MAX},
 }
 
@@ -205,6 +208,7 @@ REQUESTS: dict[str, Callable[[int, Any], ev.Event]] = {
     "SetDataPosition": partial(make_event, ev.SetPosition),
     "SaveSnapshot": _save_event,
     "Trace": partial(make_event, ev.TraceRequested),
+    "GetStacks": partial(make_event, ev.StacksRequested),
 }
 
 
@@ -250,7 +254,10 @@ def _unreachable(report: pb.UnreachableServer) -> ev.UnreachableServer:
     )
 
 
-def _trace_report(call: int, report: pb.TraceReport) -> ev.SpansReported | ev.ClockReported:
+def _trace_report(call: int, report: pb.TraceReport) -> ev.SpansReported | ev.ClockReported | ev.StacksReported:
+    if report.WhichOneof("kind") == "stacks":
+        _check(report)
+        return make_event(ev.StacksReported, call, report)
     if report.WhichOneof("kind") == "clock":
         _check(report.clock)
         sent, member, clock_id = report.clock.clock_ns, report.clock.member_ns, report.clock.clock_id
@@ -406,7 +413,11 @@ def response(cls: Any, value: ef.Value, cluster_map: common.ClusterMap) -> Any:
             own = make_message(pb.TraceMember, value)
             own.MergeFrom(make_message(pb.TraceMember, member))
             return cls(member=own)
-        case ef.TraceEnded():
+        case ef.MemberStacks(None):
+            return cls(stacks=own_stacks(), run_id=cluster_map.run_id)
+        case ef.MemberStacks(member):
+            return cls(member=make_message(pb.TraceMember, member, missing=value.missing), stacks=value.stacks)
+        case ef.TraceEnded() | ef.StacksEnded():
             return make_message(cls, value, ended=True)
     return make_message(cls, value)
 
@@ -449,6 +460,8 @@ def command(value: ef.Value | ef.News) -> pb.SessionResponse:
                 "end": {"end": True},
             }
             return message(trace=pb.TraceCommand(number=number, **told[kind]))
+        case ef.StacksCommand(number):
+            return message(trace=pb.TraceCommand(number=number, stacks=True))
         case ef.CheckServer(server):
             return message(check_server=convert.replica_to_proto(server))
         case ef.AlignCommand(number, until, release):

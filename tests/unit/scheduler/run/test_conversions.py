@@ -6,6 +6,7 @@ import pytest
 
 from psdist.errors import InvalidArgumentError, LimitExceededError
 from psdist.v1 import scheduler_pb2 as pb
+from psdist.wire.limits import STACKS_BYTES_MAX
 from psdist_scheduler.run import conversions
 from psdist_scheduler.run.conversions import check_report
 
@@ -38,6 +39,12 @@ def test_a_member_does_not_report_for_the_other_role(role: str, others: tuple[pb
 def test_it_reports_everything_else(role: str, own: tuple[pb.SessionRequest, ...]) -> None:
     for request in (*own, *OF_BOTH):
         check_report(request, role)
+
+
+def test_stacks_are_bounded() -> None:
+    report = pb.TraceReport(number=1, stacks="x" * (STACKS_BYTES_MAX + 1))
+    with pytest.raises(LimitExceededError, match="stacks"):
+        conversions._trace_report(1, report)
 
 
 @pytest.mark.parametrize("name", ["host", "master_address"])
