@@ -87,6 +87,7 @@ class Context:
 
         loss, accuracy, numbers: the script's values by name: numbers of Python or numpy, arrays or tensors of no
             dimension; NaN and infinities too. Names have 1 to 64 of ``A-Z a-z 0-9 _ . / -``, at most 24 in a script.
+            From ``total_steps``, the number of the last step, the launcher's progress line has the time left.
         samples: number of samples behind the values. It weights their means, and samples per second are counted by it.
         step: None is that of the parameter set that was opened first: in BSP the completed steps, in SSP and ASP the
             updates that this worker has seen. Without a parameter set it is the number of reports.

@@ -167,8 +167,6 @@ def run_local(settings: LocalSettings, environ: Mapping[str, str] | None = None)
     own_process.exit_on(settings.signals)
     if settings.log_format == "auto":
         settings = replace(settings, log_format="console" if sys.stderr.isatty() else "json")
-    if settings.debug_worker is not None and settings.progress == "auto":
-        settings = replace(settings, progress="plain")  # A line in place would overwrite the debugger's prompt.
     environ["PSDIST_LOG_FORMAT"] = settings.log_format  # for the library in scripts
     token = find_token(environ) or secrets.token_urlsafe(32)
     require_root(token)

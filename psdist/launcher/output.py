@@ -41,6 +41,10 @@ _SAME_LOSS_SECONDS: Final = 30.0
 
 #: Returns to the beginning of the line, and erases it.
 _ERASE: Final = "\r\x1b[K"
+#: Erases the line above this one.
+_ERASE_ABOVE: Final = "\x1b[A\x1b[K"
+#: Colours and movements of the cursor, in the text of others.
+_ESCAPES: Final = re.compile(r"\x1b\[[0-9;?]*[@-~]")
 #: Width of a terminal that does not report one.
 _COLUMNS: Final = 80
 
@@ -159,8 +163,12 @@ class Output:
         self._tails: dict[ProcessKey, deque[tuple[int, str]]] = {}
         #: When the console showed the loss of a member, by its id.
         self._losses: dict[str, float] = {}
-        #: The line shown below all others on a terminal.
-        self._progress = ""
+        #: True to show no line in place.
+        self.is_plain = False
+        #: The lines shown below all others on a terminal: a progress bar of the first worker's script, and the
+        #: launcher's own. ``_drawn``: the number of those that it shows now.
+        self._bar = self._progress = ""
+        self._drawn = 0
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="backslashreplace")
@@ -187,13 +195,23 @@ class Output:
     @property
     def is_terminal(self) -> bool:
         """True if standard error is a terminal on which ``show_progress`` can replace a line."""
-        return sys.stderr.isatty() and os.environ.get("TERM") != "dumb" and not self._as_json
+        return not (self.is_plain or self._as_json) and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
     def show_progress(self, message: str) -> None:
         """Show a message below all other lines of a terminal, replacing the previous one. It is cut off at the
         terminal's width. An empty message removes it."""
         self._progress = stamped(message) if message else ""
-        self._write(STDERR, "" if message else _ERASE)
+        self._write(STDERR, "")
+
+    def show_bar(self, key: ProcessKey, bar: str) -> None:
+        """Show the state of a progress bar of a process in place, if it is the first worker of this terminal. That of
+        any other is shown as a line when it has ended."""
+        if not self.is_terminal or key.role != "worker" or self._local_rank(key.number) != 0:
+            return
+        shown = f"[{self._worker_label} {key.number}] {_ESCAPES.sub('', bar)}" if bar.strip() else ""
+        if shown != self._bar and self._routing.to_console(0, STDERR):
+            self._bar = shown
+            self._write(STDERR, "")
 
     def clear_lines(self, key: ProcessKey) -> None:
         """Clear the kept lines of a process that is being started or restarted."""
@@ -272,8 +290,12 @@ class Output:
 
     def _write(self, stream: int, text: str) -> None:
         target = _target(stream)
-        if self._progress and target.isatty():
-            text = f"{_ERASE}{text}{self._progress[: _columns() - 1]}"
+        below = [line[: _columns() - 1] for line in (self._bar, self._progress) if line]
+        if (below or self._drawn) and target.isatty():
+            text = _ERASE + _ERASE_ABOVE * max(0, self._drawn - 1) + text + "\n".join(below)
+            self._drawn = len(below)
+        if not text:
+            return
         try:
             target.write(text)
             target.flush()

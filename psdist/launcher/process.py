@@ -95,27 +95,39 @@ def _above_standard_streams(descriptor: int) -> int:
 
 
 class LineSplitter:
-    """Splitter of a byte stream into lines. A carriage return also ends a line, so that progress bars are shown."""
+    """Splitter of a byte stream into lines. Text after a carriage return replaces the text before it, as a progress bar
+    does: the last state of a bar is its line."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[str]:
         """Add bytes. Returns the lines that are now complete, without their line ends."""
-        text = (self._rest + data).replace(b"\r\n", b"\n")
         # A trailing \r may be the first half of \r\n.
-        held = b"\r" if text.endswith(b"\r") else b""
-        parts = text[: len(text) - len(held)].replace(b"\r", b"\n").split(b"\n")
-        self._rest = parts.pop() + held
+        *lines, rest = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n")
+        # Earlier states of a bar are over. The newest may have begun, or end in \r.
+        self._rest = b"\r".join(rest.split(b"\r")[-2:])
+        found = [_newest(line) for line in lines]
         while len(self._rest) > OUTPUT_LINE_BYTES_MAX:
-            parts.append(self._rest[:OUTPUT_LINE_BYTES_MAX])
+            found.append(_newest(self._rest[:OUTPUT_LINE_BYTES_MAX]))
             self._rest = self._rest[OUTPUT_LINE_BYTES_MAX:]
-        return [part.decode("utf-8", "replace") for part in parts]
+        return found
+
+    @property
+    def bar(self) -> str:
+        """The state of a progress bar that has not ended; empty without one."""
+        return _newest(self._rest) if b"\r" in self._rest else ""
 
     def close(self) -> list[str]:
         """Return the unfinished line at the end of the stream."""
-        rest, self._rest = self._rest.rstrip(b"\r"), b""
-        return [rest.decode("utf-8", "replace")] if rest else []
+        rest, self._rest = _newest(self._rest), b""
+        return [rest] if rest.strip() else []
+
+
+def _newest(line: bytes) -> str:
+    """Return the last state of a line."""
+    states = [state for state in line.split(b"\r") if state]
+    return states[-1].decode("utf-8", "replace") if states else ""
 
 
 class Child:
@@ -123,6 +135,7 @@ class Child:
 
     on_lines: called with (stream, lines) for its output.
     on_exit: called last, with the return code.
+    on_bar: called with the state of a progress bar in its output whenever it may have changed; empty once it has ended.
     inherited: a descriptor that the process inherits under the same number.
     """
 
@@ -132,8 +145,12 @@ class Child:
         on_lines: Callable[[int, list[str]], None],
         on_exit: Callable[[int], None],
         inherited: int | None = None,
+        on_bar: Callable[[str], None] = lambda bar: None,
     ) -> None:
         self.spec = spec
+        self._on_bar = on_bar
+        #: State of a progress bar in each stream.
+        self._bars: dict[int, str] = {}
         self._on_lines = on_lines
         self._on_exit = on_exit
         self._loop = asyncio.get_running_loop()
@@ -175,6 +192,9 @@ class Child:
             except BlockingIOError:
                 return
             lines = splitter.feed(data) if data else splitter.close()
+            # First, so that the last state of a bar is not shown above its line.
+            self._bars[number] = splitter.bar
+            self._on_bar(next(filter(None, self._bars.values()), ""))
             if lines:
                 self._on_lines(number, lines)
             if not data:

@@ -99,6 +99,8 @@ class Runner:
         self.output = output
         self._metrics = metrics
         self._script = plan.workers.script
+        # A line in place would overwrite a debugger's prompt.
+        output.is_plain = plan.workers.debugged is not None or self._script.progress == "plain"
         output.on_broken = lambda: self.interrupt(signal.SIGPIPE)
         # Ignore only SIGHUP, as after nohup: shells start the background jobs of a script with SIGINT ignored, too.
         ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
@@ -206,6 +208,7 @@ class Runner:
                 lambda stream, lines: self.output.show_lines(key, stream, lines),
                 lambda returncode: self._exited(key, returncode),
                 pipes.get(key.role),
+                lambda bar: self.output.show_bar(key, bar),
             )
         except OSError as error:
             self.output.say(f"{key} cannot be started: {spec.argv[0]}: {error.strerror}")

@@ -127,6 +127,8 @@ def _check_samples(samples: Any) -> float:
     return number
 
 
+#: A number that a script reports to have the time left in the progress line.
+TOTAL_STEPS: Final = "total_steps"
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -134,10 +136,18 @@ def progress_line(values: Mapping[str, float], step: int) -> str:
     """Format the metrics of ``summarize``.
 
     ``step 1200  loss 0.01441  accuracy 0.9917  28,721 samples/s  step 4.46 ms (compute 3.1, push 0.2, wait 0.9, pull
-    0.26)  communication 30%  2 workers``; staleness is shown if it is not 0.
+    0.26)  communication 30%  2 workers``; staleness is shown if it is not 0. With ``total_steps`` it begins ``step 1200
+    of 5000, 0:17 left``.
     """
     parts = [f"step {step}"]
-    parts += [f"{name} {_short(value)}" for name, value in values.items() if name not in MEASURED]
+    if (total := values.get(TOTAL_STEPS, 0.0)) >= max(step, 1) and total < math.inf:
+        parts = [f"step {step} of {total:.0f}"]
+        if values.get("step_ms"):
+            minutes, seconds = divmod(round((total - step) * values["step_ms"] / 1e3), 60)
+            left = f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"
+            parts = [f"{parts[0]}, {left} left"]
+    shown = (name for name in values if name not in MEASURED and name != TOTAL_STEPS)
+    parts += [f"{name} {_short(values[name])}" for name in shown]
     if "samples_per_second" in values:
         parts.append(f"{_rate(values['samples_per_second'])} samples/s")
     if values.get("step_ms"):

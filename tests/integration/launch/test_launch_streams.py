@@ -94,6 +94,59 @@ def test_a_terminal_that_is_gone_ends_no_run(stage: Stage) -> None:
     stage.assert_clean()
 
 
+#: A bar as of tqdm, and a line in between. With an argument worker 0 then waits for the other side of this FIFO.
+_BARS = """
+import os, sys
+open(os.environ["PSDIST_CONNECTED_FILE"], "x").close()
+for step in range(200):
+    print(f"\\r{step:3}%|#", end="", file=sys.stderr, flush=True)
+    if step == 100:
+        print("half")
+        if sys.argv[1:] and os.environ["RANK"] == "0":
+            open(sys.argv[1]).close()
+print("\\r100%|##", file=sys.stderr)
+"""
+
+
+def test_a_progress_bar_is_one_line_in_a_pipe_and_in_files(stage: Stage) -> None:
+    (stage.path / "work" / "bars.py").write_text(_BARS)
+    flags = ("--nproc-per-node", "2", "--log-dir", "logs", "--run-id", "r")
+    status, text = stage.run(*flags, "bars.py")
+    assert status == 0, text
+    for rank in "01":
+        assert f"[worker {rank}] half" in text.splitlines()
+        assert [line for line in text.splitlines() if line.startswith(f"[worker {rank}] ") and "%" in line] == [
+            f"[worker {rank}] 100%|##"
+        ]
+        log = (stage.path / "work" / "logs" / "r" / f"worker-{rank}.log").read_text()
+        assert sorted(log.splitlines()) == ["100%|##", "half"]
+    stage.assert_clean()
+
+
+def test_the_first_worker_s_bar_stays_in_place_on_a_terminal(stage: Stage) -> None:
+    (stage.path / "work" / "bars.py").write_text(_BARS)
+    os.mkfifo(stage.path / "work" / "go")
+    outside, inside = os.openpty()
+    argv = [*_RUN, "--nproc-per-node", "2", "bars.py", "go"]
+    run = stage.start_program(argv, {"TERM": "xterm", "NO_COLOR": "1"}, stderr=inside)
+    os.close(inside)
+    shown = b""
+    while b"\r\x1b[K[worker 0] 100%|#" not in shown:
+        shown += os.read(outside, 65536)
+    (stage.path / "work" / "go").open("w").close()
+    with contextlib.suppress(OSError):  # Nobody has the other side open any more.
+        while data := os.read(outside, 65536):
+            shown += data
+    os.close(outside)
+    assert run.end()[0] == 0, shown
+    lines = shown.decode().split("\r\n")
+    assert [line.count("[worker 1]") for line in lines if "[worker 1]" in line] == [1], "its last state alone"
+    # Worker 0 has the same line, after states that were erased.
+    assert [line.rpartition("\x1b[K")[2] for line in lines if "[worker 0]" in line][-1] == "[worker 0] 100%|##", lines
+    assert sum("[worker 0] 100%|##" in line for line in lines) == 1, lines
+    stage.assert_clean()
+
+
 def test_a_log_directory_on_a_full_disk_ends_no_run(stage: Stage) -> None:
     logs = stage.path / "work" / "logs" / "r"
     logs.mkdir(parents=True)

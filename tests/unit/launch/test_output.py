@@ -41,9 +41,13 @@ def test_lines_do_not_depend_on_how_they_arrive(lines: list[str], data: st.DataO
 
 def test_progress_bars_and_lines_without_end() -> None:
     splitter = LineSplitter()
-    assert splitter.feed(b"10%\r20%\r") == ["10%"]
-    assert splitter.feed(b"30%") == ["20%"]
-    assert splitter.close() == ["30%"]
+    assert splitter.feed(b"10%\r20%\r") == [] and splitter.bar == "20%"
+    assert splitter.feed(b"30%") == [] and splitter.bar == "30%"
+    assert splitter.close() == ["30%"] and splitter.bar == ""
+    assert splitter.feed(b"\r 0%\r 50%\rerror\n\r100%") == ["error"] and splitter.bar == "100%"
+    assert splitter.feed(b"\n\r 7%\r   \r") == ["100%"] and not splitter.bar.strip() and splitter.close() == []
+    assert splitter.feed(b"no bar") == [] and splitter.bar == "" and splitter.feed(b"\r") == []
+    assert splitter.feed(b"\n") == ["no bar"]
     assert splitter.feed(b"x" * (OUTPUT_LINE_BYTES_MAX + 1)) == ["x" * OUTPUT_LINE_BYTES_MAX]
     assert splitter.close() == ["x"]
     assert splitter.feed(b"\xff\n") == ["\ufffd"]

@@ -18,7 +18,7 @@ import pytest
 
 from psdist.errors import ConfigurationError
 from psdist.launcher.events import ProcessKey
-from psdist.launcher.output import STDOUT, Output, Routing
+from psdist.launcher.output import STDERR, STDOUT, Output, Routing
 from psdist.launcher.run_metrics import MetricsOptions, RunMetrics
 from psdist.monitoring.metrics import PhaseTimes, WeightedSum, WorkerInterval, to_line
 from psdist.wire.limits import METRIC_LINE_BYTES_MAX
@@ -194,6 +194,29 @@ def test_lines_stand_above_the_progress_line(terminal: Terminal, monkeypatch: py
     erase, cut = "\r\x1b[K", "12:00 step 1  " + "x" * 25
     assert len(cut) == 39
     assert terminal.shown() == (f"{erase}{cut}{erase}[worker 0] hello\n{cut}{erase}12:00 step 2{erase}12:00 the end\n")
+
+
+def test_a_bar_of_the_first_worker_stands_above_the_progress_line(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal.stream)
+    monkeypatch.setattr("psdist.launcher.output.stamped", lambda message: message)
+    output = Output(Routing(), lambda rank: rank)
+    output.clear_lines(WORKER)
+    output.show_bar(ProcessKey("worker", 1), "50%")
+    output.show_bar(WORKER, "\x1b[32m10%\x1b[0m")
+    output.show_progress("step 1")
+    output.show_lines(WORKER, STDERR, ["hello"])
+    output.show_bar(WORKER, "20%")
+    output.show_bar(WORKER, "20%")
+    output.show_bar(WORKER, "")
+    output.show_progress("")
+    erase, both, up = "\r\x1b[K", "[worker 0] 10%\nstep 1", "\x1b[A\x1b[K"
+    first = f"{erase}[worker 0] 10%{erase}{both}{erase}{up}[worker 0] hello\n{both}"
+    assert terminal.shown() == f"{first}{erase}{up}[worker 0] 20%\nstep 1{erase}{up}step 1{erase}"
+    output.is_plain = True
+    output.show_bar(WORKER, "30%")
+    assert terminal.shown() == "" and not output.is_terminal
 
 
 def test_another_stream_is_not_disturbed(
