@@ -43,6 +43,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 INSTALL = $(BIN)/python .ci/install.py
+# Otherwise each of the five processes of the first run compiles the modules, which takes it 2 s.
+BYTECODE = $(BIN)/python -m compileall -q psdist servers
 # Runs a silent command with a description and a dot every two seconds.
 WITH_DOTS = @announced() { echo "$$1"; shift; "$$@" & work=$$!; \
 	while kill -0 $$work 2>/dev/null; do sleep 2; printf .; done & dots=$$!; \
@@ -94,11 +96,13 @@ $(BIN)/python:
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@$(INSTALL) "psdist and what it needs into $(VENV), about 160 MB" --editable '.[examples]'
+	@$(BYTECODE)
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml Makefile | $(BIN)/python
 	@$(INSTALL) "PyTorch into $(VENV)" $(TORCH)
 	@$(INSTALL) "psdist and what its tests need into $(VENV), about 1 GB" --editable '.[examples,dev]'
+	@$(BYTECODE)
 	@touch $@ $(VENV)/.installed
 
 # --- tasks -----------------------------------------------------------------------------------------------------------

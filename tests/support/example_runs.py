@@ -9,8 +9,8 @@ import sys
 from tests.support.tree import ROOT
 
 
-def run(*words: str, workers: int = 2, servers: int = 2) -> str:
-    """Return the output of ``psdist run`` with an example and its arguments."""
+def run(*words: str, workers: int = 2, servers: int = 2, with_errors: bool = False) -> str:
+    """Return the output of ``psdist run`` with an example and its arguments. with_errors: standard error, too."""
     launcher = [
         sys.executable,
         "-m",
@@ -26,4 +26,4 @@ def run(*words: str, workers: int = 2, servers: int = 2) -> str:
         [*launcher, *words], capture_output=True, text=True, check=False, cwd=ROOT, env=environment, timeout=240
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return done.stdout + done.stderr if with_errors else done.stdout

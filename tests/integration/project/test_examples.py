@@ -18,9 +18,16 @@ def accuracies(output: str) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def synchronous() -> str:
-    """Return the output of the example as ``make demo`` runs it."""
-    return run("examples/digits.py", "--compare")
+def synchronous(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the output of the example as ``make demo`` runs it on a machine that has compiled no kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NUMBA_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
+        return run("examples/digits.py", "--compare", with_errors=True)
+
+
+def test_the_demo_on_a_new_machine_is_calm(synchronous: str) -> None:
+    assert not re.search(r"warning|error|traceback", synchronous, re.IGNORECASE), synchronous
+    assert len(synchronous.splitlines()) <= 40, synchronous
 
 
 def test_digits_reach_the_accuracy_of_one_process(synchronous: str) -> None:
