@@ -107,6 +107,18 @@ def command(*words: str) -> str:
     return done.stdout
 
 
+def until_shown(text: str, *words: str) -> None:
+    """Return once a command prints this text."""
+    late = time.monotonic() + PATIENCE
+    while text not in (found := command(*words, "--timeout", "60")):
+        assert time.monotonic() < late, (text, found)
+
+
+def until_problem(kind: str) -> None:
+    """Return once ``psdist status`` names a problem of this kind."""
+    until_shown(f'"kind": "{kind}"', "status", "--format", "json")
+
+
 def test_each_fault_fires_its_alert(run: Run, tmp_path: Path) -> None:
     run.until("trained", 2)
     status = json.loads(command("status", "--format", "json", "--timeout", "60"))
@@ -121,14 +133,18 @@ def test_each_fault_fires_its_alert(run: Run, tmp_path: Path) -> None:
 
         (tmp_path / "nan").touch()
         prometheus.until_firing("PsdistNotFinite")
+        until_problem("not_finite")
 
         shutil.rmtree(tmp_path / "kept")
         (tmp_path / "kept").write_text("no directory any more")
         command("snapshot", "save", "--timeout", "60")
         prometheus.until_firing("PsdistSnapshotFailed")
+        until_problem("snapshot")
+        until_shown("gradients of worker worker-1 were left out", "events")
 
         run.child("psdist_server", "server-1").kill()
         prometheus.until_firing("PsdistMemberLost", "PsdistCopiesMissing")
+        until_problem("copies")
 
         worker = run.child("train.py")
         worker.send_signal(signal.SIGSTOP)
