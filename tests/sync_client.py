@@ -218,6 +218,13 @@ _CLIENT: Final = {
             ``out`` belongs to psdist until then.
             """
             return loop.shared().start(self._async.pull(out, copy), reading=True)
+
+        def start_push_pull(self, gradients: Mapping[str, ArrayLike], weight: float = 1.0) -> loop.StartedCall[Arrays]:
+            """Start a ``push_pull`` and return immediately. ``result()`` of the returned call waits for the weights.
+
+            The gradients belong to psdist until then.
+            """
+            return loop.shared().start(self._async.push_pull(gradients, weight=weight))
         ''',
     ),
     "Bucket": Source(

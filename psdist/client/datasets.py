@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 
 from psdist.client.process.other_processes import ProcessBound
 from psdist.client.session.membership import Registration
+from psdist.client.session.snapshot_participant import LocalProgress
 from psdist.client.session.worker_session import WorkerSession
 from psdist.data import RangeOrder
 from psdist.errors import PsdistError, SettingsMismatchError
@@ -91,6 +92,9 @@ class AsyncDataset(ProcessBound):
         #: and returned ones, with True if some of its samples may be in the weights.
         self._done: dict[int, pb.NextPushes] = {}
         self._returned: dict[int, bool] = {}
+        #: Finished leases whose samples are in local steps that the servers do not have yet: the models that trained on
+        #: them, and the steps that they had made.
+        self._uncontributed: dict[int, list[tuple[LocalProgress, int]]] = {}
 
     @property
     def name(self) -> str:
@@ -137,7 +141,18 @@ class AsyncDataset(ProcessBound):
         return lease_id in self._held and self._incarnation == self._membership.registration.incarnation
 
     def finish(self, lease_id: int) -> None:
-        """Mark the samples of a held range as used. The next call reports it to the scheduler."""
+        """Mark the samples of a held range as used. The next call reports it to the scheduler; in a script that makes
+        local steps, the next call after the contribution that includes them."""
+        self._uncontributed.setdefault(lease_id, [(one, one.made) for one in self._snapshots.local])
+        self._finish_contributed()
+
+    def _finish_contributed(self) -> None:
+        for lease_id, needed in tuple(self._uncontributed.items()):
+            if all(made <= progress.contributed for progress, made in needed):
+                del self._uncontributed[lease_id]
+                self._finish(lease_id)
+
+    def _finish(self, lease_id: int) -> None:
         self._in_use.pop((self.name, lease_id), None)
         if lease_id not in self._held:
             return
@@ -186,6 +201,7 @@ class AsyncDataset(ProcessBound):
         """Return the ranges that are held and not done."""
         for key in [key for key in self._in_use if key[0] == self.name]:
             del self._in_use[key]
+        self._finish_contributed()
         for lease_id in tuple(self._held):
             self._give_back(lease_id)
         await self._report_soon()
@@ -202,6 +218,7 @@ class AsyncDataset(ProcessBound):
 
     async def _lease(self, mine: Registration) -> Any:
         self._start_incarnation(mine)
+        self._finish_contributed()
         if self._returned:
             await self._report(mine)
         done = tuple(self._done)
@@ -230,6 +247,7 @@ class AsyncDataset(ProcessBound):
 
     def _give_back(self, lease_id: int, is_used: bool | None = None) -> None:
         """End a held lease that is not done. is_used: as for ``leave``."""
+        self._uncontributed.pop(lease_id, None)
         dropped, given = self._held.pop(lease_id)
         marks = self._snapshots.marks
         made = sum(max(0, number - given.get(name, 0)) for name, number in marks.next().items())
@@ -238,6 +256,7 @@ class AsyncDataset(ProcessBound):
     async def _report(self, mine: Registration) -> None:
         """Report the ranges that have ended."""
         self._start_incarnation(mine)
+        self._finish_contributed()
         done, returned = tuple(self._done), tuple(self._returned)
         if not done and not returned:
             return
@@ -271,7 +290,7 @@ class AsyncDataset(ProcessBound):
             self._discard_leases()
 
     def _discard_leases(self) -> None:
-        for leases in (self._held, self._done, self._returned):
+        for leases in (self._held, self._done, self._returned, self._uncontributed):
             leases.clear()
 
     def _now(self) -> pb.NextPushes:

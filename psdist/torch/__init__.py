@@ -18,6 +18,7 @@ from psdist.torch.conversion import convert_optimizer, convert_scheduler
 from psdist.torch.data_parallel import DistributedDataParallel
 from psdist.torch.elastic import ElasticDDP
 from psdist.torch.leased_loader import LeasedDataLoader
+from psdist.torch.local_steps import DiLoCo, LocalSGD
 from psdist.torch.offloading import OffloadedOptimizer, offload
 from psdist.torch.optimizer import DistributedOptimizer
 from psdist.torch.optimizer_state import load_optimizer_state
@@ -25,10 +26,12 @@ from psdist.torch.optimizer_state import refuse_in_torch as _refuse_in_torch
 from psdist.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
+    "DiLoCo",
     "DistributedDataParallel",
     "DistributedOptimizer",
     "ElasticDDP",
     "LeasedDataLoader",
+    "LocalSGD",
     "OffloadedOptimizer",
     "SyncBatchNorm",
     "convert_optimizer",

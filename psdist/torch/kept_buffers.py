@@ -27,7 +27,7 @@ from psdist.torch.values import from_bytes, is_plain, raw_bytes
 logger = logging.getLogger("psdist")
 
 
-class _BufferBytes(DeferredArray):
+class BytesOfTensor(DeferredArray):
     """Bytes of a buffer, read when a snapshot needs them."""
 
     dtype: ClassVar[np.dtype[Any]] = np.dtype(np.uint8)
@@ -89,11 +89,11 @@ class KeptBuffers:
             )  # fmt: skip
 
     def _save(self) -> dict[str, DeferredArray]:
-        state: dict[str, DeferredArray] = {DESCRIPTION: _BufferBytes(self._description_bytes, self._describe)}
+        state: dict[str, DeferredArray] = {DESCRIPTION: BytesOfTensor(self._description_bytes, self._describe)}
         for name in self._places:
             # On the buffer's device, so that only snapshots copy it from there.
             buffer = self._buffer(name).detach().clone()
-            state[name] = _BufferBytes(buffer.nbytes, partial(_copied_bytes, buffer))
+            state[name] = BytesOfTensor(buffer.nbytes, partial(_copied_bytes, buffer))
         return state
 
     def _describe(self) -> NDArray[np.uint8]:

@@ -113,7 +113,7 @@ class DistributedOptimizer(UnevenBatches, torch.optim.Optimizer):
         check_overlap(overlap)
         check_detection(detect_writes)
         wrapped = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
-        tensors = _tensors_to_train(model, wrapped)
+        tensors = tensors_to_train(model, wrapped)
         spec = _with_max_norm(specification_of(optimizer, tensors.trained, scheduler), max_grad_norm)
         #: This script's place in its run.
         self.context = init() if context is None else context
@@ -494,7 +494,8 @@ class _RemoteState(dict[str, Any]):
         )
 
 
-def _tensors_to_train(model: nn.Module, wrapped: torch.optim.Optimizer | None) -> ModelTensors:
+def tensors_to_train(model: nn.Module, wrapped: torch.optim.Optimizer | None) -> ModelTensors:
+    """Return the tensors of ``model`` that ``wrapped`` trains, and the others. Raises as ``inspect``."""
     tensors = inspect(model, parameters_of(wrapped), with_frozen=True)
     check_free({**tensors.trained, **tensors.fixed})
     return merge_shared(model, tensors, wrapped)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -32,6 +33,14 @@ logger = logging.getLogger("psdist")
 _PART_BYTES: Final = 1 << 20
 
 
+@dataclass
+class LocalProgress:
+    """Local steps that a worker has made, and how many of them the servers have."""
+
+    made: int = 0
+    contributed: int = 0
+
+
 class SnapshotParticipant:
     """Snapshots of one client. send: puts a report on the session."""
 
@@ -43,6 +52,8 @@ class SnapshotParticipant:
         self._uploads = StateUploads(calls, membership, self._report_failed)
         self.states = WorkerStates(self._uploads.put, self._report_failed)
         self._send = send
+        #: Progress of the models that this worker trains by local steps.
+        self.local: list[LocalProgress] = []
 
     def start_incarnation(self) -> None:
         """Replace the marks: the snapshot attempts of the previous incarnation were abandoned."""

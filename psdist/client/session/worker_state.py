@@ -71,7 +71,9 @@ _RECORDS: Final = 2
 RANDOM: Final = "psdist-random."
 #: Prefix of the names of psdist's own state.
 OWN: Final = "psdist."
-_RESERVED: Final = (OWN, BUFFERS, BATCHES, RANDOM)
+#: Prefix of the local state of a worker that makes local steps.
+LOCAL_STEPS: Final = "psdist-local-steps."
+_RESERVED: Final = (OWN, BUFFERS, BATCHES, RANDOM, LOCAL_STEPS)
 
 
 @dataclass(slots=True)
