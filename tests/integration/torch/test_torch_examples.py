@@ -42,6 +42,15 @@ def test_digits_are_read() -> None:
     assert accuracies[-1] >= 95.0
 
 
+def test_local_steps_read_digits_with_few_bytes() -> None:
+    ((accuracy, rounds, sent),) = re.findall(
+        r"accuracy ([\d.]+)% after (\d+) rounds, ([\d.]+) MB", run("examples/torch_diloco.py", "--steps", "300")
+    )
+    assert float(accuracy) >= 93.0
+    assert int(rounds) == 6
+    assert float(sent) < 1.0
+
+
 @pytest.mark.long  # Half of this is the same as above.
 def test_the_transformer_learns_as_fast_as_without_psdist() -> None:
     through, alone = (numbers(r"loss ([\d.]+)", call("examples/torch_chargpt.py", *SMALL))[-1] for call in (run, plain))
