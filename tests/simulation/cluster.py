@@ -138,6 +138,11 @@ class World:
         if news.role == "worker" and self._without_path[news.member_id] > PATH_LOSSES_MAX:
             self.oracle.violation(f"{news.member_id} joined again and again without a path: {news.reason}")
 
+    @property
+    def only_silences(self) -> bool:
+        """True if no fault of this run ends a process, or silences it for longer than its lease."""
+        return bool(self.options.faults) and HARMLESS.issuperset(self.options.faults)
+
     def _check_loss(self, news: MemberLost) -> None:
         """Check that silence alone never causes the loss of a participant."""
         self.counts[f"lost: {news.role}"] += 1
@@ -148,7 +153,7 @@ class World:
         runs = news.member_id in workers | holders
         # A member that never opened a session does not participate. ``_note_loss`` checks cut paths.
         runs = runs and not news.reason.startswith("opened no session") and "cannot reach" not in news.reason
-        if self.options.faults and runs and HARMLESS.issuperset(self.options.faults):
+        if runs and self.only_silences:
             self.oracle.violation(f"{news.member_id} was expelled though it was only silent: {news.reason}")
 
     @property

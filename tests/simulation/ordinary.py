@@ -67,6 +67,7 @@ class OrdinaryOptions(SnapshotOptions):
 
     own_loop: scripts count their pushes instead of the parameters' steps.
     busy, long: fraction of steps in which a script holds its interpreter, or computes for long.
+    frozen: True if a process that holds its interpreter is stopped whole, as by SIGSTOP.
     busy_leases, long_leases: longest duration of these, in worker leases.
     barrier_every: number of steps between barriers; 0 for never.
     limited: fraction of barrier calls with a time limit.
@@ -80,6 +81,7 @@ class OrdinaryOptions(SnapshotOptions):
 
     own_loop: bool = False
     busy: float = 0.0
+    frozen: bool = False
     busy_leases: float = 0.8
     long: float = 0.0
     long_leases: float = 2.0
@@ -180,6 +182,11 @@ class OrdinaryWorld(SnapshotWorld):
         self.stopped_phases: dict[int, int] = {}
         loop.barrier_opened = self._barrier_opened
         loop.deadlock_found = self._deadlock_found
+
+    @property
+    def only_silences(self) -> bool:
+        """See World."""
+        return super().only_silences or (self.options.peaceful and not self.options.cut)
 
     def _check_loss(self, news: MemberLost) -> None:
         # A script that is busy for longer than its lease is expelled: its process shows no other sign of life.
@@ -304,10 +311,14 @@ class OrdinaryWorld(SnapshotWorld):
             await self.loop.after(rng.random() * options.long_leases * options.worker_lease_seconds)
 
     def _hold(self, node: Node, seconds: float) -> None:
-        """Hold the interpreter: nothing of the process runs except the threads that answer for its connections."""
+        """Hold the interpreter: nothing of the process runs except the threads that answer for its connections, unless
+        it is frozen."""
         if not node.paused and not node.dead:
             self.loop.pause(node)
-            node.paused_since = float("inf")
+            if self.options.frozen:
+                self.network.watch_silence(node.name, "*")
+            else:
+                node.paused_since = float("inf")
             self.loop.call_later(seconds, self._let_go, node, context=self.loop.world.context)
 
     def _let_go(self, node: Node) -> None:

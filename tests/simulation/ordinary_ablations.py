@@ -53,7 +53,7 @@ _ASP: dict[str, Any] = {"consistency": ASP(), "optimizer": SGD(lr=1.0)}
 # --- busy workers -----------------------------------------------------------------------------------------------------
 
 
-@_ablation("workers have a lease of their own", **_BUSY)
+@_ablation("workers have a lease of their own", **_BUSY, frozen=True, cut=0.0, lease_seconds=3.0, worker_lease_seconds=9.0)
 def _one_lease(put: Put) -> None:
     put(ClusterSettings, "lease_of", lambda self, role: self.lease_seconds)
 
