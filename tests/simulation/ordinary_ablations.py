@@ -39,6 +39,7 @@ def hunt(name: str, seeds: int = SEEDS) -> tuple[int, str]:
 
 _PEACE: dict[str, Any] = {"faults": (), "fault_count": 0, "storage_faults": 0.0, "busy_leases": 0.8, "lives": 40}
 _BUSY: dict[str, Any] = {**_PEACE, "busy": 0.5, "workers": 2, "stops": (), "ends": 0}
+_FROZEN: dict[str, Any] = {**_BUSY, "frozen": True, "cut": 0.0, "lease_seconds": 3.0, "worker_lease_seconds": 9.0}
 _STOPS: dict[str, Any] = {
     **_PEACE, "workers": 3, "stops": ("all", "all"), "ends": 2, "stop_seconds": 1.0, "consistency": BSP(), "steps": 8,
     "think_seconds": 0.2, "barrier_every": 0, "worker_lease_seconds": 8.0,
@@ -53,7 +54,7 @@ _ASP: dict[str, Any] = {"consistency": ASP(), "optimizer": SGD(lr=1.0)}
 # --- busy workers -----------------------------------------------------------------------------------------------------
 
 
-@_ablation("workers have a lease of their own", **_BUSY, frozen=True, cut=0.0, lease_seconds=3.0, worker_lease_seconds=9.0)
+@_ablation("workers have a lease of their own", **_FROZEN)
 def _one_lease(put: Put) -> None:
     put(ClusterSettings, "lease_of", lambda self, role: self.lease_seconds)
 
