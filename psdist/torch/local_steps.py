@@ -109,23 +109,12 @@ class DiLoCo:
         name: str = "model",
         context: Context | None = None,
     ) -> None:
-        check_integer("every", every, 1, _EVERY_LAST)
-        check_integer("fragments", fragments, 1, _FRAGMENTS_LAST)
+        outer = SGD(lr=0.7, momentum=0.9, nesterov=True) if outer is None else outer
+        _check_optimizers(optimizer, outer)
         _check_rounds(every, fragments, delay)
         _check_number("mix", mix, 1.0)
         if max_update_norm is not None:
             _check_number("max_update_norm", max_update_norm, math.inf)
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise InvalidArgumentError(
-                f"optimizer is of type {type(optimizer).__qualname__}: give the torch.optim optimizer that makes the "
-                "local steps; the one on the servers is outer="
-            )
-        outer = SGD(lr=0.7, momentum=0.9, nesterov=True) if outer is None else outer
-        if not isinstance(outer, Optimizer):
-            raise InvalidArgumentError(
-                f"outer is of type {type(outer).__qualname__}: give a specification of psdist.optim, such as "
-                "psdist.optim.SGD(lr=0.7, momentum=0.9, nesterov=True)"
-            )
         tensors = tensors_to_train(model, optimizer)
         parts = _divide(tensors.trained, fragments)
         #: This script's place in its run.
@@ -454,7 +443,22 @@ def _divide(tensors: Mapping[str, nn.Parameter], count: int) -> list[dict[str, n
     return [{key: one for key, one in tensors.items() if key in part} for part in chosen]
 
 
+def _check_optimizers(optimizer: Any, outer: Any) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidArgumentError(
+            f"optimizer is of type {type(optimizer).__qualname__}: give the torch.optim optimizer that makes the "
+            "local steps; the one on the servers is outer="
+        )
+    if not isinstance(outer, Optimizer):
+        raise InvalidArgumentError(
+            f"outer is of type {type(outer).__qualname__}: give a specification of psdist.optim, such as "
+            "psdist.optim.SGD(lr=0.7, momentum=0.9, nesterov=True)"
+        )
+
+
 def _check_rounds(every: int, fragments: int, delay: int) -> None:
+    check_integer("every", every, 1, _EVERY_LAST)
+    check_integer("fragments", fragments, 1, _FRAGMENTS_LAST)
     if every % fragments:
         raise InvalidArgumentError(
             f"every={every} with fragments={fragments}: a fragment is exchanged each every / fragments steps, which "
