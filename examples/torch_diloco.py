@@ -1,4 +1,4 @@
-"""Local steps: each worker trains alone, and every fifty steps the servers merge what the workers have learned.
+"""Local steps: each worker trains alone, and every fifty steps the servers merge the models of the workers.
 
 psdist run --nservers 2 --nproc-per-node 4 examples/torch_diloco.py
 psdist run --nservers 2 --nproc-per-node 4 examples/torch_diloco.py --every 1     # meets in each step

@@ -86,7 +86,7 @@ class DiLoCo:
     A worker that dies loses the local steps since its last contribution, and the others continue without it. One that
     joins takes the reference weights. A run that resumes from a snapshot continues with ``steps`` as they were then.
 
-    Raises InvalidArgumentError for a value out of its range, and for what ``DistributedOptimizer`` refuses; and the
+    Raises InvalidArgumentError for a value out of its range, and as ``DistributedOptimizer``; and the
     errors of ``psdist.init`` and ``Client.parameters``.
     """
 
@@ -395,7 +395,7 @@ class _Fragment:
         """Take a round's result. mix: its share in the model's weights."""
         if mix == 1.0:
             self._writer.write(weights)
-            # Of what the model holds: rounding to its dtype is not this worker's progress.
+            # Of the values in the model: rounding to its dtype is not this worker's progress.
             self._reference = {key: _values(self._tensors[key], one.dtype).copy() for key, one in weights.items()}
             return
         mixed = {
