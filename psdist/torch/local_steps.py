@@ -9,7 +9,7 @@ Invariants: A contribution is a push, so it counts once, whatever is resent. All
 round. The fragment of the next round follows from the numbers of the rounds so far, so a worker that joins takes the
 same turn as the others. Ranges of data count as used once a contribution includes them.
 
-Not here: what a round does on the servers, which is a step of BSP.
+Not here: a round on the servers, which is a step of BSP.
 """
 
 from __future__ import annotations
