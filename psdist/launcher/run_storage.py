@@ -6,9 +6,9 @@ object-store client, so it reads a directory's records as plain JSON, and leaves
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-import shutil
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -57,11 +57,13 @@ def _why_unwritable(path: Path) -> str:
         above = above.parent
     if not above.is_dir():
         return f"{above} is no directory"
+    system = os.statvfs(above)
+    if system.f_flag & os.ST_RDONLY:
+        return f"{os.strerror(errno.EROFS)}; use another --storage-path"
     if not os.access(above, os.W_OK | os.X_OK):
-        return f"this user may not write to {above}, or it is read-only"
-    with suppress(OSError):
-        if (free := shutil.disk_usage(above).free) < _FREE_BYTES:
-            return f"{free} bytes are free; free some space"
+        return f"{os.strerror(errno.EACCES)}: {above}; grant this user access, or use another --storage-path"
+    if (free := system.f_bavail * system.f_frsize) < _FREE_BYTES:
+        return f"{os.strerror(errno.ENOSPC)}: {free} bytes are free; free some space"
     return ""
 
 

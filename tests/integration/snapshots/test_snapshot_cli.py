@@ -151,7 +151,7 @@ def test_a_storage_that_is_not_for_the_run_or_cannot_be_read_ends_it_at_once(sta
     assert status == 2 and "--run-id digits" in text, text
     (stage.path / "file").touch()
     status, text = stage.train("--storage-path", "file/below", "train.py")
-    assert status == 69 and "file/below" in text and "cannot begin" in text, text
+    assert status == 69 and "file/below" in text and len(text.splitlines()) == 1, text
 
 
 @pytest.mark.parametrize(("how", "reason"), [("full", "No space left"), ("read-only", "Read-only file system")])
@@ -166,7 +166,7 @@ def test_a_storage_that_cannot_be_written_ends_a_run_before_it_trains(
     status, text = stage.train("--storage-path", str(mount.path / "runs"), "train.py")
     assert status == 69 and "begins at" not in text, text
     told = f"the storage {mount.path / 'runs'} cannot be written: {reason}"
-    assert told in text and "--storage-path" in text and "the scheduler cannot begin" in text, text
+    assert told in text and "--storage-path" in text and len(text.splitlines()) == 1, text
     assert sorted(path.name for path in mount.path.iterdir()) == before
 
 
