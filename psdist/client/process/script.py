@@ -52,6 +52,7 @@ def shorten_tracebacks_alone() -> None:
     """Install the hook in a process without a launcher, unless it has a hook of its own."""
     if sys.excepthook is sys.__excepthook__:
         shorten_tracebacks()
+        atexit.register(_Ending(os.getpid()).end_by_signal)
 
 
 def shorten_tracebacks() -> None:
@@ -166,21 +167,37 @@ class _Ending:
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._status = 0
+        self._is_interrupted = False
 
     def choose_status(self) -> None:
         if os.getpid() == self._pid:
-            error = _uncaught(getattr(sys, "last_value", None), getattr(sys, "last_traceback", None))
+            error = self._last_error()
             self._status = 0 if error is None else status_of(error)
             if error is not None and not self._status:
                 report_error(error)
             if error is None:
                 report_steps()
 
+    def end_by_signal(self) -> None:
+        # An interactive session has survived its last error.
+        if os.getpid() == self._pid and not hasattr(sys, "ps1"):
+            self._last_error()
+
+    def _last_error(self) -> BaseException | None:
+        """Return the error that ended the script. After Ctrl-C the process is to end by the signal: Python does so
+        itself, unless text is compiled meanwhile (``importing``)."""
+        error = _uncaught(getattr(sys, "last_value", None), getattr(sys, "last_traceback", None))
+        self._is_interrupted = isinstance(error, KeyboardInterrupt)
+        return error
+
     def __del__(self) -> None:
-        if self._status:
+        if self._status or self._is_interrupted:
             for stream in (sys.stdout, sys.stderr):
                 with suppress(AttributeError, OSError, ValueError):  # None, a broken pipe, or closed.
                     stream.flush()
+            if self._is_interrupted:
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
+                signal.raise_signal(signal.SIGINT)
             os._exit(self._status)
 
 

@@ -201,6 +201,18 @@ psdist.optim.SGD(lr=-1.0)
     assert (done.returncode, done.stdout) == (78, "cleaned first\ncleaned last\n")
 
 
+@pytest.mark.parametrize("launched", [False, True])
+def test_a_script_interrupted_by_ctrl_c_ends_by_the_signal(tmp_path: Path, launched: bool) -> None:
+    """Methods of dataclasses are compiled at the end, by which Python forgets why it ends."""
+    text = "import psdist\ncontext = psdist.init(alone=True)\nprint('printed', end='')\nraise KeyboardInterrupt\n"
+    (tmp_path / "train.py").write_text(text)
+    environ = {**os.environ, **({"PSDIST_CONNECTED_FILE": str(tmp_path / "connected")} if launched else {})}
+    command = [sys.executable, "train.py"]
+    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGINT, done.stderr
+    assert done.stdout == "printed" and done.stderr.endswith("KeyboardInterrupt\n"), done.stderr
+
+
 def test_an_error_that_did_not_end_the_script_leaves_its_status(tmp_path: Path) -> None:
     # Libraries in C report an exception of a callback by the interpreter's own function, and continue.
     script = """
