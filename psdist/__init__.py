@@ -18,6 +18,7 @@ words.
 from __future__ import annotations
 
 import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
@@ -67,7 +68,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import the module that defines ``name``, and cache the object."""
     if name not in _MODULES:
-        raise AttributeError(f"module 'psdist' has no attribute {name!r}")
+        raise AttributeError(f"module 'psdist' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
     with import_module("psdist.importing").quickly():
         module = import_module(_MODULES[name])
     globals()[name] = found = getattr(module, name, module)

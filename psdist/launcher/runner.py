@@ -136,7 +136,7 @@ class Runner:
             self.output.say(finish.message, is_error=finish.status != exit_codes.OK)
         if finish.culprit is not None and finish.culprit.role == "worker":
             lines = self.output.last_words(finish.culprit)
-            if remedy := remedy_for(self._script.kind, self._script.command[0], lines):
+            if remedy := remedy_for(self._script.kind, self._script.command[0], lines, finish.status):
                 self.output.say(remedy)
         self._metrics.close()
         return finish

@@ -7,9 +7,11 @@ compiled: that would run the user's code in the launcher.
 from __future__ import annotations
 
 import importlib.machinery
+import importlib.util
 import os
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
@@ -19,6 +21,7 @@ from typing import Final
 
 from psdist.errors import ConfigurationError
 from psdist.machine import python
+from psdist.settings import exit_codes
 
 _SHEBANG: Final = b"#!"
 _ELF: Final = b"\x7fELF"
@@ -148,8 +151,24 @@ _MISSING: Final = re.compile(r"ModuleNotFoundError: No module named '([^']+)'(?P
 _PARTIAL: Final = re.compile(r"\w+Error: .*partially initialized module '([^']+)'")
 
 
-def remedy_for(kind: ScriptKind, name: str, lines: Iterable[str]) -> str:
-    """Return a remedy for the error of a script; empty if its own message says enough. lines: its last ones."""
+#: For signals by which a script was killed, and statuses of a shell that reports them.
+_OF_SIGNALS: Final = {
+    signal.SIGKILL: (
+        "the kernel kills by SIGKILL when memory is full (dmesg | grep -i oom): if it did, use smaller batches or fewer "
+        "workers"
+    ),
+    signal.SIGSEGV: "with PYTHONFAULTHANDLER=1 a script that crashes prints where",
+}
+
+
+def remedy_for(kind: ScriptKind, name: str, lines: Iterable[str], status: int = 1) -> str:
+    """Return a remedy for the error of a script; empty if its own message says enough.
+
+    lines: its last ones.
+    status: its exit status.
+    """
+    if (number := status - exit_codes.SIGNAL_BASE) in _OF_SIGNALS:
+        return _OF_SIGNALS[signal.Signals(number)]
     for line in lines:
         if line.startswith(_RELATIVE) and kind is ScriptKind.FILE:
             folder, module = _module_of(Path(name))
@@ -160,7 +179,8 @@ def remedy_for(kind: ScriptKind, name: str, lines: Iterable[str]) -> str:
             folder = Path(name).parent if kind is ScriptKind.FILE else Path()
             file = folder.absolute() / (hidden[1].partition(".")[0] + ".py")
             return f"{file} hides the package of that name: rename it" if file.is_file() else ""
-        if found and kind is not ScriptKind.PROGRAM:
+        is_part = found and "." in found[1] and importlib.util.find_spec(found[1].partition(".")[0])
+        if found and not is_part and kind is not ScriptKind.PROGRAM:
             return f"workers run {python()}: install {found[1]!r} there, or start the psdist of the Python that has it"
     return ""
 

@@ -85,6 +85,8 @@ _CERTAIN: Final = " (an error of the script itself, before its first step: not r
 _REPEATED: Final = " (the same error as in the attempt before, before its first step: not restarted)"
 #: Signals that come from outside: they do not predict how soon the process ends after its next start.
 _FROM_OUTSIDE: Final = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
+#: Signals by which a process ends itself, as of a library that does not fit this machine.
+_CRASHES: Final = (-signal.SIGSEGV, -signal.SIGILL, -signal.SIGFPE, -signal.SIGBUS, -signal.SIGABRT)
 
 
 class StoppingProcesses:
@@ -440,7 +442,8 @@ def _why_it_recurs(event: Exited, process: RunningProcess) -> str:
         return _RECURRING[event.returncode]
     # Another status is the script's own, or 126 and 127 of a program that cannot be run. Above it are signals that a
     # shell reports.
-    may_pass = event.returncode == exit_codes.UNAVAILABLE or not 0 < event.returncode <= exit_codes.SIGNAL_BASE
+    is_own = 0 < event.returncode <= exit_codes.SIGNAL_BASE or event.returncode in _CRASHES
+    may_pass = event.returncode == exit_codes.UNAVAILABLE or not is_own
     if process.attempt == 0 and not (process.connected or event.connected or may_pass):
         return _BEFORE_CONNECTING
     if event.returncode != exit_codes.FAILURE:

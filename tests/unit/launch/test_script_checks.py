@@ -88,6 +88,11 @@ def test_an_error_of_the_script_has_a_remedy(folder: Path) -> None:
             remedy_for(ScriptKind.FILE, "train.py", [line])
             == f"{folder}/numpy.py hides the package of that name: rename it"
         )
+    assert remedy_for(ScriptKind.FILE, "train.py", ["ModuleNotFoundError: No module named 'psdist.init'"]) == ""
+    assert "dmesg" in remedy_for(ScriptKind.PROGRAM, "x", [], 137) and "FAULT" in remedy_for(
+        ScriptKind.FILE, "x", [], 139
+    )
+    assert remedy_for(ScriptKind.FILE, "train.py", [], 143) == ""
     assert remedy_for(ScriptKind.FILE, "train.py", ["ValueError: No module named 'nix'"]) == ""
 
 

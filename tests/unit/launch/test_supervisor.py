@@ -267,6 +267,7 @@ def test_the_first_worker_without_restarts_is_the_cause() -> None:
         (Exited(W1, 1, False), 1, ["before psdist.init()", "not restarted"]),
         # argparse, a script without the bit for execution, one whose interpreter is missing, one that knows its status.
         *((Exited(W1, status, False), status, ["exit code", "not restarted"]) for status in (2, 126, 127, 3)),
+        (Exited(W1, -11, False), 139, ["SIGSEGV", "not restarted"]),
         (Exited(W1, 1, True, CERTAIN), 1, ["an error of the script itself", "not restarted"]),
         (Exited(S1, 69), 70, ["server 1", "lost", "--replicas 2"]),
         (Exited(S0, -9), 70, ["server 0", "lost", "--replicas 2"]),
