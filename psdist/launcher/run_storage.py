@@ -62,7 +62,8 @@ def _why_unwritable(path: Path) -> str:
         return f"{os.strerror(errno.EROFS)}; use another --storage-path"
     if not os.access(above, os.W_OK | os.X_OK):
         return f"{os.strerror(errno.EACCES)}: {above}; grant this user access, or use another --storage-path"
-    if (free := system.f_bavail * system.f_frsize) < _FREE_BYTES:
+    # Some file systems, such as those of networks, do not tell their size.
+    if system.f_blocks and (free := system.f_bavail * system.f_frsize) < _FREE_BYTES:
         return f"{os.strerror(errno.ENOSPC)}: {free} bytes are free; free some space"
     return ""
 

@@ -154,8 +154,8 @@ _PARTIAL: Final = re.compile(r"\w+Error: .*partially initialized module '([^']+)
 #: For signals by which a script was killed, and statuses of a shell that reports them.
 _OF_SIGNALS: Final = {
     signal.SIGKILL: (
-        "the kernel kills by SIGKILL when memory is full (dmesg | grep -i oom): if it did, use smaller batches or fewer "
-        "workers"
+        "the kernel kills by SIGKILL when memory is full (dmesg | grep -i oom): if it did, use smaller batches or "
+        "fewer workers"
     ),
     signal.SIGSEGV: "with PYTHONFAULTHANDLER=1 a script that crashes prints where",
 }

@@ -93,7 +93,7 @@ def shorten(error: BaseException) -> None:
         frames = list(_frames(each.__traceback__))
         kept = _outside(frames)
         # Of errors raised in psdist, only its own classes are clear without the frame.
-        if kept and (kept[-1] is frames[-1] or _is_understood(each)):
+        if _is_understood(each) or (kept and kept[-1] is frames[-1]):
             hidden += len(frames) - len(kept)
             each.__traceback__ = _linked(kept)
     if hidden:

@@ -54,18 +54,27 @@ def printed(call: Callable[[], object]) -> str:
     return "".join(traceback.format_exception(caught.value))
 
 
-def test_the_traceback_of_a_launched_function_begins_in_the_function(tmp_path: Path) -> None:
-    (tmp_path / "work.py").write_text("def train(rate):\n    raise ValueError(rate)\n")
+@pytest.mark.parametrize(
+    ("rate", "status", "frames", "message"),
+    [
+        (0.5, 1, ["line 4, in train"], "ValueError: 0.5"),
+        (0.0, 78, [], "the return value of work:train contains a module"),
+    ],
+)
+def test_the_traceback_of_a_launched_function_begins_in_the_function(
+    tmp_path: Path, rate: float, status: int, frames: list[str], message: str
+) -> None:
+    work = "import sys\ndef train(rate):\n    if rate:\n        raise ValueError(rate)\n    return sys\n"
+    (tmp_path / "work.py").write_text(work)
     call = "import sys, pathlib, work\nfrom psdist.launcher.function_calls import write_call\n"
-    call += "write_call(pathlib.Path('.'), work.train, [0.5], {})\n"
+    call += f"write_call(pathlib.Path('.'), work.train, [{rate}], {{}})\n"
     assert ended(tmp_path, call) == (0, "")
     environ = {**os.environ, "PSDIST_CONNECTED_FILE": str(tmp_path / "connected"), "RANK": "0"}
     worker = [sys.executable, "-m", "psdist.launcher.function_calls", "."]
     done = subprocess.run(worker, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert [line for line in done.stderr.splitlines() if line.startswith("  File")] == [
-        f'  File "{tmp_path / "work.py"}", line 2, in train'
-    ], done.stderr
-    assert done.returncode == 1 and "ValueError: 0.5" in done.stderr
+    shown = [line for line in done.stderr.splitlines() if line.startswith("  File")]
+    assert shown == [f'  File "{tmp_path / "work.py"}", {frame}' for frame in frames], done.stderr
+    assert done.returncode == status and message in done.stderr
 
 
 _STOPPED = """
