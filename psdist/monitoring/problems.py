@@ -48,6 +48,8 @@ MISSED_HEARTBEATS: Final = 2
 _MISSING_SECONDS: Final = 60.0
 _LAG_SECONDS: Final = 60.0
 _LAG_UPDATES: Final = 100
+#: Why workers leave whose work is done.
+_DONE: Final = ("closed", "done")
 #: Time without an update after which a run is called stalled.
 _STALLED_SECONDS: Final = 120.0
 #: Age of a snapshot that is old.
@@ -217,8 +219,10 @@ def _live(status: dict[str, Any], role: str) -> int:
 
 
 def _missing(status: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return that fewer members are live than wanted. A run without a live worker has ended, or not begun."""
-    wanted = {"worker": status["workers_min"], "server": status["servers_wanted"] or status["servers_min"]}
+    """Return that fewer members are live than wanted. A run without a live worker has ended, or not begun; one whose
+    work is done is not missed."""
+    done = sum(member["state"] == "left" and member["reason"] in _DONE for member in status["members"])
+    wanted = {"worker": status["workers_min"] - done, "server": status["servers_wanted"] or status["servers_min"]}
     live = {role: _live(status, role) for role in wanted}
     short = [f"{live[role]} of {count} {role}s" for role, count in wanted.items() if live[role] < count]
     if not live["worker"] or not short:

@@ -128,7 +128,7 @@ def test_version() -> None:
 def test_unknown_words() -> None:
     status, _, text = call("frobnicate")
     assert status == 2 and "'frobnicate'" in text
-    commands = "run, config, status, events, trace, explain, report, snapshot, scale, drain, doctor"
+    commands = "run, config, status, events, trace, stacks, explain, report, snapshot, scale, drain, doctor"
     assert f"{commands}, token, generate, certs, warmup, completion and version" in text
     for word, answer in {
         "runn": "did you mean psdist run?",

@@ -197,6 +197,15 @@ def test_gradients_that_servers_left_out_count_as_the_workers_own() -> None:
     assert [one["kind"] for one in look(watch, answer)] == ["stalled"]
 
 
+def test_a_worker_whose_work_is_done_is_not_missed() -> None:
+    for reason, kinds in {"done": [], "stopped": ["missing"]}.items():
+        watch, answer = Watch(), status()
+        answer.members[0].state, answer.members[0].reason = "left", reason
+        look(watch, answer)
+        answer.time += 60
+        assert [one["kind"] for one in look(watch, answer)] == kinds
+
+
 # --- events -----------------------------------------------------------------------------------------------------------
 
 
