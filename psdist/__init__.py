@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from psdist.client.datasets import AsyncDataset
     from psdist.client.parameters import AsyncParameters, Statistics
     from psdist.client.push import AsyncBucket
-    from psdist.client.reporting.reporter import RunInfo
     from psdist.client.snapshots import SnapshotInfo
     from psdist.client.sync_client import Bucket, Client, Dataset, Parameters
     from psdist.consistency import ASP, BSP, SSP
     from psdist.errors import PsdistError
     from psdist.launcher.launch import LaunchResult, launch
+    from psdist.monitoring.worker_reports import RunInfo
     from psdist.snapshots.load import load_snapshot
 
 #: Module of each name, or the module that the name stands for.
@@ -52,7 +52,7 @@ _MODULES: Final = {
     "AsyncDataset": "psdist.client.datasets",
     "AsyncParameters": "psdist.client.parameters",
     "PsdistError": "psdist.errors",
-    "RunInfo": "psdist.client.reporting.reporter",
+    "RunInfo": "psdist.monitoring.worker_reports",
     "SnapshotInfo": "psdist.client.snapshots",
     "Statistics": "psdist.client.parameters",
     "load_snapshot": "psdist.snapshots.load",

@@ -45,9 +45,9 @@ from psdist.client.datasets import Range
 from psdist.client.parameters import Statistics
 from psdist.client.process import loop
 from psdist.client.process.loop import Blocking, on_loop
-from psdist.client.process.sigterm import sigterm
-from psdist.client.reporting.phase_timer import PhaseTimer
-from psdist.client.reporting.reporter import RunInfo
+from psdist.client.process.script import sigterm
+from psdist.monitoring.phase_timer import PhaseTimer
+from psdist.monitoring.worker_reports import RunInfo
 from psdist.errors import PsdistError
 from psdist.monitoring.metrics import Measurements
 from psdist.monitoring.metrics import Phase
@@ -61,7 +61,7 @@ from __future__ import annotations
 
 from psdist.client.process import loop
 from psdist.client.process.loop import Handle as Handle
-from psdist.client.process.other_processes import ProcessBound
+from psdist.client.process.loop import ProcessBound
 '''
 
 

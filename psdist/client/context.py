@@ -24,15 +24,14 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, Self, SupportsF
 from numpy.typing import ArrayLike
 
 from psdist.client.async_client import checked_ranks
-from psdist.client.process import loop, other_processes, script
-from psdist.client.process.script import print_line
-from psdist.client.process.sigterm import sigterm
-from psdist.client.reporting.reporter import MetricsPipe, Reporter, RunInfo
+from psdist.client.process import loop, script
+from psdist.client.process.script import print_line, sigterm
 from psdist.client.sync_client import Client, Parameters
 from psdist.collectives import SILENCE_SECONDS
 from psdist.collectives.on_demand import Collectives
 from psdist.errors import ConfigurationError, DuplicateMemberError, InvalidArgumentError, LateWorkerError
 from psdist.monitoring.trackers import PLAIN_SECONDS, ProgressTracker, Tracker
+from psdist.monitoring.worker_reports import MetricsPipe, Reporter, RunInfo
 from psdist.security.tls import TlsFiles
 from psdist.settings.config import MetricsSettings, TransportName, metrics_settings
 
@@ -366,7 +365,7 @@ def init(
     given = {name: value for name, value in locals().items() if value != _DEFAULTS[name]}
     with _lock:
         if _current is None:
-            other_processes.check_guarded()
+            loop.check_guarded()
             script.shorten_tracebacks_alone()
             _current = _connect(given)
             loop.shared().end_on_sigterm()
@@ -438,15 +437,15 @@ def _connect(arguments: dict[str, Any]) -> Context:
         try:
             client = Client(**arguments)
         except DuplicateMemberError as error:
-            raise other_processes.explained(error) from None
+            raise loop.explained(error) from None
         return Context(client.rank, client.world_size, client.local_rank, client, None, metrics)
     if not alone:
-        if other_processes.torch_group_size() > 1 or other_processes.names_torch_store(os.environ):
+        if loop.torch_group_size() > 1 or loop.names_torch_store(os.environ):
             joined: Context = import_module("psdist.process_group.own_run").join_all(arguments)
             return joined
-        other_processes.check_no_siblings(os.environ)
+        loop.check_no_siblings(os.environ)
     started = "no launcher, so this is a world of one: a scheduler and one server are started"
-    with other_processes.placed(0, 1, None, 1) if alone else nullcontext():
+    with loop.placed(0, 1, None, 1) if alone else nullcontext():
         return _with_own_cluster(arguments, metrics, 1, started)[0]
 
 

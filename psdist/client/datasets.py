@@ -33,10 +33,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from psdist.client.process.other_processes import ProcessBound
+from psdist.client.process.loop import ProcessBound
 from psdist.client.session.membership import Registration
-from psdist.client.session.snapshot_participant import LocalProgress
 from psdist.client.session.worker_session import WorkerSession
+from psdist.client.session.worker_state import LocalProgress
 from psdist.data import RangeOrder
 from psdist.errors import PsdistError, SettingsMismatchError
 from psdist.types import DataPosition, DatasetSpec

@@ -25,7 +25,7 @@ from psdist.off_loop import in_thread
 from psdist.types import DType, Layout, NonFinite, Slicing
 
 if TYPE_CHECKING:
-    from psdist.client.device.vectors import CastGradient, DeviceVectors
+    from psdist.client.device_vectors import CastGradient, DeviceVectors
     from psdist.device.memory import DeviceVector
 
 
@@ -121,7 +121,7 @@ class GradientVector:
                 f"arrays on device cuda:{number} with master_dtype={self._layout.dtype!r}: copy them to the host, such "
                 "as by array.get() of CuPy or tensor.cpu() of torch"
             )
-        from psdist.client.device.vectors import open_vectors
+        from psdist.client.device_vectors import open_vectors
 
         if self._device is None:
             self._device = open_vectors(self._layout, number)
@@ -138,7 +138,7 @@ class GradientVector:
             return self._device if self._buffers_on_device else None
         if (there := _first_on_device(gradients)) is None:
             return None
-        from psdist.client.device.arrays import number_of
+        from psdist.client.device_vectors import number_of
 
         return self.on_device(number_of(there))
 
@@ -224,7 +224,7 @@ class GradientVector:
 
     def cast(self, vector: DeviceVector, slicing: Slicing) -> CastGradient:
         """Cast a gradient on a device to 16 bits, and copy it to the host."""
-        from psdist.client.device.vectors import CastGradient
+        from psdist.client.device_vectors import CastGradient
 
         assert self._device is not None
         return CastGradient(self._device.cast(vector, self._dtype), slicing)
@@ -295,7 +295,7 @@ def _first_on_device(gradients: Mapping[str, Any]) -> Any:
     """Return the first of these arrays that is on a device; None if there is none."""
     for value in gradients.values():
         if type(value) is not np.ndarray:
-            from psdist.client.device.arrays import is_on_device
+            from psdist.client.device_vectors import is_on_device
 
             if is_on_device(value):
                 return value

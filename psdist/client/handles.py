@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Final
 
 from numpy.typing import ArrayLike
 
-from psdist.client.automatic_compression import choose_codec
 from psdist.client.core import flat_vector
+from psdist.client.encoding import choose_codec
 from psdist.client.parameters import AsyncParameters
 from psdist.client.participation import Options, Participation
-from psdist.client.reporting.worker_totals import ReportedNumbers, worker_totals
 from psdist.client.session.membership import OnDrop, Registration
 from psdist.client.session.worker_session import WorkerSession
 from psdist.client.transport.creation import CreatedParameters, ParametersCreator
@@ -23,13 +22,14 @@ from psdist.client.transport.grpc import GrpcTransport
 from psdist.compression import Auto, Float32
 from psdist.errors import InvalidArgumentError, LayoutMismatchError, SettingsMismatchError
 from psdist.monitoring.metrics import Measurements
+from psdist.monitoring.worker_reports import ReportedNumbers, worker_totals
 from psdist.off_loop import in_thread
 from psdist.settings.config import MetricsEndpoint
 from psdist.types import DType, Layout, ParametersSpec
 from psdist.v1 import scheduler_pb2
 
 if TYPE_CHECKING:
-    from psdist.client.reporting.worker_metrics import WorkerMetrics
+    from psdist.client.worker_metrics import WorkerMetrics
 
 _REMEDY: Final = (
     ". Another model, or other parameters, need a name of their own: give them another name=. To start afresh, as in a "
@@ -196,7 +196,7 @@ class Handles:
 
     def serve_metrics(self, endpoint: MetricsEndpoint) -> None:
         """Serve metrics for Prometheus. Raises ConfigurationError and InsecureBindError."""
-        from psdist.client.reporting.worker_metrics import MeasuredClient, WorkerMetrics  # Few workers serve them.
+        from psdist.client.worker_metrics import MeasuredClient, WorkerMetrics  # Few workers serve them.
 
         session = self._session
 

@@ -25,14 +25,12 @@ from typing import Any
 
 from numpy.typing import ArrayLike, NDArray
 
-from psdist.client.core.flat_vector import Arrays
-from psdist.client.core.written_weights import WrittenWeights
+from psdist.client.core.flat_vector import Arrays, WrittenWeights
 from psdist.client.encoding import Encoding
 from psdist.client.participation import Options, Participation
-from psdist.client.process.other_processes import ProcessBound
+from psdist.client.process.loop import ProcessBound
 from psdist.client.push import AsyncBucket
 from psdist.client.push_order import PushOrder
-from psdist.client.reporting.worker_totals import transport_of
 from psdist.client.session.membership import DropCounter, OnDrop
 from psdist.client.session.worker_state import (
     RANDOM,
@@ -46,6 +44,7 @@ from psdist.device.device import device_number
 from psdist.errors import InvalidArgumentError
 from psdist.hyperparameters import by_group
 from psdist.monitoring.metrics import Measurements, Phase
+from psdist.monitoring.worker_reports import transport_of
 from psdist.off_loop import in_thread, off_loop
 from psdist.types import ITEM_BYTES, Layout, ParametersSpec
 

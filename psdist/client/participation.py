@@ -22,28 +22,26 @@ from typing import Any
 import numpy as np
 
 from psdist.client.core import routing
-from psdist.client.core.flat_vector import Flat
+from psdist.client.core.flat_vector import Flat, WrittenWeights
 from psdist.client.core.push_sequence import NO_OPTIONS, PendingRequest, PushSequence
 from psdist.client.core.routing import RoutingPlan, ServerNews
-from psdist.client.core.written_weights import WrittenWeights
 from psdist.client.session.membership import Expulsion, Registration, WorkerMembership
-from psdist.client.session.snapshot_participant import fetch_state
 from psdist.client.session.waits import ReportedWait
 from psdist.client.session.worker_session import WorkerSession
-from psdist.client.session.worker_state import OWN, Restore, Save, State, check_state, part_of
+from psdist.client.session.worker_state import OWN, Restore, Save, State, check_state, fetch_state, part_of
 from psdist.client.transport.buffers import PullTarget
 from psdist.client.transport.creation import CreatedParameters, ParametersCreator
 from psdist.client.transport.delivery import Delivery, Transports
 from psdist.client.transport.grpc import GrpcTransport
-from psdist.client.transport.requests import (
+from psdist.client.transport.shm import ShmTransport
+from psdist.client.transport.tcp import TcpTransport
+from psdist.client.transport.transport import (
     ByteCounters,
     EncodedGradient,
     PullRequest,
     PushRequest,
     RequestIdentity,
 )
-from psdist.client.transport.shm import ShmTransport
-from psdist.client.transport.tcp import TcpTransport
 from psdist.compression import Cast, Codec, Float32
 from psdist.consistency import BSP, SSP
 from psdist.data.sample_source import BATCHES

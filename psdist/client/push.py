@@ -27,7 +27,7 @@ from psdist.client.participation import Participation
 from psdist.client.session.membership import run_in_incarnation
 from psdist.client.transport.buffers import PullTarget, Results
 from psdist.client.transport.delivery import all_or_first_error
-from psdist.client.transport.requests import EncodedGradient
+from psdist.client.transport.transport import EncodedGradient
 from psdist.errors import (
     ClosedError,
     FencedError,

@@ -1,6 +1,6 @@
 """Snapshots that a client asks for: with every push of its worker, and with its worker-local state when it leaves.
 
-Not here: the scheduler's commands to this worker (``snapshot_participant``), reading snapshots (``psdist.snapshots``).
+Not here: the scheduler's commands to this worker (``session.worker_state``), reading snapshots (``psdist.snapshots``).
 """
 
 from __future__ import annotations

@@ -21,10 +21,8 @@ from psdist.client.datasets import AsyncDataset, Range
 from psdist.client.parameters import AsyncParameters, Statistics
 from psdist.client.process import loop
 from psdist.client.process.loop import Blocking, on_loop
-from psdist.client.process.sigterm import sigterm
+from psdist.client.process.script import sigterm
 from psdist.client.push import AsyncBucket
-from psdist.client.reporting.phase_timer import PhaseTimer
-from psdist.client.reporting.reporter import RunInfo
 from psdist.client.session.membership import OnDrop
 from psdist.client.session.worker_session import WorkerSession
 from psdist.client.session.worker_state import Restore, Save
@@ -33,7 +31,9 @@ from psdist.compression import Codec
 from psdist.consistency import Consistency
 from psdist.errors import PsdistError
 from psdist.monitoring.metrics import Measurements, Phase
+from psdist.monitoring.phase_timer import PhaseTimer
 from psdist.monitoring.trackers import Tracker
+from psdist.monitoring.worker_reports import RunInfo
 from psdist.optim import Optimizer
 from psdist.security.tls import TlsFiles
 from psdist.settings.config import TransportName

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from psdist.client.process import loop
 from psdist.client.process.loop import Handle as Handle
-from psdist.client.process.other_processes import ProcessBound
+from psdist.client.process.loop import ProcessBound
 from psdist.collectives.core.plans import Array
 from psdist.collectives.group import AsyncWorkerGroup
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from psdist.client.context import init, is_open
-from psdist.client.process.other_processes import torch_group_size
+from psdist.client.process.loop import torch_group_size
 from psdist.compression import Codec
 from psdist.errors import InvalidArgumentError
 from psdist.lightning.shares import SharedSampler

@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import HashStore, _create_work_from_future  # ty
 from torch.distributed.rendezvous import rendezvous
 
 from psdist.client.context import Context, init
-from psdist.client.process.other_processes import names_torch_store
+from psdist.client.process.loop import names_torch_store
 from psdist.errors import InvalidArgumentError
 from psdist.process_group.all_gather import AllGather
 from psdist.torch.values import raw_bytes

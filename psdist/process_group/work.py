@@ -29,7 +29,7 @@ from torch._C._autograd import (
 )
 
 from psdist.client.process import loop
-from psdist.client.process.sigterm import sigterm
+from psdist.client.process.script import sigterm
 from psdist.collectives.group import AsyncWorkerGroup
 from psdist.errors import ClosedError, PsdistError, ShapeMismatchError, WaitTimeoutError, copy_error
 from psdist.process_group.checks import opaque

@@ -30,8 +30,7 @@ from torch.optim import lr_scheduler
 from psdist.client.context import Context, init
 from psdist.client.means import ServerMean
 from psdist.client.session.membership import OnDrop
-from psdist.client.session.snapshot_participant import LocalProgress
-from psdist.client.session.worker_state import LOCAL_STEPS, DeferredArray
+from psdist.client.session.worker_state import LOCAL_STEPS, DeferredArray, LocalProgress
 from psdist.client.sync_client import Client, Parameters
 from psdist.compression import Codec
 from psdist.consistency import BSP

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psdist.client.reporting.phase_timer import PhaseTimer, TimedRequest
 from psdist.errors import MalformedPayloadError
 from psdist.monitoring.metrics import (
     IntervalAccumulator,
@@ -22,6 +21,7 @@ from psdist.monitoring.metrics import (
     summarize,
     to_line,
 )
+from psdist.monitoring.phase_timer import PhaseTimer, TimedRequest
 
 seconds = st.floats(0, 100)
 #: Whole numbers, whose float sums are exact in any order.

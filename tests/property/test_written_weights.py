@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psdist.client.core.written_weights import WrittenRanges, WrittenWeights
+from psdist.client.core.flat_vector import WrittenRanges, WrittenWeights
 from psdist.errors import InvalidArgumentError
 from psdist.types import Layout, Slicing, TensorSpec
 from psdist_server.kernels.arrays import WrittenSlice

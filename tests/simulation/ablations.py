@@ -15,12 +15,12 @@ from typing import Any, Protocol
 
 from psdist import ASP, BSP, SSP
 from psdist.client import participation
-from psdist.client.reporting.worker_totals import ChangedCounts
-from psdist.client.session import membership, reachability, worker_session
+from psdist.client.session import membership, worker_session
 from psdist.client.transport import creation
 from psdist.client.transport.grpc import GrpcTransport
-from psdist.client.transport.requests import PushRequest
+from psdist.client.transport.transport import PushRequest
 from psdist.errors import ServerUnreachableError, StaleEpochError, StaleEstimateError, UnknownParametersError
+from psdist.monitoring.worker_reports import ChangedCounts
 from psdist.optim import SGD
 from psdist.types import Shard
 from psdist_scheduler.decide import cluster as scheduler_cluster
@@ -536,14 +536,14 @@ def _joins_without_a_path(put: Put) -> None:
 @_ablation("a path that is back is reported", **_CUT_OFF)
 def _path_stays_lost(put: Put) -> None:
     """Make a worker report forever a server that it could not reach once."""
-    watch = reachability.Reachability._watch
+    watch = worker_session.Reachability._watch
 
     async def for_ever(self: Any, server: Any, unreachable: Any) -> None:
         await watch(self, server, unreachable)
         self._unreachable[server] = unreachable
         unreachable.reason = unreachable.reason or "it was not reached once"
 
-    put(reachability.Reachability, "_watch", for_ever)
+    put(worker_session.Reachability, "_watch", for_ever)
 
 
 # --- heartbeats -------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from psdist.client.reporting.worker_totals import ChangedCounts
+from psdist.monitoring.worker_reports import ChangedCounts
 from psdist.v1 import scheduler_pb2 as pb
 from psdist_scheduler.run.scheduler import Scheduler
 

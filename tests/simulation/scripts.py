@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from psdist.client.async_client import AsyncClient
-from psdist.client.process.sigterm import EXIT_STATUS, SigtermHandler
+from psdist.client.process.script import EXIT_STATUS, SigtermHandler
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from psdist import ASP, BSP
-from psdist.client.core.written_weights import WrittenWeights
+from psdist.client.core.flat_vector import WrittenWeights
 from psdist.client.participation import Participation, PendingWrite
 from psdist.optim import SGD
 from psdist_server.core import async_shard, bsp_shard

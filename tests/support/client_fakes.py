@@ -18,7 +18,7 @@ import psdist
 from psdist import errors
 from psdist.client.core.routing import Route
 from psdist.client.session.membership import ClusterView
-from psdist.client.transport.requests import RequestIdentity
+from psdist.client.transport.transport import RequestIdentity
 from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.security.tls import Credentials
 from psdist.types import ClusterMap, ParametersEntry, ParametersSpec, Replica, ServerEntry, Shard

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psdist.client.core.encoder import GradientEncoder
-from psdist.client.device.gradient_encoder import DeviceGradientEncoder
+from psdist.client.device_encoder import DeviceGradientEncoder
 from psdist.client.session.worker_state import DeferredArray
 from psdist.compression import ChunkedTopK, Codec, Int2, Int4, Int8, OneBit, PerTensor, TopK
 from psdist.device.device import Device

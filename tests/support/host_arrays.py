@@ -1,4 +1,4 @@
-"""Device arrays of scripts, emulated on the CPU: ``psdist.client.device.arrays.DeviceArrays`` over a ``HostDevice``."""
+"""Device arrays of scripts on the CPU: ``psdist.client.device_vectors.DeviceArrays`` over a ``HostDevice``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from psdist.client.device.arrays import TakenArray
+from psdist.client.device_vectors import TakenArray
 from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.device.memory import DeviceVector
 from psdist.types import DType

@@ -33,8 +33,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
 
-from psdist.client.core.flat_vector import join_names, tensor_names
-from psdist.client.core.written_weights import WrittenWeights
+from psdist.client.core.flat_vector import WrittenWeights, join_names, tensor_names
 from psdist.consistency import BSP, Consistency
 from psdist.errors import InternalError, InvalidArgumentError, UnknownTensorError
 from psdist.hyperparameters import Settings

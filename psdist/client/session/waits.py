@@ -29,8 +29,8 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from psdist.client.core.push_sequence import SnapshotMarks
-from psdist.client.reporting.phase_timer import PhaseTimer, PushCounter, Subject, TimedRequest
 from psdist.errors import MutualWaitError, PsdistError
+from psdist.monitoring.phase_timer import PhaseTimer, PushCounter, Subject, TimedRequest
 from psdist.monitoring.tracing import MemberTrace
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import limits

@@ -11,7 +11,7 @@ the scheduler stops them from starting pushes (``hold``), cuts the last snapshot
 and lets them leave. Pushes before the cut are then finished, and later ones are abandoned. If only some workers were
 asked, each of them leaves after its current push.
 
-Everything here runs on the loop. Not here: the starts of iterations (``core.program_order``), the signal (``sigterm``),
+Everything here runs on the loop. Not here: the starts of iterations (``core.program_order``), the signal (``script``),
 leaving itself (``worker_session``).
 """
 

@@ -22,7 +22,7 @@ from psdist.client.core.push_sequence import PendingRequest
 from psdist.client.core.routing import RoutingPlan
 from psdist.client.session.worker_session import WorkerSession
 from psdist.client.transport.delivery import Delivery
-from psdist.client.transport.requests import InstallRequest, RequestIdentity
+from psdist.client.transport.transport import InstallRequest, RequestIdentity
 from psdist.errors import StaleEpochError, UnknownParametersError
 from psdist.off_loop import in_thread
 from psdist.types import Layout, ParametersEntry, ParametersSpec, Replica

@@ -22,10 +22,8 @@ from contextlib import asynccontextmanager, nullcontext
 from typing import Any, Final, Protocol
 
 from psdist.client.core.routing import Route, RoutingPlan
-from psdist.client.reporting.phase_timer import Subject
 from psdist.client.session.worker_session import WorkerSession
-from psdist.client.transport.requests import PushRequest, Request
-from psdist.client.transport.transport import Connection, Transport
+from psdist.client.transport.transport import Connection, PushRequest, Request, Transport
 from psdist.errors import (
     InternalError,
     NotMemberError,
@@ -37,6 +35,7 @@ from psdist.errors import (
     WaitTimeoutError,
     copy_error,
 )
+from psdist.monitoring.phase_timer import Subject
 from psdist.settings.debugging import time_limit
 from psdist.wire.backoff import Backoff
 

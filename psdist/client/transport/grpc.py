@@ -18,8 +18,18 @@ import grpc.aio
 
 from psdist.client.core.routing import Route
 from psdist.client.session.waits import Wait
-from psdist.client.transport.requests import InstallRequest, PullRequest, PushRequest, Request, write_held
-from psdist.client.transport.transport import Connection, ServerLoss, Transport, WriteQueue, attempt_error
+from psdist.client.transport.transport import (
+    Connection,
+    InstallRequest,
+    PullRequest,
+    PushRequest,
+    Request,
+    ServerLoss,
+    Transport,
+    WriteQueue,
+    attempt_error,
+    write_held,
+)
 from psdist.errors import ClosedError, InternalError, ServerUnreachableError, copy_error
 from psdist.security import handshake, roles
 from psdist.security.tls import Credentials

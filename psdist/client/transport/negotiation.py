@@ -32,8 +32,14 @@ from psdist.client.core.routing import Route
 from psdist.client.session.membership import ClusterView
 from psdist.client.session.waits import Wait, WaitTracker
 from psdist.client.transport.grpc import GrpcTransport
-from psdist.client.transport.requests import PushRequest, Request, RequestIdentity
-from psdist.client.transport.transport import ServerLoss, Transport, attempt_error
+from psdist.client.transport.transport import (
+    PushRequest,
+    Request,
+    RequestIdentity,
+    ServerLoss,
+    Transport,
+    attempt_error,
+)
 from psdist.errors import InternalError, PsdistError, ServerUnreachableError, StaleEpochError, copy_error
 from psdist.link.dialing import Link, ending_with
 from psdist.types import ClusterMap, ParametersEntry, Replica, Slicing

@@ -10,7 +10,7 @@ the copy is repeated if the slice was written in between. If the copy has a newe
 lack it, and the server must confirm it before it counts. No call is made by a map before the vector has stopped showing
 servers that lost shards in that map: these free the memory when such a call arrives.
 
-``negotiation`` implements calls and decides which servers are asked, ``shared_buffers`` is the memory, and ``delivery``
+``negotiation`` implements calls and decides which servers are asked, ``buffers`` has the memory, and ``delivery``
 resends after a failure.
 """
 
@@ -30,12 +30,10 @@ from psdist.client.core.flat_vector import Flat
 from psdist.client.core.routing import Route
 from psdist.client.session.membership import ClusterView
 from psdist.client.session.waits import Wait, WaitTracker
-from psdist.client.transport.buffers import PullTarget
+from psdist.client.transport.buffers import OfferedArena, PullTarget, WeightsView
 from psdist.client.transport.grpc import GrpcTransport
 from psdist.client.transport.negotiation import CallConnection, NegotiatedTransport, PendingCall, ask, encode_pull
-from psdist.client.transport.requests import PullRequest, PushRequest, Request, RequestIdentity
-from psdist.client.transport.shared_buffers import OfferedArena, WeightsView
-from psdist.client.transport.transport import ServerLoss
+from psdist.client.transport.transport import PullRequest, PushRequest, Request, RequestIdentity, ServerLoss
 from psdist.compression import casts
 from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.errors import (

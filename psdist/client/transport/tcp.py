@@ -26,8 +26,7 @@ from psdist.addresses import parse_address
 from psdist.client.core.routing import Route
 from psdist.client.session.waits import Wait
 from psdist.client.transport.negotiation import CallConnection, NegotiatedTransport, PendingCall, ask, encode_pull
-from psdist.client.transport.requests import PullRequest, PushRequest, Request, write_held
-from psdist.client.transport.transport import ServerLoss, WriteQueue
+from psdist.client.transport.transport import PullRequest, PushRequest, Request, ServerLoss, WriteQueue, write_held
 from psdist.errors import InternalError, PsdistError, ServerUnreachableError, TcpUnavailableError
 from psdist.link.frame_connection import FrameConnection, unacknowledged_bytes
 from psdist.types import Slicing

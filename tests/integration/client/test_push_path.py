@@ -15,7 +15,7 @@ import pytest
 
 import psdist
 from psdist.client.session.waits import Wait
-from psdist.client.transport.requests import PushRequest
+from psdist.client.transport.transport import PushRequest
 from psdist.launcher.embedded import EmbeddedCluster
 
 #: From the user's call to the coroutine that writes to the connection, including both.

@@ -14,7 +14,7 @@ import pytest
 
 from psdist import AsyncClient, AsyncParameters, off_loop, optim
 from psdist.cli.status import print_status
-from psdist.client import automatic_compression, encoding
+from psdist.client import encoding
 from psdist.client.core.encoder import EncodedDifferences
 from psdist.client.encoding import EncodedPush
 from psdist.client.participation import Participation
@@ -248,8 +248,8 @@ async def test_a_codec_is_chosen_by_the_speed_of_the_links(
         measured.append(speed)
         return remote, link
 
-    measure_links = automatic_compression._measure_links
-    monkeypatch.setattr(automatic_compression, "_measure_links", measure)
+    measure_links = encoding._measure_links
+    monkeypatch.setattr(encoding, "_measure_links", measure)
     monkeypatch.setattr(regions, "_SMALL_ELEMENTS", 1)
     codecs = (Int4(), Int4()) if codec == "Int4" else (Float32(), Float32())
     async with Workers(cluster, transport) as workers:

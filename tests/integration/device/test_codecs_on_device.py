@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psdist.client.device.arrays import CupyArrays, is_on_device
-from psdist.client.device.vectors import DeviceVectors
+from psdist.client.device_vectors import CupyArrays, DeviceVectors, is_on_device
 from psdist.compression import Codec
 from psdist.device.device import CudaDevice, open_device
 from psdist.errors import DeviceUnavailableError

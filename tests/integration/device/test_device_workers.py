@@ -13,7 +13,7 @@ import pytest_asyncio
 
 import psdist
 from psdist import AsyncClient
-from psdist.client.device import arrays as device_arrays
+from psdist.client import device_vectors as device_arrays
 from psdist.compression import BFloat16, Codec, Int8, TopK
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.settings.config import TransportName

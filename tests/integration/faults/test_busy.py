@@ -21,13 +21,13 @@ _SCRIPT = """
 import ctypes, os, pathlib, signal, subprocess, sys
 import numpy as np
 import psdist
-from psdist.client.transport import requests
+from psdist.client.transport import transport
 from psdist.client.transport.shm import ShmConnection
 
 rank, mode, what, seconds = int(os.environ["RANK"]), sys.argv[1], sys.argv[2], float(sys.argv[3])
 stops = sys.argv[4:] == ["stop"]
 pushes, between, middle, count = 30, 6, 15, 100_000
-made, sent, held, payload, send = 0, 0, set(), requests.PushRequest._encode, ShmConnection.send
+made, sent, held, payload, send = 0, 0, set(), transport.PushRequest._encode, ShmConnection.send
 
 def hold(where):
     if rank == 1 and where not in held:
@@ -53,7 +53,7 @@ def send_or_hold(connection, message):
     send(connection, message)
     hold_in_the_middle()
 
-requests.PushRequest._encode, ShmConnection.send = payload_or_hold, send_or_hold
+transport.PushRequest._encode, ShmConnection.send = payload_or_hold, send_or_hold
 client = psdist.init().client
 optimizer = psdist.optim.Adam(lr=0.1) if what == "trains" else psdist.optim.SGD(lr=1.0)
 weights = client.parameters(

@@ -19,13 +19,13 @@ _SCRIPT = """
 import asyncio, os, signal, sys
 import numpy as np
 import psdist
-from psdist.client.transport import requests
+from psdist.client.transport import transport
 from psdist.client.transport.shm import ShmConnection
 
 rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 dying, how, first = sys.argv[1].split(","), sys.argv[2], sys.argv[3]
 sent, send = 0, ShmConnection.send
-payloads = {name: getattr(requests.PushRequest, name) for name in ("payload", "lasting_payload")}  # over gRPC, over tcp
+payloads = {name: getattr(transport.PushRequest, name) for name in ("payload", "lasting_payload")}  # gRPC, tcp
 
 def die_in_time(slices):
     global sent
@@ -47,7 +47,7 @@ def send_or_die(connection, message):
     loop.call_soon(loop.call_soon, die_in_time, slices)  # uvloop writes at the end of a turn
 
 for name, payload in payloads.items():
-    setattr(requests.PushRequest, name, or_die(payload))
+    setattr(transport.PushRequest, name, or_die(payload))
 ShmConnection.send = send_or_die
 client = psdist.init().client
 clip = 1e9 if how == "clip" else 0.0

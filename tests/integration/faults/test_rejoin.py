@@ -16,12 +16,12 @@ _SCRIPT = """
 import itertools, os, pathlib, signal, sys, time
 import numpy as np
 import psdist
-from psdist.client.transport import requests
+from psdist.client.transport import transport
 from psdist.client.transport.shm import ShmConnection
 
 rank, consistency, count = int(os.environ["RANK"]), sys.argv[1], 200_000
 stops_at, sent = (40 if rank == 1 else 10**9), 0
-payload, send = requests.PushRequest._encode, ShmConnection.send
+payload, send = transport.PushRequest._encode, ShmConnection.send
 enough = pathlib.Path("enough")
 
 def stop_in_time():
@@ -39,7 +39,7 @@ def send_or_stop(connection, message):
     send(connection, message)
     stop_in_time()
 
-requests.PushRequest._encode = payload_or_stop
+transport.PushRequest._encode = payload_or_stop
 ShmConnection.send = send_or_stop
 client = psdist.init().client
 weights = client.parameters(

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from psdist import optim
+from psdist.client import device_vectors as device_arrays
 from psdist.client.context import Context
-from psdist.client.device import arrays as device_arrays
 from psdist.compression import ChunkedTopK, Codec, Int8, RandomK, TopK
 from psdist.device.device import open_device
 from psdist.errors import DeviceUnavailableError, LimitExceededError, NonFiniteGradientError, PsdistError

@@ -17,9 +17,9 @@ from psdist.client import encoding
 from psdist.client.core.push_sequence import ReadySlices
 from psdist.client.encoding import EncodedPush, Encoding, _run_in_threads
 from psdist.client.participation import Participation
-from psdist.client.reporting.phase_timer import PhaseTimer
 from psdist.compression import Float16, Int8, PerTensor, RandomK, segments
 from psdist.monitoring.metrics import Phase
+from psdist.monitoring.phase_timer import PhaseTimer
 from psdist.types import Layout, Slicing, TensorSpec
 from psdist.v1 import common_pb2
 from psdist.v1 import scheduler_pb2 as pb

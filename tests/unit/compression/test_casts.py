@@ -57,7 +57,7 @@ def test_without_a_cast_nothing_is_copied() -> None:
 @pytest.mark.parametrize("codec", [None, "bfloat16"])
 def test_numba_is_loaded_only_for_many_16_bit_payloads(codec: str | None) -> None:
     code = (
-        "import sys, numpy as np, threading\nimport psdist.client.transport.requests\n"
+        "import sys, numpy as np, threading\nimport psdist.client.transport.transport\n"
         "from psdist.compression import kernel_runtime, resolve\n"
         f"codec, values = resolve({codec!r}), np.ones(1000, np.float32)\n"
         "first = codec.encode(values).tobytes()\nprint('numba' in sys.modules)\n"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from psdist.client.reporting.phase_timer import PhaseTimer
 from psdist.monitoring.metrics import Phase
+from psdist.monitoring.phase_timer import PhaseTimer
 from psdist.monitoring.tracing import StepTracer, step_tracer
 
 pytest.importorskip("opentelemetry.sdk")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import psdist
-from psdist.client.process import other_processes
+from psdist.client.process import loop
 from psdist.errors import ConfigurationError
 
 _TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -50,7 +50,7 @@ def _jax(size: int | None) -> Any:
 def test_a_process_without_a_sign_may_train_alone(modules: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    other_processes.check_no_siblings({})
+    loop.check_no_siblings({})
 
 
 @pytest.mark.usefixtures("alone")
@@ -66,7 +66,7 @@ def test_processes_of_frameworks_are_refused(
 ) -> None:
     monkeypatch.setitem(sys.modules, name, module)
     with pytest.raises(ConfigurationError, match=words + r".*'psdist run'.*init_process_group.*alone=True"):
-        other_processes.check_no_siblings({})
+        loop.check_no_siblings({})
 
 
 @pytest.mark.usefixtures("alone")
@@ -76,23 +76,21 @@ def test_a_process_of_multiprocessing_is_refused_unless_its_group_says_that_it_i
     """As ``torch.multiprocessing.spawn`` starts one process on a machine with one GPU."""
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=7))
     with pytest.raises(ConfigurationError, match=r"started by multiprocessing \(its parent is process 7\)"):
-        other_processes.check_no_siblings({})
+        loop.check_no_siblings({})
     monkeypatch.setitem(sys.modules, "torch.distributed", _group(1))
-    other_processes.check_no_siblings({})
+    loop.check_no_siblings({})
 
 
 @pytest.mark.usefixtures("alone")
 def test_ranks_are_those_of_an_open_group_or_of_torchruns_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert other_processes.torch_group_size() == 0
+    assert loop.torch_group_size() == 0
     monkeypatch.setitem(sys.modules, "torch.distributed", _group(2))
-    assert other_processes.torch_group_size() == 2
-    assert other_processes.names_torch_store(_TORCHRUN)
-    assert not other_processes.names_torch_store(_TORCHRUN | {"WORLD_SIZE": "1"})
-    assert not other_processes.names_torch_store(
-        {name: value for name, value in _TORCHRUN.items() if name != "MASTER_PORT"}
-    )
+    assert loop.torch_group_size() == 2
+    assert loop.names_torch_store(_TORCHRUN)
+    assert not loop.names_torch_store(_TORCHRUN | {"WORLD_SIZE": "1"})
+    assert not loop.names_torch_store({name: value for name, value in _TORCHRUN.items() if name != "MASTER_PORT"})
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=7))
-    assert not other_processes.names_torch_store(_TORCHRUN)
+    assert not loop.names_torch_store(_TORCHRUN)
 
 
 def test_alone_contradicts_a_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,6 +105,6 @@ def test_a_place_is_stated_for_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("LOCAL_RANK", "2")
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    with other_processes.placed(0, 1, None, 1):
+    with loop.placed(0, 1, None, 1):
         assert [os.environ[name] for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")] == ["0", "2", "1"]
     assert (os.environ["RANK"], "LOCAL_WORLD_SIZE" in os.environ) == ("3", False)

@@ -19,15 +19,15 @@ from typing import Any
 import pytest
 
 from psdist import errors
-from psdist.client.process import sigterm
-from psdist.client.process.sigterm import EXIT_STATUS, SigtermHandler
+from psdist.client.process import script as script_side
+from psdist.client.process.script import EXIT_STATUS, SigtermHandler
 from tests.simulation.loop import SimLoop
 
 HEAD = """
 import asyncio, os, signal, sys, threading
-import psdist.client.process.sigterm as module
+import psdist.client.process.script as module
 from psdist.client.process import loop
-from psdist.client.process.sigterm import sigterm
+from psdist.client.process.script import sigterm
 from psdist.errors import ClosedError
 
 class Client:
@@ -427,7 +427,7 @@ class Clock:
         self.given_up: list[float] = []
         self.again: list[float] = []
         self.begin = self.loop.time()
-        monkeypatch.setattr(sigterm.signal, "pthread_kill", self._kill)
+        monkeypatch.setattr(script_side.signal, "pthread_kill", self._kill)
 
     def _kill(self, thread: int, number: int) -> None:
         assert number == signal.SIGTERM
@@ -458,8 +458,8 @@ def test_the_signal_comes_again_as_long_as_the_script_makes_no_call(monkeypatch:
     clock = Clock(monkeypatch, Client(2))
     clock.run(35)
     assert clock.again == [12, 22, 32]
-    later = sigterm.time.monotonic() + 35
-    monkeypatch.setattr(sigterm.time, "monotonic", lambda: later)
+    later = script_side.time.monotonic() + 35
+    monkeypatch.setattr(script_side.time, "monotonic", lambda: later)
     with pytest.raises(SystemExit) as raised:
         clock.handler.on_signal(signal.SIGTERM, None)
     assert raised.value.code == EXIT_STATUS == 143
@@ -468,9 +468,9 @@ def test_the_signal_comes_again_as_long_as_the_script_makes_no_call(monkeypatch:
 def test_signals_that_come_together_are_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when an engine signals the launcher and its workers, and the launcher passes the signal on."""
     clock, now = Clock(monkeypatch, Client(2)), 7.0
-    monkeypatch.setattr(sigterm.time, "monotonic", lambda: now)
+    monkeypatch.setattr(script_side.time, "monotonic", lambda: now)
     clock.run(1, lambda: clock.handler.on_signal(signal.SIGTERM, None))
-    now += sigterm.TOGETHER_SECONDS - 0.01
+    now += script_side.TOGETHER_SECONDS - 0.01
     clock.handler.on_signal(signal.SIGTERM, None)
     assert not clock.handler.raised
     now += 0.02

@@ -12,9 +12,8 @@ import pytest
 import psdist
 from psdist import errors
 from psdist.client.core.push_sequence import MarkAnswer, PendingRequest, PushSequence, SnapshotMarks
-from psdist.client.session import snapshot_participant
-from psdist.client.session.snapshot_participant import SnapshotParticipant
-from psdist.client.session.worker_state import OWN
+from psdist.client.session import worker_state
+from psdist.client.session.worker_state import OWN, SnapshotParticipant
 from psdist.consistency import ASP, BSP
 from psdist.data.sample_source import BATCHES
 from psdist.v1 import scheduler_pb2 as pb
@@ -365,7 +364,7 @@ async def test_the_scheduler_is_told_of_a_state_that_does_not_come(
     def refuse(state: Any) -> bytes:
         raise OSError("no room")
 
-    monkeypatch.setattr(snapshot_participant, "_to_bytes", refuse)
+    monkeypatch.setattr(worker_state, "_to_bytes", refuse)
     setup = await start()
     await setup.weights.keep_state(lambda: {"rest": np.zeros(1)}, lambda state: None)
     assert (await setup.scheduler.reports.get()).keeps.parameters == ["p"]

@@ -15,8 +15,8 @@ from psdist.client.core.push_sequence import PendingRequest
 from psdist.client.core.routing import Route
 from psdist.client.session.waits import WaitTracker
 from psdist.client.transport.buffers import PullTarget
-from psdist.client.transport.requests import ByteCounters, PullRequest, PushRequest, RequestIdentity
 from psdist.client.transport.tcp import TcpConnection
+from psdist.client.transport.transport import ByteCounters, PullRequest, PushRequest, RequestIdentity
 from psdist.compression import resolve
 from psdist.errors import InternalError, LimitExceededError, ServerLostError, ServerUnreachableError
 from psdist.monitoring.metrics import Phase

@@ -11,8 +11,7 @@ from psdist.client.core.push_sequence import PendingRequest
 from psdist.client.core.routing import Route
 from psdist.client.session.waits import Wait
 from psdist.client.transport.delivery import Transports
-from psdist.client.transport.requests import Request, RequestIdentity
-from psdist.client.transport.transport import ServerLoss, Transport
+from psdist.client.transport.transport import Request, RequestIdentity, ServerLoss, Transport
 from psdist.types import Slicing
 
 REQUEST = Request(RequestIdentity("run", "worker-0", 1, "p"), PendingRequest(0, {0}), Slicing(8, 8), "step 0")

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psdist.client.reporting.worker_totals import ChangedCounts
 from psdist.errors import LimitExceededError
+from psdist.monitoring.worker_reports import ChangedCounts
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire.limits import PARAMETERS_MAX
 from psdist_scheduler.decide.cluster_events import Heartbeat

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from psdist.client.device import arrays as device_arrays
-from psdist.client.device.arrays import CupyArrays, is_on_device, number_of
+from psdist.client import device_vectors as device_arrays
+from psdist.client.device_vectors import CupyArrays, is_on_device, number_of
 from psdist.device.memory import DeviceVector
 from psdist.errors import (
     DeviceLostError,

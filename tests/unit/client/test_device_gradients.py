@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from psdist import errors
+from psdist.client import device_vectors as device_arrays
 from psdist.client.core.flat_vector import layout_of
-from psdist.client.device import arrays as device_arrays
-from psdist.client.device.vectors import DeviceVectors
+from psdist.client.device_vectors import DeviceVectors
 from psdist.client.gradients import GradientVector, StaleBufferCheck
 from psdist.client.session.worker_state import DeferredArray
-from psdist.client.transport.shared_buffers import OfferedArena
+from psdist.client.transport.buffers import OfferedArena
 from psdist.compression import BFloat16, Cast, ChunkedTopK, Float16, Int8, PerTensor, RandomK, TopK
 from tests.support.client_fakes import Setup, Start
 from tests.support.host_arrays import HostArray, HostArrays

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from psdist.client.reporting.phase_timer import PhaseTimer
-from psdist.client.reporting.reporter import MetricsPipe, Reporter
 from psdist.errors import ClosedError, ConfigurationError, InvalidArgumentError
 from psdist.monitoring.metrics import Measurements, Phase, WorkerInterval, from_line
+from psdist.monitoring.phase_timer import PhaseTimer
+from psdist.monitoring.worker_reports import MetricsPipe, Reporter
 
 
 class Worker:

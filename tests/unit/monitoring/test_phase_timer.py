@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from psdist.client.reporting.phase_timer import PhaseTimer, TimedRequest
 from psdist.monitoring.metrics import Phase, PhaseTimes
+from psdist.monitoring.phase_timer import PhaseTimer, TimedRequest
 
 
 class Script:

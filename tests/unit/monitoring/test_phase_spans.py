@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from psdist.client.reporting.phase_timer import PhaseTimer, Subject
 from psdist.monitoring.metrics import Phase, PhaseTimes
+from psdist.monitoring.phase_timer import PhaseTimer, Subject
 from psdist.monitoring.spans import Span, SpanKind, SpanRecorder
 
 PHASES = (SpanKind.COMPUTE, SpanKind.PUSH, SpanKind.WAIT, SpanKind.PULL)

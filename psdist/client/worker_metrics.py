@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from psdist.client.reporting.phase_timer import PhaseTimer, PushCounter
-from psdist.client.reporting.worker_totals import ReportedNumbers, codecs_of
 from psdist.monitoring.exporter import SECONDS_BOUNDS, VERSIONS_BOUNDS, Exporter, Histogram, Readings
 from psdist.monitoring.metrics import Phase
+from psdist.monitoring.phase_timer import PhaseTimer, PushCounter
+from psdist.monitoring.worker_reports import ReportedNumbers, codecs_of
 from psdist.settings.config import MetricsEndpoint
 from psdist.types import ParametersSpec
 

@@ -1,1 +1,0 @@
-"""Measurements and reports of a worker: the clock of its calls, and delivery of metrics to trackers and launcher."""
