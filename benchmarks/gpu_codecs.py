@@ -17,8 +17,8 @@ import numpy as np
 
 from benchmarks.gpu_updates import median_seconds
 from psdist.compression import ChunkedTopK, Codec, Compressor, Int2, Int4, Int8, OneBit, TopK
-from psdist.compression.regions import Region
 from psdist.compression.segments import PushNumber
+from psdist.compression.specifications import Region
 from psdist.device.coders import SegmentRange
 from psdist.device.device import Device
 from psdist.device.encoder import DeviceEncoder, DevicePush

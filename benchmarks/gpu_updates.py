@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psdist import BSP, optim
-from psdist.device.compile import common_source
-from psdist.device.device import CudaDevice, Device
+from psdist.device.device import CudaDevice, Device, common_source
 from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard
 from psdist_server.kernels.arrays import DenseParameters, Update
 from psdist_server.kernels.device_parameters import DeviceParameters, Lanes

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psdist.data import Batch, DynamicBatcher
-from psdist.data.padding import pad
+from psdist.data.batches import pad
 
 _WIDTH: Final = 64
 _BATCH: Final = 64

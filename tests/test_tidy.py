@@ -24,12 +24,12 @@ PURE_MODULES = (
     *("psdist.errors", "psdist.types", "psdist.optim", "psdist.consistency", "psdist.changes"),
     *("psdist.hyperparameters", "psdist.hyperparameters"),
     *("psdist.compression", "psdist.compression.dtypes", "psdist.compression.specifications"),
-    *("psdist.compression.regions", "psdist.compression.segments.format"),
+    "psdist.compression.segments.format",
     *("psdist.wire.limits", "psdist.wire.backoff", "psdist.launcher.supervisor"),
     *("psdist.launcher.events", "psdist.launcher.shutdown", "psdist.settings", "psdist.settings.exit_codes"),
     *("psdist.snapshots.format", "psdist.snapshots.policy", "psdist.snapshots.records"),
     *("psdist.monitoring.metrics", "psdist.monitoring.spans"),
-    *("psdist.data.batch_machine", "psdist.data.padding"),
+    "psdist.data.batches",
 )
 IMPURE_IMPORTS = frozenset(
     {

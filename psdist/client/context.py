@@ -28,7 +28,6 @@ from psdist.client.process import loop, script
 from psdist.client.process.script import print_line, sigterm
 from psdist.client.sync_client import Client, Parameters
 from psdist.collectives import SILENCE_SECONDS
-from psdist.collectives.on_demand import Collectives
 from psdist.errors import ConfigurationError, DuplicateMemberError, InvalidArgumentError, LateWorkerError
 from psdist.monitoring.trackers import PLAIN_SECONDS, ProgressTracker, Tracker
 from psdist.monitoring.worker_reports import MetricsPipe, Reporter, RunInfo
@@ -36,6 +35,7 @@ from psdist.security.tls import TlsFiles
 from psdist.settings.config import MetricsSettings, TransportName, metrics_settings
 
 if TYPE_CHECKING:
+    from psdist.collectives.group import AsyncWorkerGroup
     from psdist.collectives.sync_group import WorkerGroup
     from psdist.collectives.workers import AsyncCollectives
 
@@ -67,12 +67,12 @@ class Context:
     _cluster: _Cluster | None = field(default=None, repr=False)
     _metrics: MetricsSettings = field(default_factory=MetricsSettings, repr=False)
     _reporter: Reporter = field(init=False, repr=False)
-    _groups: Collectives = field(init=False, repr=False)
+    _groups: _Collectives = field(init=False, repr=False)
     _pid: int = field(default_factory=os.getpid, init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_reporter", _make_reporter(self.client, self.rank, self._metrics))
-        object.__setattr__(self, "_groups", Collectives(self.client))
+        object.__setattr__(self, "_groups", _Collectives(self.client))
 
     def report(
         self,
@@ -278,10 +278,49 @@ class _SubsetClient(Client):
         return super().parameters(name, init, *arguments, **settings)
 
 
-class _SubsetCollectives(Collectives):
+class _Collectives:
+    """Groups of the workers of a run, made and imported on first use.
+
+    Most scripts exchange gradients through servers alone. The modules of collectives would take an eighth of their
+    start.
+
+    client: connected.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._async: AsyncCollectives | None = None
+        #: Group of all workers.
+        self.world: WorkerGroup | None = None
+
+    def new_group(self, ranks: Iterable[int] | None = None, ordered: bool = False) -> WorkerGroup:
+        """See ``Context.new_group``."""
+        from psdist.collectives.sync_group import WorkerGroup
+
+        return WorkerGroup(loop.shared().call(loop.on_loop(lambda: self.started().new_group(ranks, ordered=ordered))))
+
+    def join_group(self, name: str, **settings: Any) -> WorkerGroup:
+        """See ``Context.join_group``."""
+        from psdist.collectives.sync_group import WorkerGroup
+
+        return WorkerGroup(loop.shared().call(self._join_group(name, settings)))
+
+    async def _join_group(self, name: str, settings: dict[str, Any]) -> AsyncWorkerGroup:
+        return await self.started().join_group(name, **settings)
+
+    def started(self) -> AsyncCollectives:
+        """Return the groups for code on psdist's loop thread."""
+        from psdist.collectives.workers import AsyncCollectives
+
+        if self._async is None:
+            self._async = AsyncCollectives(self._client.session)
+        return self._async
+
+
+class _SubsetCollectives(_Collectives):
     """Groups that are made through ``whole``. ranks: the members of ``world``, by their ranks in the run."""
 
-    def __init__(self, whole: Collectives, ranks: Sequence[int]) -> None:
+    def __init__(self, whole: _Collectives, ranks: Sequence[int]) -> None:
         self._whole = whole
         self._ranks = ranks
         self.world = None

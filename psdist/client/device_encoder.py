@@ -19,8 +19,8 @@ from psdist.client.core.encoder import EncodedSlices, Totals
 from psdist.client.core.flat_vector import Flat, grad_norm
 from psdist.client.session.worker_state import DeferredArray, SavedState, State
 from psdist.compression import Codec
-from psdist.compression.regions import Region, regions
 from psdist.compression.segments import PushNumber
+from psdist.compression.specifications import Region, regions
 from psdist.device.coders import SegmentRange, table
 from psdist.device.device import Device
 from psdist.device.encoder import DeviceEncoder, DevicePush

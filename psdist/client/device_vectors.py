@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 from psdist.client.core import flat_vector
 from psdist.client.core.flat_vector import Flat
 from psdist.compression.dtypes import NUMPY_DTYPES
-from psdist.compression.regions import Region
-from psdist.compression.specifications import Float32
+from psdist.compression.specifications import Float32, Region
 from psdist.device.coders import TILE, CastCoder, SegmentRange, table
 from psdist.device.device import Device, current_device, device_number, is_out_of_memory, open_device
 from psdist.device.memory import DeviceVector, Launcher, PinnedPool

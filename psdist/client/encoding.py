@@ -11,7 +11,7 @@ state follows the numbers of pushes: each counts as sent or as never begun.
 The codec for ``compression="auto"`` follows from measurements. The speed of the links is the rate at which the servers
 of other hosts send this worker some slices, all at the same time, while the other workers mostly do the same.
 
-Not here: payloads and residuals (``core.encoder``), the rule of that choice (``psdist.compression.regions``).
+Not here: payloads and residuals (``core.encoder``), the rule of that choice (``psdist.compression.specifications``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from psdist.client.session.membership import drop_when_fenced, run_in_incarnatio
 from psdist.client.session.worker_state import OWN, SavedState, State
 from psdist.client.transport.buffers import PullTarget
 from psdist.compression import Cast, Codec, Compressor, Float32, PerTensor
-from psdist.compression.regions import CANDIDATES, Choice, Region, choose, regions, send_differences
+from psdist.compression.specifications import CANDIDATES, Choice, Region, choose, regions, send_differences
 from psdist.errors import FencedError, InternalError, InvalidArgumentError
 from psdist.machine import usable_cores
 from psdist.monitoring.spans import SpanKind

@@ -33,8 +33,7 @@ from psdist import addresses
 from psdist.collectives.core import host_memory, plans
 from psdist.collectives.core.host_memory import HostMemory, HostMoves, RegisteredBuffers
 from psdist.collectives.core.machine import COLLECTIVES, CallLane, GroupMachine, MoveData
-from psdist.collectives.core.plans import Array, Bytes, Plan, cut_segment
-from psdist.collectives.core.reductions import BFLOAT16, combine
+from psdist.collectives.core.plans import BFLOAT16, Array, Bytes, Plan, combine, cut_segment
 from psdist.collectives.host_sharing import MAP_SECONDS, BufferAllocator, BufferType, HostSharing, are_on_one_host
 from psdist.collectives.mesh import Mesh
 from psdist.errors import ClosedError, InternalError, PsdistError, WorkerLostError

@@ -18,8 +18,8 @@ from psdist.client.session.waits import Wait
 from psdist.client.session.worker_session import WorkerSession
 from psdist.collectives.core import plans
 from psdist.collectives.core.machine import COLLECTIVES
+from psdist.collectives.frames import Sender
 from psdist.collectives.group_runner import GroupRunner
-from psdist.collectives.incoming import Sender
 from psdist.collectives.mesh import Mesh
 from psdist.errors import (
     ClosedError,

@@ -16,8 +16,7 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from psdist.collectives.core import plans
 from psdist.collectives.core.machine import COLLECTIVES, CallLane
-from psdist.collectives.core.plans import Array, Plan
-from psdist.collectives.core.reductions import check_dtype, check_op
+from psdist.collectives.core.plans import Array, Plan, check_dtype, check_op
 from psdist.collectives.forming import FormedGroup, GroupFormer, GroupSettings, outlasts_stop
 from psdist.collectives.host_sharing import BufferType
 from psdist.collectives.memory_order import MemoryOrder, Span

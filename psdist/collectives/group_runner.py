@@ -18,7 +18,7 @@ from functools import partial
 from typing import Final
 
 from psdist.client.session.waits import AwaitedCall, WaitTracker
-from psdist.collectives import messages
+from psdist.collectives import frames
 from psdist.collectives.core.machine import (
     COLLECTIVES,
     CallDone,
@@ -34,10 +34,8 @@ from psdist.collectives.core.machine import (
 )
 from psdist.collectives.core.plans import Bytes, Plan
 from psdist.collectives.data_route import DataRoute
-from psdist.collectives.incoming import Sender
-from psdist.collectives.liveness import LOOKS
-from psdist.collectives.mesh import Mesh
-from psdist.collectives.messages import epoch_of
+from psdist.collectives.frames import Sender, epoch_of
+from psdist.collectives.mesh import LOOKS, Mesh
 from psdist.errors import (
     ClosedError,
     InternalError,
@@ -364,7 +362,7 @@ class GroupRunner:
         self._carry_out(self._machine.on_failure(error))
 
     def farewell(self, key: bytes) -> bytes:
-        return messages.encode(key, self._machine.farewell(self._machine.rank))
+        return frames.encode(key, self._machine.farewell(self._machine.rank))
 
     def end(self, error: PsdistError) -> None:
         """End the group at all ranks, and all of its calls with ``error``."""
@@ -422,7 +420,7 @@ class GroupRunner:
             future.exception()  # Marks it as retrieved: the call may have been cancelled.
 
     def _send(self, effect: SendCall | SendPart | SendFailure) -> None:
-        header = messages.encode(self.key, effect)
+        header = frames.encode(self.key, effect)
         match effect:
             case SendCall(call_id, peer, lane, _, _, data):
                 sent = partial(self._sent, peer, lane, call_id)
@@ -456,7 +454,7 @@ class GroupRunner:
 
     def place(self, sender: Sender, part: pb.CollectivePart, size: int) -> Bytes | None:
         peer = self._rank_of(sender)
-        lane = messages.lane_of(part.lane, peer, self._machine.rank)
+        lane = frames.lane_of(part.lane, peer, self._machine.rank)
         return self._machine.place(peer, lane, part.lane.number, part.part, size)
 
     def on_frame(self, sender: Sender, frame: pb.PeerFrame, data: Bytes) -> None:
@@ -474,12 +472,12 @@ class GroupRunner:
         match frame.WhichOneof("kind"):
             case "call":
                 call = frame.call
-                lane, number = messages.lane_of(call.lane, peer, rank), call.lane.number
+                lane, number = frames.lane_of(call.lane, peer, rank), call.lane.number
                 self._counts.heard(lane, peer)
-                self._carry_out(self._machine.on_call(peer, lane, number, messages.header_of(call), data))
+                self._carry_out(self._machine.on_call(peer, lane, number, frames.header_of(call), data))
             case "part":
                 part = frame.part
-                lane = messages.lane_of(part.lane, peer, rank)
+                lane = frames.lane_of(part.lane, peer, rank)
                 self._carry_out(self._machine.on_part(peer, lane, part.lane.number, part.part))
             case "memory":
                 self.route.on_offer(peer, frame.memory)

@@ -23,8 +23,7 @@ from numpy.typing import DTypeLike
 
 from psdist import addresses
 from psdist.collectives.core.host_memory import RegisteredBuffers
-from psdist.collectives.core.plans import Array, Bytes
-from psdist.collectives.core.reductions import check_dtype
+from psdist.collectives.core.plans import Array, Bytes, check_dtype
 from psdist.errors import DTypeMismatchError, InvalidArgumentError, SharingUnavailableError
 from psdist.link import fd_passing, processes
 from psdist.link.arenas import GradientArena, reason_of, take_arena

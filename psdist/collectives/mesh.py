@@ -1,4 +1,4 @@
-"""Links of one worker to the others of its run, and the groups that use them.
+"""Links of one worker to the others of its run, the groups that use them, and signs of life of the others.
 
 The scheduler introduces the workers: the cluster map has the address of each. Links are dialed when they are first
 needed. A frame names its group. Calls of a group that this worker has not opened yet are kept, up to a limit. Those
@@ -6,11 +6,15 @@ of a group that has ended here, or has a successor, are answered with its error.
 
 A worker counts as lost when its links in both directions have ended, or a second after one has, or after the map has
 another incarnation of it, or none: frames that it sent before may still arrive.
+
+Slow is not dead: a worker that computes, or whose process is starved, still counts as alive. It counts as silent while
+its process is stopped (on this machine), or its host acknowledges nothing. It is gone if it refuses a new link.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -18,12 +22,19 @@ from functools import partial
 from typing import Final
 
 from psdist.client.session.membership import ClusterView, WorkerMembership
-from psdist.collectives import messages
+from psdist.collectives import frames
 from psdist.collectives.core.machine import SendFailure
 from psdist.collectives.core.plans import Bytes
-from psdist.collectives.incoming import GroupFrames, IncomingLink, Sender, key_of
-from psdist.collectives.liveness import PeerLiveness
-from psdist.collectives.messages import epoch_of, make_key, name_members, series_of
+from psdist.collectives.frames import (
+    GroupFrames,
+    IncomingLink,
+    Sender,
+    epoch_of,
+    key_of,
+    make_key,
+    name_members,
+    series_of,
+)
 from psdist.errors import (
     ClosedError,
     LimitExceededError,
@@ -41,6 +52,87 @@ from psdist.types import WorkerEntry
 from psdist.v1 import common_pb2, scheduler_pb2
 from psdist.v1 import worker_pb2 as pb
 from psdist.wire import limits
+
+#: Looks per time limit.
+LOOKS: Final = 8
+#: Pauses between two looks, in intervals, after which this process itself was stopped or starved.
+_OWN_STALL: Final = 3.0
+#: Pauses between two looks, within which an acknowledgement must arrive.
+_ACKNOWLEDGED: Final = 2.0
+
+
+class PeerSilence:
+    """Silence of one peer. interval: seconds between two looks."""
+
+    def __init__(self, interval: float) -> None:
+        self._interval = interval
+        self._looked: float | None = None
+        self._since: float | None = None
+
+    def look(self, now: float, *, is_silent: bool) -> float:
+        """Return the seconds of silence at this look.
+
+        Time in which this process did not look does not count: it may have been stopped itself.
+        """
+        gap = 0.0 if self._looked is None else now - self._looked
+        self._looked = now
+        if not is_silent:
+            self._since = None
+        elif self._since is None:
+            self._since = now - self._interval  # It has been silent since the previous look.
+        elif gap > _OWN_STALL * self._interval:
+            self._since += gap
+        return 0.0 if self._since is None else now - self._since
+
+
+class PeerLiveness:
+    """Signs of life of the workers that one worker has links to."""
+
+    def __init__(self) -> None:
+        #: Process ids of workers on this machine, and reasons why workers could not be dialed.
+        self._pids: dict[Sender, int] = {}
+        self._refusals: dict[Sender, str] = {}
+        self._silences: dict[Sender, PeerSilence] = {}
+
+    def on_hello(self, hello: pb.PeerHello) -> None:
+        """Record the process of a worker that made a link."""
+        if hello.pid and hello.pid_scope and hello.pid_scope == processes.own_scope():
+            self._pids[hello.sender.worker_id, hello.sender.incarnation] = hello.pid
+
+    def on_link_ended(self, worker: Sender, link: PeerLink, reason: str) -> None:
+        """Record the end of a link that this worker dialed."""
+        if not link.is_open:
+            self._refusals[worker] = reason
+
+    def forget(self, worker: Sender) -> None:
+        """Forget a worker that has left the run."""
+        for known in (self._pids, self._refusals, self._silences):
+            known.pop(worker, None)
+
+    def check(self, worker: Sender, link: PeerLink, limit: float) -> str:
+        """Look at a worker, and ping it. Returns why it is gone or silent for ``limit`` seconds; empty if it is not.
+
+        limit: infinite if silence means nothing; half of it is enough for a stopped process, because that is certain.
+        Called every ``limit / LOOKS`` seconds.
+        """
+        if link.is_open:
+            self._refusals.pop(worker, None)
+        if refusal := self._refusals.get(worker):
+            return refusal
+        if math.isinf(limit):
+            return ""
+        interval = limit / LOOKS
+        pid = self._pids.get(worker, 0)
+        is_stopped = bool(pid) and processes.is_stopped(pid)
+        is_silent = is_stopped or link.is_silent(_ACKNOWLEDGED * interval)
+        silence = self._silences.setdefault(worker, PeerSilence(interval))
+        seconds = silence.look(asyncio.get_running_loop().time(), is_silent=is_silent)
+        link.ping()
+        if seconds < (limit / 2 if is_stopped else limit):
+            return ""
+        cause = "its process is stopped" if is_stopped else "its host acknowledges nothing"
+        return f"{worker[0]} was silent for {seconds:.1f} s: {cause}"
+
 
 #: Time for frames of a worker that the map lacks to arrive.
 _GRACE_SECONDS: Final = 1.0
@@ -223,7 +315,7 @@ class Mesh:
         if frame.WhichOneof("kind") != "call" or member is None:
             return
         error = ClosedError(f"{self._mine.worker_id} has ended the group")
-        self.link(member).send(self._farewells.get(key) or messages.encode(key, SendFailure(0, error)))
+        self.link(member).send(self._farewells.get(key) or frames.encode(key, SendFailure(0, error)))
 
     def _is_late(self, key: bytes) -> bool:
         """Return True for the key of a group that was closed here, or that has a successor here."""

@@ -10,9 +10,9 @@ from psdist.client.session.membership import Registration
 from psdist.client.session.worker_session import WorkerSession
 from psdist.collectives import SILENCE_SECONDS
 from psdist.collectives.forming import GroupFormer, GroupSettings
+from psdist.collectives.frames import Sender
 from psdist.collectives.group import AsyncWorkerGroup
 from psdist.collectives.group_runner import GroupRunner
-from psdist.collectives.incoming import Sender
 from psdist.collectives.mesh import Mesh
 from psdist.errors import ExcludedError, InvalidArgumentError, check_integer
 from psdist.settings.debugging import time_limit

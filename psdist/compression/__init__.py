@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from psdist.compression.regions import PerTensor
 from psdist.compression.specifications import (
     Auto,
     BFloat16,
@@ -27,6 +26,7 @@ from psdist.compression.specifications import (
     Int8,
     Integers,
     OneBit,
+    PerTensor,
     PowerSGD,
     RandomK,
     TopK,

@@ -16,8 +16,19 @@ from typing import Any, Final, Protocol
 
 from numpy.typing import NDArray
 
-from psdist.data.batch_machine import BatchLimits, BatchMachine, Item, Padding, SampleGroup, default_bounds
-from psdist.data.padding import Batch, Sample, arrays_of, length_of, pad
+from psdist.data.batches import (
+    Batch,
+    BatchLimits,
+    BatchMachine,
+    Item,
+    Padding,
+    Sample,
+    SampleGroup,
+    arrays_of,
+    default_bounds,
+    length_of,
+    pad,
+)
 from psdist.data.sample_source import (
     BATCHES,
     IndexedSamples,

@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from psdist.data.padding import arrays_of, length_of
+from psdist.data.batches import arrays_of, length_of
 from psdist.errors import InvalidArgumentError, SettingsMismatchError, ShapeMismatchError
 
 Lengths = Sequence[int] | NDArray[np.integer[Any]]

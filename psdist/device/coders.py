@@ -14,10 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psdist.compression.dtypes import NUMPY_DTYPES
-from psdist.compression.regions import Region
 from psdist.compression.segments import PushNumber, random_numbers
 from psdist.compression.segments.format import Kind
-from psdist.compression.specifications import Cast, ChunkedTopK, Codec, Compressor, Integers, OneBit, TopK
+from psdist.compression.specifications import Cast, ChunkedTopK, Codec, Compressor, Integers, OneBit, Region, TopK
 from psdist.device.memory import DeviceVector, DoubleVector, Launcher
 from psdist.types import DType
 

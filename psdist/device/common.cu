@@ -1,6 +1,6 @@
 // Casts between float32 and the 16-bit types of the wire, on their bits: the same bytes as psdist/compression/casts.py
 // (NaN stays NaN, with unspecified payload bits). Sources that use them are appended to this text. Everything is
-// compiled without contraction, and with denormals (psdist/device/compile.py).
+// compiled without contraction, and with denormals (psdist/device/device.py).
 
 typedef unsigned char u8;
 typedef unsigned short u16;

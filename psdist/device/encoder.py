@@ -17,10 +17,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from psdist.compression.regions import Region
 from psdist.compression.segments import PushNumber
 from psdist.compression.segments.encoding import non_finite
 from psdist.compression.segments.format import HEADER, HEADER_BYTES, padded
+from psdist.compression.specifications import Region
 from psdist.device.coders import (
     Coder,
     PlacedSegments,

@@ -11,8 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from psdist.device.compile import common_source
-from psdist.device.device import Allocation, Device, Stream
+from psdist.device.device import Allocation, Device, Stream, common_source
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]

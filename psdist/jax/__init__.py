@@ -12,20 +12,26 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("psdist.jax needs JAX: pip install jax", name="jax") from error
 
-from psdist.jax.averaging import average
-from psdist.jax.optimizers import adadelta, adagrad, adam, adamax, adamw, lion, rmsprop, sgd
-from psdist.jax.parameters import TreeParameters, parameters
-from psdist.jax.schedules import (
+from psdist.jax.optimizers import (
     ScheduledRate,
+    adadelta,
+    adagrad,
+    adam,
+    adamax,
+    adamw,
     constant_schedule,
     cosine_decay_schedule,
     exponential_decay,
     linear_schedule,
+    lion,
     polynomial_schedule,
+    rmsprop,
+    sgd,
     warmup_constant_schedule,
     warmup_cosine_decay_schedule,
     warmup_exponential_decay_schedule,
 )
+from psdist.jax.parameters import TreeParameters, average, parameters
 
 __all__ = [
     "ScheduledRate",

@@ -6,9 +6,8 @@ without a second network: the workers are those of the run, and none is connecte
 
 from __future__ import annotations
 
-from psdist.process_group.all_gather import broadcast_value
 from psdist.process_group.frameworks import mark_iteration, refuse, save_run
-from psdist.process_group.group import BACKEND, is_launched, open_collectives, start
+from psdist.process_group.group import BACKEND, broadcast_value, is_launched, open_collectives, start
 from psdist.process_group.reconfigurable import ReconfigurableGroup
 from psdist.torch_backend import register
 

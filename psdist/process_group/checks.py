@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from psdist.collectives.core.reductions import check_op
+from psdist.collectives.core.plans import check_op
 from psdist.errors import DTypeMismatchError, InvalidArgumentError, WaitTimeoutError
 from psdist.torch.values import numpy_dtype
 

@@ -28,8 +28,8 @@ from psdist.client.context import Context, init
 from psdist.client.process import loop
 from psdist.client.process.loop import on_loop
 from psdist.collectives import SILENCE_SECONDS
+from psdist.collectives.frames import Sender
 from psdist.collectives.group import AsyncWorkerGroup
-from psdist.collectives.incoming import Sender
 from psdist.errors import ClosedError, InvalidArgumentError, PeerUnreachableError, WaitTimeoutError, check_integer
 from psdist.process_group.checks import FORMER_NAMES, FORMS, opaque
 from psdist.process_group.link_group import LinkGroup

@@ -3,7 +3,7 @@
 Ray places, restarts and logs the processes. psdist owns membership, recovery and snapshots, as under every launcher.
 
 ``run.py`` is the driver's part, which also waits for room. ``actors.py`` has the actors: a scheduler or server is a
-child process of its actor, a worker calls the training function. ``settings.py`` checks the arguments.
+child process of its actor, a worker calls the training function. ``actors.py`` also checks the arguments.
 """
 
 from psdist.ray.run import RunResult as RunResult

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from psdist.addresses import free_port
 from psdist.errors import ConfigurationError, LaunchFailedError, WaitTimeoutError
-from psdist.ray.settings import RaySettings
+from psdist.ray.actors import RaySettings
 from psdist.security.tokens import require_root
 from psdist.settings.exit_codes import OK
 

@@ -14,15 +14,14 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("psdist.torch needs PyTorch: pip install torch", name="torch") from error
 
-from psdist.torch.conversion import convert_optimizer, convert_scheduler
+from psdist.torch.conversion import convert_optimizer, convert_scheduler, load_optimizer_state
+from psdist.torch.conversion import refuse_in_torch as _refuse_in_torch
 from psdist.torch.data_parallel import DistributedDataParallel
 from psdist.torch.elastic import ElasticDDP
 from psdist.torch.leased_loader import LeasedDataLoader
 from psdist.torch.local_steps import DiLoCo, LocalSGD
 from psdist.torch.offloading import OffloadedOptimizer, offload
 from psdist.torch.optimizer import DistributedOptimizer
-from psdist.torch.optimizer_state import load_optimizer_state
-from psdist.torch.optimizer_state import refuse_in_torch as _refuse_in_torch
 from psdist.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [

@@ -1,9 +1,19 @@
-"""Means over workers of gradients that a script reads, of losses, and of overflows.
+"""Exchanges of all workers in a script: means of gradients, losses and overflows, broadcasts, and uneven inputs.
 
 Each travels through a parameter set whose optimizer is a mean (``psdist.client.means``), so all workers get the same
 bytes.
 
-Not here: gradients that are pushed while the backward pass runs (``gradients``).
+**Broadcasts.** Only the source's push has a weight, so the mean equals the source's values. Every step replaces all
+values, so a snapshot of such a set is never used.
+
+**Uneven inputs.** Each step in such a context starts with a small one, in a parameter set of its own, in which every
+worker reports whether it has a batch. All workers get the same answer, so all stop after the same step.
+
+Invariants: All workers make the same number of small steps and of the model's steps. As always in BSP, no one waits for
+a worker that died.
+
+Not here: gradients that are pushed while the backward pass runs (``gradients``), initial values of workers that join
+later or of a resumed run (``values.share_fixed``).
 """
 
 from __future__ import annotations
@@ -23,11 +33,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from psdist.client.context import Context
 from psdist.client.means import ServerMean, push_finite
 from psdist.client.session.membership import unless_dropped
-from psdist.client.sync_client import Client
+from psdist.client.sync_client import Bucket, Client
 from psdist.consistency import BSP, Consistency, Reduction
-from psdist.errors import InvalidArgumentError
-from psdist.torch.gradients import dense, gradient_memory
-from psdist.torch.values import as_real, write_into
+from psdist.errors import InvalidArgumentError, UnevenInputsError
+from psdist.torch.gradients import GradientStream, dense, gradient_memory
+from psdist.torch.values import as_real, take_finite, to_finite, write_into
 from psdist.types import MasterDType
 
 logger = logging.getLogger("psdist")
@@ -242,3 +252,221 @@ def _average_closure(
                 return (arguments[0], closure, *arguments[2:]), keywords
             return arguments, {**keywords, "closure": closure}
     return None
+
+
+#: Number of ranks that can be told apart.
+_RANKS: Final = 4096
+#: Tensor with the number of the step that its values belong to. A step without a source repeats an earlier number.
+_STEP: Final = "psdist/step"
+#: Step numbers wrap here. float32 represents all smaller integers exactly.
+_STEPS: Final = 1 << 20
+
+
+class TensorBroadcast:
+    """Copies ``tensors`` from one worker to all others. All workers make the same calls.
+
+    name: parameter set that carries the tensors.
+    tensors: returns the current tensors, always with the same names and shapes. A module may replace a buffer by
+        another tensor.
+    """
+
+    def __init__(self, client: Client, name: str, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
+        self._all = tensors
+        found = self._tensors()
+        self._handle = ServerMean(client, name).open(_values(found, 0)) if found else None
+        self._dropped = 0
+        #: Latest values that the source sent without waiting.
+        self._sent: Bucket | None = None
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {key: tensor for key, tensor in self._all().items() if tensor.numel()}
+
+    def send(self, *, is_source: bool, waits: bool = True) -> bool:
+        """Run one broadcast step: afterwards all workers hold the source's values.
+
+        waits: False lets the source continue before the others take the values.
+
+        Returns False, in all workers, if no worker was the source because it has left. Tensors are unchanged then.
+        Raises as ``Parameters.push_pull``.
+        """
+        if self._handle is None:
+            return True
+        if self._sent is not None:
+            unless_dropped(self._sent.wait)
+            self._sent = None
+        tensors, number = self._tensors(), 1 + self._handle.step % _STEPS
+        if is_source and not waits:
+            sent = self._handle.push_pull_async
+            self._sent = unless_dropped(lambda: sent(_values(tensors, number)))
+            return True
+        values = self._handle.push_pull(_values(tensors, number), copy=False, weight=float(is_source))
+        if values[_STEP][0] != number:
+            dropped, self._dropped = self._dropped, self._handle.statistics().dropped
+            return self._dropped > dropped  # A drop means that this worker missed the step; the others had a source.
+        if not is_source:
+            for key, tensor in tensors.items():
+                take_finite(tensor, values[key])
+        return True
+
+    def release_memory(self) -> None:
+        """Free the buffers of the values until the next step."""
+        if self._handle is not None:
+            self._handle.release_memory()
+
+
+def _values(tensors: Mapping[str, Tensor], number: int) -> dict[str, NDArray[np.float32]]:
+    return {_STEP: np.full(1, number, np.float32)} | {key: to_finite(tensor) for key, tensor in tensors.items()}
+
+
+class LowestRank:
+    """Lowest rank among the workers that make the same calls, agreed on by a step of a parameter set.
+
+    name: parameter set for the agreement. The lowest rank changes when its worker leaves.
+    """
+
+    def __init__(self, context: Context, name: str) -> None:
+        self._mine = context.rank % _RANKS
+        self._ranks = ServerMean(context.client, name)
+        self._lowest = self._find()
+
+    def _find(self) -> int:
+        taking_part = np.zeros(_RANKS, np.float32)
+        taking_part[self._mine] = 1.0
+        return int(np.flatnonzero(self._ranks.exchange({"ranks": taking_part})["ranks"])[0])
+
+    def send(self, broadcast: TensorBroadcast, *, waits: bool = True) -> None:
+        """Broadcast the values of the worker with the lowest rank. waits: as for ``TensorBroadcast.send``."""
+        while not broadcast.send(is_source=self._mine == self._lowest, waits=waits):
+            self._lowest = self._find()
+
+    def send_once(self, client: Client, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Broadcast ``tensors`` of that worker through the parameter set ``name``, and free the buffers."""
+        broadcast = TensorBroadcast(client, name, lambda: tensors)
+        self.send(broadcast)
+        broadcast.release_memory()
+
+
+_TENSOR: Final = "has_batch"
+#: Tensor that reports a scaled loss: the step then starts with another small one, see ``LossScale``.
+_SCALED: Final = "is_scaled"
+#: Tensor that reports writes to the weights after the model's last step.
+_WRITTEN: Final = "has_written"
+#: Tolerance of float32 sums over workers.
+_ROUNDING: Final = 1e-4
+
+
+class UnevenBatches:
+    """Base of the classes that push a model's gradients: batches of different sizes have weights."""
+
+    _stream: GradientStream
+    _join: UnevenInputs | None = None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
+    def set_weight(self, weight: float) -> None:
+        """Set the weight of this worker's gradient in the mean of the next step.
+
+        weight: for example the number of samples or tokens that the loss is the mean of. Workers with uneven batches
+            then make the step of a single process with all batches. 0 contributes nothing.
+
+        Call it before the backward pass that pushes. The weight is 1 again after the step. Raises InvalidArgumentError
+        after that pass, for a weight that is out of range, and outside BSP.
+        """
+        if self._join is not None:
+            self._join.check_weight()
+        self._stream.set_weight(weight)
+
+
+class UnevenInputs:
+    """One ``with`` block of uneven inputs.
+
+    name: parameter set of the small steps.
+    counts_joined: a worker without a batch counts in the mean of a step, with zeros.
+    raises_early: raise UnevenInputsError in all workers when the first one runs out of batches.
+    """
+
+    def __init__(self, context: Context, name: str, *, counts_joined: bool, raises_early: bool) -> None:
+        self.counts_joined = counts_joined
+        self._raises_early = raises_early
+        self._rank = context.rank
+        self._flags = np.zeros(context.world_size, np.float32)
+        self._scaled, self._written = np.zeros(1, np.float32), np.zeros(1, np.float32)
+        self._values = {_TENSOR: self._flags, _SCALED: self._scaled, _WRITTEN: self._written}
+        self._mean = ServerMean(context.client, name)
+        self._mean.open(self._values)
+        self._is_begun = False
+        #: True if workers scale the loss of this step.
+        self.is_scaled = False
+        #: True if a worker wrote to the weights after the last step of the model.
+        self.has_written = False
+        #: Ranks that had a batch in the last step of the model.
+        self.active: frozenset[int] = frozenset()
+
+    @property
+    def is_begun(self) -> bool:
+        """True if this worker has started a step that it has a batch for."""
+        return self._is_begun
+
+    def begin_step(self, *, is_scaled: bool = False) -> frozenset[int]:
+        """Report that this worker has a batch. Returns the ranks that have one; the lowest of them provides its
+        buffers.
+
+        Later calls in the same step return the same ranks. Raises UnevenInputsError.
+        """
+        if not self._is_begun:
+            self._is_begun = True
+            self._scaled[0] = is_scaled
+            self.active, all_have = self._tell(has_batch=True)
+            if self._raises_early and not all_have:
+                self._raise()
+        return self.active
+
+    def end_step(self) -> None:
+        """Record that the step of the model is made."""
+        self._is_begun = False
+
+    @property
+    def last_source(self) -> int | None:
+        """Lowest rank that made the last step with a batch. None if all workers did, or none."""
+        return min(self.active) if 0 < len(self.active) < len(self._flags) else None
+
+    def finish(
+        self, make_step: Callable[[frozenset[int]], None], has_written: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Make the steps of the others after this worker's last batch, until no worker has one.
+
+        make_step: makes one step; called with the ranks that have a batch.
+        has_written: returns True if this worker wrote to the weights after its last step.
+
+        Raises UnevenInputsError.
+        """
+        self._scaled[0], self._written[0] = False, has_written()
+        while active := self._tell(has_batch=False)[0]:
+            self.active = active
+            if self._raises_early:
+                self._raise()
+            make_step(active)
+            self._written[0] = False  # The others have made these writes, too.
+
+    def _tell(self, *, has_batch: bool) -> tuple[frozenset[int], bool]:
+        """Return the ranks that have a batch, and whether they are all workers."""
+        self._flags[self._rank % len(self._flags)] = has_batch
+        answer = self._mean.exchange(self._values)
+        self.has_written = bool(answer[_WRITTEN][0] > 0)
+        means, self.is_scaled = answer[_TENSOR], bool(answer[_SCALED][0] > 0)
+        # Each worker adds 1 divided by their number.
+        return frozenset(np.flatnonzero(means).tolist()), float(means.sum()) > 1.0 - _ROUNDING
+
+    def check_weight(self) -> None:
+        """Raise InvalidArgumentError if weights are impossible, because workers without a batch count as 1."""
+        if self.counts_joined:
+            raise InvalidArgumentError(
+                "set_weight() in join() that counts workers without a batch, each as 1: use "
+                "join(divide_by_initial_world_size=False), in which they do not count"
+            )
+
+    def _raise(self) -> None:
+        ranks = f" (of ranks {', '.join(map(str, sorted(self.active)))})" if len(self._flags) > 1 else ""
+        raise UnevenInputsError(
+            f"a worker has no batch left, while others have some{ranks}, and throw_on_early_termination is set: give "
+            "all workers the same number of batches, or leave it out"
+        )

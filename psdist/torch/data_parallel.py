@@ -27,12 +27,21 @@ from psdist.client.means import ScriptWeights
 from psdist.compression import Codec
 from psdist.consistency import Reduction
 from psdist.errors import InvalidArgumentError
-from psdist.torch.averaging import OVERFLOWS, USED, MeanLosses, fill_with_nan, gradient_zeros, set_gradient
-from psdist.torch.broadcast import LowestRank, TensorBroadcast
+from psdist.torch.averaging import (
+    OVERFLOWS,
+    USED,
+    LowestRank,
+    MeanLosses,
+    TensorBroadcast,
+    UnevenBatches,
+    UnevenInputs,
+    fill_with_nan,
+    gradient_zeros,
+    set_gradient,
+)
 from psdist.torch.gradients import GradientStream, bucket_bytes_of, check_free
 from psdist.torch.guards import AveragedGradients
 from psdist.torch.inspection import ModelParameters, ModelTensors, inspect
-from psdist.torch.uneven_inputs import UnevenBatches, UnevenInputs
 
 _WEIGHTS: Final = ScriptWeights("psdist.torch.DistributedDataParallel", "psdist.torch.DistributedOptimizer")
 _AFTER_FAILURE: Final = (

@@ -37,7 +37,7 @@ from psdist.consistency import BSP
 from psdist.errors import InvalidArgumentError, check_integer
 from psdist.optim import SGD, Optimizer
 from psdist.torch.guards import WrappedName
-from psdist.torch.kept_buffers import BytesOfTensor, KeptBuffers
+from psdist.torch.inspection import BytesOfTensor, KeptBuffers
 from psdist.torch.optimizer import tensors_to_train
 from psdist.torch.values import TensorWriter, as_real, from_bytes, initial_values, raw_bytes, share_fixed, weight_of
 from psdist.types import DType, NonFinite

@@ -8,7 +8,8 @@ gradients before the first one is freed.
 Invariants: After ``step`` all layers are at the same step. The weights equal, byte for byte, those of
 ``DistributedOptimizer``.
 
-Not here: division into layers (``division``), presence of a layer (``passes``), its memory (``layer``).
+Not here: division into layers (``offloaded_memory``), presence of a layer (``offloaded_passes``), its memory
+(``offloaded_layer``).
 """
 
 from __future__ import annotations
@@ -31,16 +32,14 @@ from psdist.compression import Cast, Codec, resolve
 from psdist.consistency import BSP, Consistency
 from psdist.errors import DTypeMismatchError, InvalidArgumentError
 from psdist.optim import Optimizer, group_of
+from psdist.torch import offloaded_memory
+from psdist.torch.conversion import KEY
 from psdist.torch.guards import InnerOptimizer, WrappedName
-from psdist.torch.inspection import ModelParameters, ModelTensors, fixed_tensors, inspect, merge_shared
-from psdist.torch.kept_buffers import KeptBuffers
-from psdist.torch.offloaded import memory
-from psdist.torch.offloaded.division import Init, Materializer, divide
-from psdist.torch.offloaded.layer import OffloadedLayer
-from psdist.torch.offloaded.memory import take_turns
-from psdist.torch.offloaded.passes import Passes
+from psdist.torch.inspection import KeptBuffers, ModelParameters, ModelTensors, fixed_tensors, inspect, merge_shared
+from psdist.torch.offloaded_layer import OffloadedLayer
+from psdist.torch.offloaded_memory import Init, Materializer, divide, take_turns
+from psdist.torch.offloaded_passes import Passes
 from psdist.torch.optimizer import groups_and_defaults, parameters_of, specification_of
-from psdist.torch.optimizer_state import KEY
 from psdist.torch.rates import LearningRates, check_scheduler
 from psdist.torch.values import initial_values, share_fixed, weight_of
 from psdist.types import NonFinite
@@ -95,7 +94,7 @@ def offload(
     context = init_context() if context is None else context
     is_late = any(context.client.joins_late(f"{name}/{part.title or '-'}") for part in parts)
     used = WrappedName(context.client, f"{name}/", tensors.trained, is_late=is_late)
-    pages = memory.PagePool() if memory.is_supported() else None
+    pages = offloaded_memory.PagePool() if offloaded_memory.is_supported() else None
     made: list[OffloadedLayer] = []
     for part in parts:
         give_back_buffers()

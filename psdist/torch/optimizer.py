@@ -26,18 +26,14 @@ from psdist.compression import Codec
 from psdist.consistency import BSP, Consistency, Reduction, with_reduction
 from psdist.errors import InvalidArgumentError
 from psdist.optim import MEANS_SUFFIX, Constant, Optimizer, group_of
-from psdist.torch.averaging import LossScale, MeanGradients
-from psdist.torch.broadcast import TensorBroadcast
+from psdist.torch.averaging import LossScale, MeanGradients, TensorBroadcast, UnevenBatches, UnevenInputs
 from psdist.torch.clipping import MeanClipping
-from psdist.torch.conversion import convert_settings, end_factors, schedule_or_none
+from psdist.torch.conversion import KEY, convert_settings, end_factors, has_settings_alone, schedule_or_none
 from psdist.torch.gradients import GradientStream, bucket_bytes_of, check_free
 from psdist.torch.guards import InnerOptimizer, WrappedName
-from psdist.torch.inspection import ModelTensors, inspect, merge_shared
-from psdist.torch.kept_buffers import KeptBuffers
-from psdist.torch.optimizer_state import KEY, has_settings_alone
+from psdist.torch.inspection import KeptBuffers, ModelTensors, inspect, merge_shared
 from psdist.torch.overlap import Overlap, OverlapChoice, OverlapProbe, check_overlap
 from psdist.torch.rates import LearningRates, check_scheduler, shown_settings
-from psdist.torch.uneven_inputs import UnevenBatches, UnevenInputs
 from psdist.torch.values import TensorWriter, initial_values, share_fixed
 from psdist.torch.writes import Detection, Fingerprint, ModelWatch, WeightWrites, check_detection
 from psdist.types import DType, NonFinite

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from psdist import optim
 from psdist.client.sync_client import Client
-from psdist.collectives.core.reductions import DTYPES
+from psdist.collectives.core.plans import DTYPES
 from psdist.consistency import Consistency, check_weight
 
 #: Optimizer of a parameter set that is never pushed to.

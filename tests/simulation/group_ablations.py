@@ -10,8 +10,8 @@ from psdist.collectives import mesh as meshes
 from psdist.collectives.core import machine as machines
 from psdist.collectives.core.machine import GroupMachine
 from psdist.collectives.elastic import ElasticSteps
+from psdist.collectives.frames import make_key
 from psdist.collectives.mesh import Mesh
-from psdist.collectives.messages import make_key
 from psdist.errors import ClosedError, PsdistError
 from psdist_scheduler.decide import formations
 from psdist_scheduler.decide.formations import GroupFormations

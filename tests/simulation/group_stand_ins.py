@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from psdist.collectives import data_route, liveness
+from psdist.collectives import data_route, mesh
 from psdist.collectives import mesh as meshes
 from psdist.collectives.core import plans
 from tests.simulation.environment import running
@@ -17,7 +17,7 @@ def install() -> Any:
     """Replace links and calls to the system. Arrays of a hundred elements travel as large ones do."""
     stands = [
         (meshes, "PeerLink", SimPeerLink), (meshes, "os", SimpleNamespace(getpid=_pid)),
-        (meshes, "processes", _Processes), (liveness, "processes", _Processes),
+        (meshes, "processes", _Processes), (mesh, "processes", _Processes),
         (data_route, "are_on_one_host", lambda members: False),
         (plans, "PART_BYTES", 64), (plans, "EAGER_BYTES", 32),
         (plans, "EAGER_REDUCED_BYTES", 48),

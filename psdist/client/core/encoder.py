@@ -1,8 +1,8 @@
 """Encoding of gradients with error feedback: the residual of one push is added to the next. Pure.
 
-The flat vector has regions, each with one codec (``psdist.compression.regions``). The gradient of a push is processed
-region by region, as its slices are encoded: the residual is added, the sum is encoded, and the part that was not sent
-is the next residual. The previous residual stays in a vector of its own, because a snapshot may need it.
+The flat vector has regions, each with one codec (``psdist.compression.specifications``). The gradient of a push is
+processed region by region, as its slices are encoded: the residual is added, the sum is encoded, and the part that was
+not sent is the next residual. The previous residual stays in a vector of its own, because a snapshot may need it.
 
 ``DifferenceEncoder`` encodes gradients as differences to an estimate that worker and servers share, which starts as
 zeros. Both add the decoded difference to it; the sum is the gradient that counts. Nothing is lost for good: the next
@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from psdist.client.core.flat_vector import Flat, grad_norm
 from psdist.client.core.push_sequence import ReadySlices
 from psdist.compression import Chain, Codec, Compressor, Float32, TopK, segments
-from psdist.compression.regions import Region, regions, send_differences
+from psdist.compression.specifications import Region, regions, send_differences
 from psdist.errors import InternalError, NonFiniteGradientError
 from psdist.types import GradientDifference, Layout, Slicing
 

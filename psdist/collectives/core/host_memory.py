@@ -40,10 +40,10 @@ from psdist.collectives.core.plans import (
     Bytes,
     Plan,
     ReducedSegment,
+    combine,
     cut_segment,
     flat_bytes,
 )
-from psdist.collectives.core.reductions import combine
 from psdist.wire.limits import HOST_MEMORY_BYTES_MIN, IN_PLACE_PIECE_BYTES, LARGE_GROUP_PIECE_BYTES, PIECE_BYTES
 
 #: Beginning of the slots in a rank's memory. Before it there is the number of steps that the rank has completed.

@@ -13,7 +13,7 @@ So decoding each contribution and adding them up gives the same bytes as accumul
 
 A client::
 
-    cut = regions(layout.tensors, codec)                       # psdist.compression.regions, once
+    cut = regions(layout.tensors, codec)                       # psdist.compression.specifications, once
     # each push; acc is the flat vector, float32, with the last residual added:
     prepared = [prepare(r, acc[r.start : r.stop], PushNumber(rank, ordinal), states.get(r.start)) for r in cut]
     size = encode(prepared, start, stop, out, residual)        # each slice, in any order, in any thread
@@ -33,7 +33,6 @@ from typing import Final
 
 from psdist.compression import casts
 from psdist.compression.kernel_runtime import LARGE_ELEMENTS, BackgroundCompiler, Kernel, shared_compiler
-from psdist.compression.regions import Region, regions
 from psdist.compression.segments import dense, encoding, random_numbers, sparse
 from psdist.compression.segments.checking import check
 from psdist.compression.segments.decoding import KERNELS as DECODERS
@@ -49,6 +48,7 @@ from psdist.compression.segments.encoding import (
     selects_places,
 )
 from psdist.compression.segments.format import payload_limit
+from psdist.compression.specifications import Region, regions
 
 __all__ = [
     "DECODERS", "KERNELS", "PreparedRegion", "PreparedSparse", "PushNumber", "Region", "accumulate", "add_decayed",

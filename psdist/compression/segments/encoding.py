@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from psdist.compression.casts import INFINITY, narrow
 from psdist.compression.dtypes import NUMPY_DTYPES, check_output, check_vector
 from psdist.compression.kernel_runtime import FLOAT, IN, OUT, kernel, types
-from psdist.compression.regions import MIN_ELEMENTS, Region
 from psdist.compression.segments import random_numbers
 from psdist.compression.segments.dense import add_low_rank, encode_integers, encode_signs, factors
 from psdist.compression.segments.format import HEADER, HEADER_BYTES, Kind, padded, payload_limit, segment_limit
@@ -32,6 +31,7 @@ from psdist.compression.segments.sparse import (
     write_sparse,
 )
 from psdist.compression.specifications import (
+    MIN_ELEMENTS,
     Cast,
     Chain,
     ChunkedTopK,
@@ -40,6 +40,7 @@ from psdist.compression.specifications import (
     OneBit,
     PowerSGD,
     RandomK,
+    Region,
     TopK,
 )
 from psdist.errors import InvalidArgumentError, NonFiniteGradientError, UnknownCodecError

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from psdist.device.compile import common_source
+from psdist.device.device import common_source
 from psdist.errors import InternalError
 from psdist_server.kernels.interpreted import BLOCK, SUM_LANES
 from psdist_server.kernels.updates import UPDATES

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psdist.compression import Codec, Float32, segments
-from psdist.compression.regions import MIN_ELEMENTS, Region
+from psdist.compression.specifications import MIN_ELEMENTS, Region
 from psdist.errors import NonFiniteGradientError
 from psdist.types import Slicing
 from psdist.wire.limits import DIFFERENCES_MAX

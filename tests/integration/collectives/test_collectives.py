@@ -16,8 +16,8 @@ import pytest
 
 from psdist import AsyncClient
 from psdist.collectives import mesh
+from psdist.collectives.frames import IncomingLink
 from psdist.collectives.group import AsyncWorkerGroup
-from psdist.collectives.incoming import IncomingLink
 from psdist.collectives.mesh import Mesh
 from psdist.collectives.workers import AsyncCollectives
 from psdist.errors import (
@@ -328,7 +328,7 @@ async def test_without_shared_memory_parts_follow_their_frames(run: Run, monkeyp
     async def refuse(*_: Any) -> Any:
         raise SharingUnavailableError("not here")
 
-    monkeypatch.setattr("psdist.collectives.incoming.take_arena", refuse)
+    monkeypatch.setattr("psdist.collectives.frames.take_arena", refuse)
     given = arrays(LARGE)
     for one in await run.all(lambda group: group.all_reduce(given[group.rank])):
         assert one.tobytes() == (given[0] + given[1] + given[2]).tobytes()

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from psdist.collectives import messages
+from psdist.collectives import frames
 from psdist.collectives.core.host_memory import HostMoves
 from psdist.collectives.core.machine import SendPart
 from psdist.collectives.group import AsyncWorkerGroup
@@ -43,13 +43,13 @@ def sums(given: list[Any]) -> Any:
 
 async def test_all_calls_give_the_bytes_that_links_give(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     await share(run)
-    encode, effects = messages.encode, list[Any]()
+    encode, effects = frames.encode, list[Any]()
 
     def kept(group: bytes, effect: Any) -> bytes:
         effects.append(effect)
         return encode(group, effect)
 
-    monkeypatch.setattr(messages, "encode", kept)
+    monkeypatch.setattr(frames, "encode", kept)
     given, rows = arrays(LARGE), [one[: 3 * 90_000].reshape(3, -1) for one in arrays(LARGE)]
     wanted = [one.tobytes() for one in given]
     outs = [np.empty_like(one) for one in given]

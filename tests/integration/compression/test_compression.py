@@ -32,7 +32,7 @@ from psdist.compression import (
     PowerSGD,
     RandomK,
     TopK,
-    regions,
+    specifications,
 )
 from psdist.consistency import ASP, BSP, SSP, Consistency
 from psdist.launcher.embedded import EmbeddedCluster
@@ -250,7 +250,7 @@ async def test_a_codec_is_chosen_by_the_speed_of_the_links(
 
     measure_links = encoding._measure_links
     monkeypatch.setattr(encoding, "_measure_links", measure)
-    monkeypatch.setattr(regions, "_SMALL_ELEMENTS", 1)
+    monkeypatch.setattr(specifications, "_SMALL_ELEMENTS", 1)
     codecs = (Int4(), Int4()) if codec == "Int4" else (Float32(), Float32())
     async with Workers(cluster, transport) as workers:
         expected = references(codecs, 2)

@@ -25,7 +25,7 @@ from psdist.compression import (
     TopK,
     segments,
 )
-from psdist.compression.regions import Region
+from psdist.compression.specifications import Region
 from psdist.consistency import ASP, BSP, SSP, Consistency
 from psdist.errors import InvalidArgumentError, SettingsMismatchError, UnknownCodecError
 from psdist.launcher.embedded import EmbeddedCluster

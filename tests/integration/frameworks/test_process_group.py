@@ -19,9 +19,8 @@ import psdist
 from psdist.client.context import Context
 from psdist.errors import InvalidArgumentError, LimitExceededError
 from psdist.launcher.embedded import EmbeddedCluster
-from psdist.process_group import all_gather, broadcast_value, is_launched, start
-from psdist.process_group.all_gather import AllGather
-from psdist.process_group.group import PsdistGroup
+from psdist.process_group import broadcast_value, group, is_launched, start
+from psdist.process_group.group import AllGather, PsdistGroup
 
 WORKERS = 3
 
@@ -134,7 +133,7 @@ def test_different_shapes_and_operations_are_refused(world: World) -> None:
 def test_limits_name_their_numbers(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidArgumentError, match=r"600 workers are too many .* use at most 512"):
         AllGather(world.contexts[0].client, "many", 0, 600)
-    monkeypatch.setattr(all_gather, "COLLECTIVE_BYTES_MAX", 10)
+    monkeypatch.setattr(group, "COLLECTIVE_BYTES_MAX", 10)
 
     def exchange(rank: int) -> None:
         with pytest.raises(LimitExceededError, match=r"a worker gives 11 bytes .* use at most 10"):

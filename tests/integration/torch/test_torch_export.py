@@ -19,7 +19,7 @@ from psdist.client.context import Context
 from psdist.errors import DTypeMismatchError
 from psdist.snapshots.model_tensors import DESCRIPTION
 from psdist.torch import DistributedOptimizer, offload
-from psdist.torch.kept_buffers import KeptBuffers
+from psdist.torch.inspection import KeptBuffers
 from tests.support.contexts import everywhere, workers
 
 

@@ -124,7 +124,7 @@ def test_it_trains_as_a_whole_model(name: str, kind: str) -> None:
 
 def test_it_does_where_pages_cannot_move(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check systems other than Linux: there torch's allocator allocates and frees the memory."""
-    monkeypatch.setattr("psdist.torch.offloaded.memory.is_supported", lambda: False)
+    monkeypatch.setattr("psdist.torch.offloaded_memory.is_supported", lambda: False)
     make, batch_of, optimizer_of = MODELS["transformer"]
     model = make()
     whole = copy.deepcopy(model)

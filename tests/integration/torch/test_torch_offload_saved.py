@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from psdist import optim
 from psdist.errors import InvalidArgumentError
-from psdist.torch import offload
-from psdist.torch.offloaded import memory
+from psdist.torch import offload, offloaded_memory
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -25,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("alone")
 def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Name of a parameter set for this test, with either memory of layers."""
     if request.param == "resized storage":
-        monkeypatch.setattr(memory, "is_supported", lambda: False)
+        monkeypatch.setattr(offloaded_memory, "is_supported", lambda: False)
     return "".join(letter if letter.isalnum() else "-" for letter in request.node.name)
 
 

@@ -8,8 +8,8 @@ import numpy as np
 from psdist.collectives.core import plans
 from psdist.collectives.core.machine import COLLECTIVES, CallLane, GroupMachine, SendCall
 from psdist.collectives.core.plans import Plan
+from psdist.collectives.frames import make_key
 from psdist.collectives.group_runner import CallCounts
-from psdist.collectives.messages import make_key
 from psdist.types import WorkerEntry
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire.limits import AWAITED_REPORTED_MAX

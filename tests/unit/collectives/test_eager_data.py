@@ -10,7 +10,7 @@ import pytest
 
 from psdist.collectives.core import plans
 from psdist.collectives.core.machine import COLLECTIVES, GroupMachine, SendCall, SendPart
-from psdist.collectives.incoming import IncomingLink
+from psdist.collectives.frames import IncomingLink
 from psdist.collectives.mesh import Mesh
 from psdist.errors import LimitExceededError
 from psdist.v1 import worker_pb2 as pb

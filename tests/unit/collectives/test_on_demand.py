@@ -14,7 +14,7 @@ def test_a_context_loads_no_collectives() -> None:
         "print(sorted(name for name in sys.modules if name.startswith('psdist.collectives.')))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['psdist.collectives.on_demand']"
+    assert done.stdout.strip() == "[]"
 
 
 def test_a_first_name_is_imported_without_garbage_collections() -> None:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from psdist.collectives.group_runner import CallCounts, SilenceWatch
-from psdist.collectives.liveness import PeerSilence
+from psdist.collectives.mesh import PeerSilence
 from psdist.errors import ClosedError, WorkerLostError
 from psdist.link import processes
 

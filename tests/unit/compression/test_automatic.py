@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psdist.compression import Auto, Float32, Int4, Int8, PerTensor, resolve
-from psdist.compression.regions import CANDIDATES, USUAL_SPEED, choose
+from psdist.compression.specifications import CANDIDATES, USUAL_SPEED, choose
 from psdist.errors import InvalidArgumentError
 from psdist.types import Layout, TensorSpec
 

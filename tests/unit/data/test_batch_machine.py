@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psdist.data.batch_machine import BatchLimits, BatchMachine, Item, SampleGroup, default_bounds
+from psdist.data.batches import BatchLimits, BatchMachine, Item, SampleGroup, default_bounds
 from psdist.errors import InvalidArgumentError
 from psdist.wire.limits import BATCH_TOKENS_MAX
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from psdist.device.compile import ARCHITECTURES, common_source, compile_source, nvrtc
+from psdist.device.device import ARCHITECTURES, common_source, compile_source, nvrtc
 from psdist.device.memory import codec_source
 from tests.support.host_device import HostDevice, needs_compiler
 

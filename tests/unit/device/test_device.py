@@ -10,9 +10,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from psdist.device import compile as compiling
-from psdist.device.compile import compile_source
-from psdist.device.device import CudaDevice, device_number, open_device
+from psdist.device import device as compiling
+from psdist.device.device import CudaDevice, compile_source, device_number, open_device
 from psdist.errors import (
     DeviceLostError,
     DeviceUnavailableError,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from psdist.compression import BFloat16, ChunkedTopK, Codec, Float16, Float32, Int2, Int4, Int8, PerTensor, TopK
-from psdist.compression.regions import Region
+from psdist.compression.specifications import Region
 from psdist.device.coders import SegmentRange, table
 from psdist.device.memory import Launcher
 from psdist.errors import NonFiniteGradientError

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from psdist.errors import ConfigurationError
-from psdist.ray.settings import RaySettings
+from psdist.ray.actors import RaySettings
 
 
 def settings(**changed: Any) -> RaySettings:

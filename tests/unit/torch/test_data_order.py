@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, Wei
 
 pytest.importorskip("accelerate")
 
-from psdist.hf.data_order import ReplayedSampler, replay
+from psdist.hf.accelerator import ReplayedSampler, replay
 
 DATA = list(range(20))
 SAMPLERS: dict[str, Callable[[torch.Generator], Any]] = {

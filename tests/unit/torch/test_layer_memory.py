@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from psdist.errors import LimitExceededError
-from psdist.torch.offloaded import memory
-from psdist.torch.offloaded.memory import MovedPages, PagePool, ResizedStorage
+from psdist.torch import offloaded_memory
+from psdist.torch.offloaded_memory import MovedPages, PagePool, ResizedStorage
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages move on Linux")
 
@@ -97,8 +97,8 @@ def test_a_system_that_cannot_move_them_gives_fresh_ones(monkeypatch: pytest.Mon
         def __getattr__(self, name: str) -> Any:
             return getattr(real, name)
 
-    real = memory._library()
-    monkeypatch.setattr(memory, "_library", lambda: Library())
+    real = offloaded_memory._library()
+    monkeypatch.setattr(offloaded_memory, "_library", lambda: Library())
     pool = PagePool()
     first, second = MovedPages(LARGE, pool), MovedPages(LARGE, pool)
     first.acquire()
@@ -111,7 +111,7 @@ def test_a_system_that_cannot_move_them_gives_fresh_ones(monkeypatch: pytest.Mon
 
 def test_more_mappings_than_the_system_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     region = MovedPages(LARGE, PagePool())
-    library = memory._library()
+    library = offloaded_memory._library()
     monkeypatch.setattr(library, "mprotect", lambda *arguments: -1)
     with pytest.raises(LimitExceededError, match=r"memory of a layer of 524\d+ bytes .* vm\.max_map_count"):
         region.acquire()
@@ -122,7 +122,7 @@ def test_more_mappings_than_the_system_allows(monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_is_away_is_not_read() -> None:
     script = """
-from psdist.torch.offloaded.memory import MovedPages, PagePool
+from psdist.torch.offloaded_memory import MovedPages, PagePool
 region = MovedPages(100, PagePool())
 region.acquire()
 region.array()[:] = 1

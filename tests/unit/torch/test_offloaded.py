@@ -10,10 +10,9 @@ import pytest
 from torch import nn
 
 from psdist.errors import InvalidArgumentError, WaitTimeoutError
-from psdist.torch.offloaded.division import divide
-from psdist.torch.offloaded.layer import OffloadedLayer
-from psdist.torch.offloaded.memory import GradientPlace
-from psdist.torch.offloaded.passes import LayerOrder
+from psdist.torch.offloaded_layer import OffloadedLayer
+from psdist.torch.offloaded_memory import GradientPlace, divide
+from psdist.torch.offloaded_passes import LayerOrder
 
 
 class Model(nn.Module):

@@ -7,7 +7,7 @@ import pytest
 
 from psdist.client.transport.buffers import HeldWeights, PullTarget
 from psdist.compression import Int8, segments
-from psdist.compression.regions import Region
+from psdist.compression.specifications import Region
 from psdist.errors import InternalError, MalformedPayloadError, PsdistError
 from psdist.types import Slicing
 from psdist.v1.server_pb2 import Differences, SliceResult

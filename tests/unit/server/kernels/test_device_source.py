@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psdist.device.compile import ARCHITECTURES, compile_source
+from psdist.device.device import ARCHITECTURES, compile_source
 from psdist.errors import InternalError
 from psdist_server.kernels import device_source as source
 from psdist_server.kernels.device_source import ARRAYS, SCALARS, update_source

@@ -7,7 +7,7 @@ torch's FSDP.
 Invariants: Memory is not freed while a pull writes to it. A backward pass reads the values of its forward pass, or the
 step is dropped.
 
-Passes decide when a layer is in use (``passes``).
+Passes decide when a layer is in use (``offloaded_passes``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from psdist.client.process.loop import StartedCall
 from psdist.client.session.membership import unless_dropped
 from psdist.client.sync_client import Bucket, Parameters
 from psdist.errors import InvalidArgumentError
-from psdist.torch.offloaded.memory import (
+from psdist.torch.offloaded_memory import (
     GradientPlace,
     LayerMemory,
     MovedPages,

@@ -15,7 +15,7 @@ Invariants: Of the layers that no pass uses now, only the next one may have weig
 gradients in memory, unless several layers get theirs at the same time. A layer is freed in a backward pass when it has
 all gradients, because autograd sums those of all uses first.
 
-Not here: memory (``layer``), the step (``offloading``).
+Not here: memory (``offloaded_layer``), the step (``offloading``).
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from psdist.errors import InvalidArgumentError, NonFiniteGradientError
-from psdist.torch.offloaded.division import Use
-from psdist.torch.offloaded.layer import OffloadedLayer, Residence, second_backward
-from psdist.torch.offloaded.memory import drop_gradient
+from psdist.torch.offloaded_layer import OffloadedLayer, Residence, second_backward
+from psdist.torch.offloaded_memory import Use, drop_gradient
 
 #: Pushes that may be under way while the next layer's gradients arrive, unless these use the same memory.
 _PUSHES: Final = 1
