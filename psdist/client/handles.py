@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +23,7 @@ from psdist.client.transport.grpc import GrpcTransport
 from psdist.compression import Auto, Float32
 from psdist.errors import InvalidArgumentError, LayoutMismatchError, SettingsMismatchError
 from psdist.monitoring.metrics import Measurements
-from psdist.monitoring.worker_reports import ReportedNumbers, worker_totals
+from psdist.monitoring.worker_reports import ReportedNumbers
 from psdist.off_loop import in_thread
 from psdist.settings.config import MetricsEndpoint
 from psdist.types import DType, Layout, ParametersSpec
@@ -196,20 +197,12 @@ class Handles:
 
     def serve_metrics(self, endpoint: MetricsEndpoint) -> None:
         """Serve metrics for Prometheus. Raises ConfigurationError and InsecureBindError."""
-        from psdist.client.worker_metrics import MeasuredClient, WorkerMetrics  # Few workers serve them.
+        from psdist.client.worker_metrics import WorkerMetrics  # Few workers serve them.
 
-        session = self._session
-
-        def identity() -> tuple[str, str, int]:
-            mine = session.membership.registration
-            return mine.run_id, mine.worker_id, mine.incarnation
-
-        client = MeasuredClient(
-            identity, session.waits.sentences, lambda: self._opened, session.waits.phases,
-            session.activities.pushes, self.reported,
-        )  # fmt: skip
-        self.metrics = WorkerMetrics(replace(endpoint, key=session.registrar.listener.verifier.key), client)
-        session.registrar.metrics_address = self.metrics.address
+        registrar = self._session.registrar
+        endpoint = replace(endpoint, key=registrar.listener.verifier.key)
+        self.metrics = WorkerMetrics(endpoint, self._session, self._opened, self.reported)
+        registrar.metrics_address = self.metrics.address
 
     def connections(self) -> Iterator[scheduler_pb2.Connection]:
         """Return how the handles reach servers, for heartbeats."""
@@ -225,8 +218,37 @@ class Handles:
                 )
 
     def _totals(self) -> scheduler_pb2.WorkerTotals:
-        session = self._session
-        return worker_totals(session.waits.phases, session.activities.pushes, self.reported, self._opened)
+        """Return the totals so far. Bytes of a handle count for the transport and codecs that it has now."""
+        pushes, reported = self._session.activities.pushes, self.reported
+        compute, push, wait, pull = self._session.waits.phases.seconds()
+        pushed, pulled = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
+        dropped = abstained = 0
+        for handle in self._opened:
+            key = (handle.participation.transport(), *handle.participation.codecs())
+            counted = handle.measure()
+            pushed[key] += counted.push_bytes
+            pulled[key] += counted.pull_bytes
+            dropped += counted.dropped
+            abstained += counted.abstained
+        return scheduler_pb2.WorkerTotals(
+            compute_seconds=compute,
+            push_seconds=push,
+            wait_seconds=wait,
+            pull_seconds=pull,
+            pushes=pushes.counts,
+            traffic=[
+                scheduler_pb2.WorkerTotals.Traffic(
+                    transport=key[0], push_codec=key[1], pull_codec=key[2], push_bytes=count, pull_bytes=pulled[key]
+                )
+                for key, count in sorted(pushed.items())
+            ],
+            dropped=dropped,
+            abstained=abstained,
+            staleness=pushes.staleness,
+            reported=reported.newest,
+            reported_step=reported.step,
+            samples_per_second=reported.samples_per_second,
+        )
 
     async def close(self) -> None:
         """Cancel calls under way, and close all connections to servers."""

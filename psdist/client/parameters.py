@@ -44,7 +44,6 @@ from psdist.device.device import device_number
 from psdist.errors import InvalidArgumentError
 from psdist.hyperparameters import by_group
 from psdist.monitoring.metrics import Measurements, Phase
-from psdist.monitoring.worker_reports import transport_of
 from psdist.off_loop import in_thread, off_loop
 from psdist.types import ITEM_BYTES, Layout, ParametersSpec
 
@@ -221,7 +220,7 @@ class AsyncParameters(ProcessBound):
 
     def statistics(self) -> Statistics:
         """Return the counters of this handle."""
-        part, transports = self.participation, self.participation.transports()
+        part = self.participation
         return Statistics(
             **asdict(self._order.counters),
             resent=part.delivery.resent,
@@ -231,8 +230,8 @@ class AsyncParameters(ProcessBound):
             push_bytes=part.traffic.sent,
             pull_bytes=part.traffic.received,
             compression=_compression(part.options, self._order.encoding),
-            transport=transport_of(transports),
-            transports=transports,
+            transport=part.transport(),
+            transports=part.transports(),
         )
 
     def __repr__(self) -> str:

@@ -527,6 +527,16 @@ class Participation:
             return dict.fromkeys(servers, "grpc: the transport is 'grpc'")
         return self._transports.statuses(servers)
 
+    def transport(self) -> str:
+        """Return the one transport to all servers, or "mixed"."""
+        kinds = {how.partition(":")[0] for how in self.transports().values()} or {"grpc"}
+        return kinds.pop() if len(kinds) == 1 else "mixed"
+
+    def codecs(self) -> tuple[str, str]:
+        """Return the names of the codecs of pushes and pulls."""
+        pull = self.current.entry.spec.pull_compression.partition("(")[0] or self.options.pull_dtype
+        return type(self.options.codec).__name__.lower(), pull.lower()
+
     async def close(self) -> None:
         """Close this handle's own connections to servers, and withdraw its shared memory."""
         for transport in self._negotiated:

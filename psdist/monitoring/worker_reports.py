@@ -15,10 +15,9 @@ from __future__ import annotations
 import atexit
 import os
 import stat
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from psdist.errors import ClosedError, ConfigurationError, check_integer
 from psdist.monitoring.metrics import (
@@ -31,25 +30,9 @@ from psdist.monitoring.metrics import (
     summarize,
     to_line,
 )
-from psdist.monitoring.phase_timer import PhaseTimer, PushCounter
+from psdist.monitoring.phase_timer import PhaseTimer
 from psdist.monitoring.trackers import Tracker, Trackers
-from psdist.types import ParametersSpec
 from psdist.v1 import scheduler_pb2 as pb
-
-
-class CountedHandle(Protocol):
-    """The part of a handle that the totals need."""
-
-    @property
-    def spec(self) -> ParametersSpec:
-        """Settings of the parameter set."""
-
-    @property
-    def participation(self) -> Any:
-        """Its ``Participation``. Only transports and options are read."""
-
-    def measure(self) -> Measurements:
-        """Return its counters."""
 
 
 class ReportedNumbers:
@@ -68,53 +51,6 @@ class ReportedNumbers:
         self.step, self.samples_per_second = step, values.get("samples_per_second", 0.0)
 
     def close(self) -> None: ...
-
-
-def worker_totals(
-    phases: PhaseTimer, pushes: PushCounter, reported: ReportedNumbers, handles: Iterable[CountedHandle]
-) -> pb.WorkerTotals:
-    """Return the totals of a client so far. Bytes of a handle count for the transport and codecs that it has now."""
-    compute, push, wait, pull = phases.seconds()
-    pushed, pulled = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
-    dropped = abstained = 0
-    for handle in handles:
-        key = (transport_of(handle.participation.transports()), *codecs_of(handle.spec, handle.participation.options))
-        counted = handle.measure()
-        pushed[key] += counted.push_bytes
-        pulled[key] += counted.pull_bytes
-        dropped += counted.dropped
-        abstained += counted.abstained
-    return pb.WorkerTotals(
-        compute_seconds=compute,
-        push_seconds=push,
-        wait_seconds=wait,
-        pull_seconds=pull,
-        pushes=pushes.counts,
-        traffic=[
-            pb.WorkerTotals.Traffic(
-                transport=key[0], push_codec=key[1], pull_codec=key[2], push_bytes=count, pull_bytes=pulled[key]
-            )
-            for key, count in sorted(pushed.items())
-        ],
-        dropped=dropped,
-        abstained=abstained,
-        staleness=pushes.staleness,
-        reported=reported.newest,
-        reported_step=reported.step,
-        samples_per_second=reported.samples_per_second,
-    )
-
-
-def transport_of(transports: Mapping[str, str]) -> str:
-    """Return the one transport to all servers, of ``Participation.transports``, or "mixed"."""
-    kinds = {how.partition(":")[0] for how in transports.values()} or {"grpc"}
-    return kinds.pop() if len(kinds) == 1 else "mixed"
-
-
-def codecs_of(spec: ParametersSpec, options: Any) -> tuple[str, str]:
-    """Return the names of the codecs of pushes and pulls. options: of a ``Participation``."""
-    pull = spec.pull_compression.partition("(")[0] or options.pull_dtype
-    return type(options.codec).__name__.lower(), pull.lower()
 
 
 class ChangedCounts:
