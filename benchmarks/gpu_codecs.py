@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu_updates import median_seconds
+from psdist.client.device_encoder import DeviceEncoder, DevicePush
 from psdist.compression import ChunkedTopK, Codec, Compressor, Int2, Int4, Int8, OneBit, TopK
 from psdist.compression.segments import PushNumber
 from psdist.compression.specifications import Region
 from psdist.device.coders import SegmentRange
 from psdist.device.device import Device
-from psdist.device.encoder import DeviceEncoder, DevicePush
 from psdist.device.memory import DeviceVector, DoubleVector
 
 #: Codecs, and the target of their kernels in bytes of float32 per second.

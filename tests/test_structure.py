@@ -20,7 +20,7 @@ LIMITS_ELSEWHERE = {
     # Ranges of single values, checked by their types; limits of the wire may not be lower.
     "psdist.types": {"SLICE_ELEMENTS_MAX", "SAMPLES_MAX", "RANGES_MAX", "DATA_EPOCHS_MAX"},
     "psdist.consistency": {"_COUNT_MAX"},
-    "psdist.data.assignment": {"_SEED_MAX"},
+    "psdist.data.samples": {"_SEED_MAX"},
     "psdist.hyperparameters": {"_OVERRIDES_MAX"},
     "psdist.snapshots.records": {"_NUMBER_MAX"},
     "psdist.snapshots.policy": {"STEPS_MAX", "SECONDS_MAX", "KEEP_MAX"},

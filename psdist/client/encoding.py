@@ -299,7 +299,7 @@ class Encoding:
     @cached_property
     def works_on_device(self) -> bool:
         """True if gradients on a device can be encoded there."""
-        from psdist.device.encoder import can_encode
+        from psdist.client.device_encoder import can_encode
 
         return can_encode(regions(self._layout.tensors, self._codec))
 

@@ -44,7 +44,7 @@ from psdist.client.transport.transport import (
 )
 from psdist.compression import Cast, Codec, Float32
 from psdist.consistency import BSP, SSP
-from psdist.data.sample_source import BATCHES
+from psdist.data.samples import BATCHES
 from psdist.errors import FencedError, NotMemberError, WaitTimeoutError, WrittenWeightsError
 from psdist.settings.config import TransportName
 from psdist.settings.debugging import time_limit

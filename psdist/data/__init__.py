@@ -5,9 +5,9 @@ The modules need neither torch, nor the network, nor psdist's client.
 
 from __future__ import annotations
 
-from psdist.data.assignment import DistributedSampler as DistributedSampler
-from psdist.data.assignment import RangeOrder as RangeOrder
 from psdist.data.batcher import DynamicBatcher as DynamicBatcher
 from psdist.data.batches import Batch as Batch
+from psdist.data.samples import DistributedSampler as DistributedSampler
+from psdist.data.samples import RangeOrder as RangeOrder
 from psdist.types import DataPosition as DataPosition
 from psdist.types import DatasetSpec as DatasetSpec

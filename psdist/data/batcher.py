@@ -29,7 +29,7 @@ from psdist.data.batches import (
     length_of,
     pad,
 )
-from psdist.data.sample_source import (
+from psdist.data.samples import (
     BATCHES,
     IndexedSamples,
     Lengths,

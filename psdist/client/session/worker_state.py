@@ -37,7 +37,7 @@ from psdist.client.core.push_sequence import MarkAnswer, PushSequence, SnapshotM
 from psdist.client.session.membership import WorkerMembership, drop_when_fenced, run_in_incarnation
 from psdist.client.session.scheduler_calls import SchedulerCalls
 from psdist.client.session.waits import WaitTracker
-from psdist.data.sample_source import BATCHES
+from psdist.data.samples import BATCHES
 from psdist.errors import InternalError, InvalidArgumentError, PsdistError, SnapshotFailedError
 from psdist.off_loop import in_thread
 from psdist.snapshots.model_tensors import BUFFERS

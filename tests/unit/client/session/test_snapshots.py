@@ -15,7 +15,7 @@ from psdist.client.core.push_sequence import MarkAnswer, PendingRequest, PushSeq
 from psdist.client.session import worker_state
 from psdist.client.session.worker_state import OWN, SnapshotParticipant
 from psdist.consistency import ASP, BSP
-from psdist.data.sample_source import BATCHES
+from psdist.data.samples import BATCHES
 from psdist.v1 import scheduler_pb2 as pb
 from tests.support.client_fakes import ELEMENTS, Break, Setup, Start, flat, gradient, waits_for
 
