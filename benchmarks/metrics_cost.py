@@ -33,7 +33,7 @@ import psutil
 
 import psdist
 from psdist.addresses import free_port
-from psdist.client.process import loop
+from psdist.client.session import loop
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.monitoring.dashboard import view_key
 from psdist.settings.config import MetricsEndpoint

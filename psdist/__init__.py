@@ -2,14 +2,14 @@
 
 These are the names that a script uses. They are loaded on first use, so ``import psdist`` costs nothing.
 ``psdist.init()`` returns the ``Context`` of a script; ``psdist.Client()`` is the connection alone. In a launched script
-the import installs the exception hook of ``psdist.client.process.script``, which ``init()`` does in others, and the
+the import installs the exception hook of ``psdist.client.session.script``, which ``init()`` does in others, and the
 choice of the exit status.
 
 The import disables gRPC's fork handlers, unless the environment says otherwise. While gRPC's threads are busy, those
 handlers occasionally crash a forked child (grpcio 1.85: 3 of 40 forks), and a script may fork, for example for a data
-loader. A forked child cannot use psdist and gets an error (``psdist.client.process.loop``), but it survives. gRPC reads
+loader. A forked child cannot use psdist and gets an error (``psdist.client.session.loop``), but it survives. gRPC reads
 the setting when it is imported, so a script that imports grpc itself must import psdist first; otherwise its first fork
-is warned about (``psdist.client.process.loop``).
+is warned about (``psdist.client.session.loop``).
 
 gRPC's own log is disabled, too. It reports every connection that a peer closes, while psdist reports errors in its own
 words.
@@ -80,6 +80,6 @@ def __dir__() -> list[str]:
 
 
 if "PSDIST_CONNECTED_FILE" in os.environ:
-    script = import_module("psdist.client.process.script")
+    script = import_module("psdist.client.session.script")
     script.shorten_tracebacks()
     script.choose_exit_status()

@@ -43,9 +43,9 @@ from contextlib import contextmanager, suppress
 
 from psdist.client.datasets import Range
 from psdist.client.parameters import Statistics
-from psdist.client.process import loop
-from psdist.client.process.loop import Blocking, on_loop
-from psdist.client.process.script import sigterm
+from psdist.client.session import loop
+from psdist.client.session.loop import Blocking, on_loop
+from psdist.client.session.script import sigterm
 from psdist.monitoring.phase_timer import PhaseTimer
 from psdist.monitoring.worker_reports import RunInfo
 from psdist.errors import PsdistError
@@ -59,9 +59,9 @@ _GROUP_HEAD: Final = '''\
 
 from __future__ import annotations
 
-from psdist.client.process import loop
-from psdist.client.process.loop import Handle as Handle
-from psdist.client.process.loop import ProcessBound
+from psdist.client.session import loop
+from psdist.client.session.loop import Handle as Handle
+from psdist.client.session.loop import ProcessBound
 '''
 
 

@@ -28,7 +28,7 @@ OPENERS_MAX = 0
 #: Weak phrases in all Python files and pages. Some are right where they stand, so the goal is a handful, not zero.
 PHRASES_MAX = 50
 #: Modules whose logger is not named ``logger``.
-OTHER_LOGGERS = {"psdist.client.process.script": "_logger"}
+OTHER_LOGGERS = {"psdist.client.session.script": "_logger"}
 
 # --- rules ------------------------------------------------------------------------------------------------------------
 

@@ -25,9 +25,9 @@ from psdist.client.encoding import check_codec
 from psdist.client.handles import Handles, OwnChoice
 from psdist.client.parameters import AsyncParameters
 from psdist.client.participation import Options
-from psdist.client.process import loop, script
-from psdist.client.process.loop import ProcessBound
+from psdist.client.session import loop, script
 from psdist.client.session.barriers import Barrier
+from psdist.client.session.loop import ProcessBound
 from psdist.client.session.membership import OnDrop, Registration, check_on_drop
 from psdist.client.session.scheduler_calls import find_target
 from psdist.client.session.worker_session import WorkerSession

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, Self, SupportsF
 from numpy.typing import ArrayLike
 
 from psdist.client.async_client import checked_ranks
-from psdist.client.process import loop, script
-from psdist.client.process.script import print_line, sigterm
+from psdist.client.session import loop, script
+from psdist.client.session.script import print_line, sigterm
 from psdist.client.sync_client import Client, Parameters
 from psdist.collectives import SILENCE_SECONDS
 from psdist.errors import ConfigurationError, DuplicateMemberError, InvalidArgumentError, LateWorkerError

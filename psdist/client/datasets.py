@@ -33,7 +33,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from psdist.client.process.loop import ProcessBound
+from psdist.client.session.loop import ProcessBound
 from psdist.client.session.membership import Registration
 from psdist.client.session.worker_session import WorkerSession
 from psdist.client.session.worker_state import LocalProgress

@@ -28,9 +28,9 @@ from numpy.typing import ArrayLike, NDArray
 from psdist.client.core.flat_vector import Arrays, WrittenWeights
 from psdist.client.encoding import Encoding
 from psdist.client.participation import Options, Participation
-from psdist.client.process.loop import ProcessBound
 from psdist.client.push import AsyncBucket
 from psdist.client.push_order import PushOrder
+from psdist.client.session.loop import ProcessBound
 from psdist.client.session.membership import DropCounter, OnDrop
 from psdist.client.session.worker_state import (
     RANDOM,

@@ -19,11 +19,11 @@ from psdist.client.async_client import AsyncClient
 from psdist.client.core.flat_vector import Arrays
 from psdist.client.datasets import AsyncDataset, Range
 from psdist.client.parameters import AsyncParameters, Statistics
-from psdist.client.process import loop
-from psdist.client.process.loop import Blocking, on_loop
-from psdist.client.process.script import sigterm
 from psdist.client.push import AsyncBucket
+from psdist.client.session import loop
+from psdist.client.session.loop import Blocking, on_loop
 from psdist.client.session.membership import OnDrop
+from psdist.client.session.script import sigterm
 from psdist.client.session.worker_session import WorkerSession
 from psdist.client.session.worker_state import Restore, Save
 from psdist.client.snapshots import SnapshotInfo

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from psdist.client.process import loop
-from psdist.client.process.loop import Handle as Handle
-from psdist.client.process.loop import ProcessBound
+from psdist.client.session import loop
+from psdist.client.session.loop import Handle as Handle
+from psdist.client.session.loop import ProcessBound
 from psdist.collectives.core.plans import Array
 from psdist.collectives.group import AsyncWorkerGroup
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler, SequentialSampler
 
 from psdist.client.context import init, is_open
-from psdist.client.process.loop import torch_group_size
+from psdist.client.session.loop import torch_group_size
 from psdist.compression import Codec
 from psdist.errors import InvalidArgumentError
 from psdist.process_group import broadcast_value, frameworks, is_launched, start

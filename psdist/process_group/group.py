@@ -38,7 +38,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from psdist.client.context import Context, init
 from psdist.client.means import ServerMean
-from psdist.client.process.loop import names_torch_store
+from psdist.client.session.loop import names_torch_store
 from psdist.client.sync_client import Client
 from psdist.errors import InvalidArgumentError, LimitExceededError
 from psdist.torch.values import raw_bytes

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Backend
 
 from psdist.client.context import Context, init, is_placed
-from psdist.client.process import loop
+from psdist.client.session import loop
 from psdist.collectives.core.machine import COLLECTIVES
 from psdist.collectives.group import AsyncWorkerGroup
 from psdist.errors import InvalidArgumentError, PsdistError, WaitTimeoutError

@@ -37,8 +37,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from psdist import addresses
 from psdist.client.context import Context, init, init_for_all
-from psdist.client.process import loop
-from psdist.client.process.loop import on_loop, placed
+from psdist.client.session import loop
+from psdist.client.session.loop import on_loop, placed
 from psdist.errors import ConfigurationError, InvalidArgumentError, PsdistError, WaitTimeoutError, WorkerLostError
 from psdist.link import processes
 from psdist.settings.config import INSECURE_VARIABLE

@@ -25,8 +25,8 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # missin
 )
 
 from psdist.client.context import Context, init
-from psdist.client.process import loop
-from psdist.client.process.loop import on_loop
+from psdist.client.session import loop
+from psdist.client.session.loop import on_loop
 from psdist.collectives import SILENCE_SECONDS
 from psdist.collectives.frames import Sender
 from psdist.collectives.group import AsyncWorkerGroup

@@ -28,8 +28,8 @@ from torch._C._autograd import (
     _record_function_with_args_exit,
 )
 
-from psdist.client.process import loop
-from psdist.client.process.script import sigterm
+from psdist.client.session import loop
+from psdist.client.session.script import sigterm
 from psdist.collectives.group import AsyncWorkerGroup
 from psdist.errors import ClosedError, PsdistError, ShapeMismatchError, WaitTimeoutError, copy_error
 from psdist.process_group.checks import opaque

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from psdist.client.context import Context, init
-from psdist.client.process import loop
+from psdist.client.session import loop
 from psdist.collectives import SILENCE_SECONDS
 from psdist.collectives.elastic import ElasticSteps, StepArrays
 from psdist.collectives.group import AsyncWorkerGroup

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from psdist.client.process.loop import StartedCall
+from psdist.client.session.loop import StartedCall
 from psdist.client.session.membership import unless_dropped
 from psdist.client.sync_client import Bucket, Parameters
 from psdist.errors import InvalidArgumentError

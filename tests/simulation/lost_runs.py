@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from psdist import BSP
-from psdist.client.process.script import status_of
+from psdist.client.session.script import status_of
 from psdist.errors import (
     RUN_ENDING,
     ConfigurationError,

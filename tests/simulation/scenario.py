@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-import psdist.client.process.loop
+import psdist.client.session.loop
 from tests.simulation.cluster import World
 from tests.simulation.environment import RunLoop
 from tests.simulation.loop import Deadlock, Failed, TooLong
@@ -117,7 +117,7 @@ def tear_down(loop: RunLoop) -> None:
     """Release all nodes. Objects that die now may complain, as they die in the middle of their work."""
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
-        psdist.client.process.loop.open_clients.clear()
+        psdist.client.session.loop.open_clients.clear()
         loop.close()
         cleared: Any = loop
         cleared.world = cleared.network = cleared.answered = None

@@ -1,6 +1,6 @@
 """Scripts of workers in ordinary life, and the delivery of SIGTERM to them.
 
-``Script.call`` wraps each call of the client as the synchronous client does (``psdist.client.process.loop``): a script
+``Script.call`` wraps each call of the client as the synchronous client does (``psdist.client.session.loop``): a script
 that is to end gets SystemExit from it. The handler is the real one, except for the signal, which is a message to the
 node. SystemExit is raised in the script at an await. A script may lose the exception, as real scripts do that catch
 everything, or in which it is raised inside a finalizer.
@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from psdist.client.async_client import AsyncClient
-from psdist.client.process.script import EXIT_STATUS, SigtermHandler
+from psdist.client.session.script import EXIT_STATUS, SigtermHandler
 
 T = TypeVar("T")
 

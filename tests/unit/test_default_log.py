@@ -45,7 +45,7 @@ def test_the_scripts_own_logging_counts_alone(configuration: str, place: str) ->
 
 
 AFTER = """
-from psdist.client.process import script
+from psdist.client.session import script
 script.identify_log(lambda: {'run': 'r', 'id': 'worker-3', 'incarnation': 2, 'step': 0, 'empty': ''})
 log.warning('server-1 is lost', extra={'peer': 'server-1'})
 try:

@@ -1,1 +1,1 @@
-"""The worker's session with the scheduler: membership, the newest map, waits, barriers, and its agreed end."""
+"""Ties of a worker to its scheduler (membership, maps, waits, barriers, the end) and to its process (loop, signals)."""

@@ -270,7 +270,7 @@ _FIXED_TIMES = (
     ("psdist_scheduler.decide.parameter_creation:RETURN_GRACE_SECONDS",),
     ("psdist.collectives.mesh:RETURN_SECONDS",),
     ("psdist_scheduler.decide.formations:RETURN_SECONDS",),
-    ("psdist.client.process.script:AGAIN_SECONDS",),
+    ("psdist.client.session.script:AGAIN_SECONDS",),
     ("psdist.client.session.worker_alignment:FINISH_SECONDS",),
     ("psdist.client.session.worker_alignment:ALONE_SECONDS",),
     ("psdist.client.session.barriers:WITHDRAW_SECONDS",),

@@ -12,7 +12,7 @@ import pytest
 
 import psdist
 from psdist import errors
-from psdist.client.process import loop
+from psdist.client.session import loop
 from psdist.client.session.waits import Activities
 from psdist.security.tls import Credentials
 from psdist.wire import limits

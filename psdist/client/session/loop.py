@@ -27,7 +27,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, Final, Generic, NoReturn, Protocol, TypeVar
 
-from psdist.client.process.script import StoppableClient, sigterm
+from psdist.client.session.script import StoppableClient, sigterm
 from psdist.errors import ClosedError, ConfigurationError, DuplicateMemberError, InvalidArgumentError
 from psdist.monitoring.phase_timer import PhaseTimer
 from psdist.settings.grpc_settings import grpc_came_first

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import psdist
-from psdist.client.process import loop
+from psdist.client.session import loop
 from psdist.errors import ConfigurationError
 
 _TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

@@ -19,15 +19,15 @@ from typing import Any
 import pytest
 
 from psdist import errors
-from psdist.client.process import script as script_side
-from psdist.client.process.script import EXIT_STATUS, SigtermHandler
+from psdist.client.session import script as script_side
+from psdist.client.session.script import EXIT_STATUS, SigtermHandler
 from tests.simulation.loop import SimLoop
 
 HEAD = """
 import asyncio, os, signal, sys, threading
-import psdist.client.process.script as module
-from psdist.client.process import loop
-from psdist.client.process.script import sigterm
+import psdist.client.session.script as module
+from psdist.client.session import loop
+from psdist.client.session.script import sigterm
 from psdist.errors import ClosedError
 
 class Client:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from psdist.client.process import loop
-from psdist.client.process.loop import LoopThread
+from psdist.client.session import loop
+from psdist.client.session.loop import LoopThread
 
 
 class Client:

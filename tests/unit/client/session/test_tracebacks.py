@@ -17,7 +17,7 @@ import pytest
 
 import psdist
 from psdist.client.core import flat_vector
-from psdist.client.process import script
+from psdist.client.session import script
 from psdist.errors import (
     ClosedError,
     ConfigurationError,
