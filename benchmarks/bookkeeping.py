@@ -23,8 +23,8 @@ from benchmarks.turns import Settings
 from psdist.types import ParametersMember, Slicing, choose_slice_elements
 from psdist_server.core.async_shard import AsyncShard
 from psdist_server.core.bsp_shard import BspShard
-from psdist_server.core.events import Apply, Effect, SliceApplied, SlicePushed
 from psdist_server.core.role_changes import make_shard
+from psdist_server.core.shard import Apply, Effect, SliceApplied, SlicePushed
 
 _UNCHECKED = ROOT / "benchmarks" / "unchecked"
 _REPEATS = 30

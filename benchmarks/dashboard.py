@@ -28,7 +28,7 @@ from playwright.sync_api import sync_playwright
 
 from psdist.monitoring.dashboard import dashboard_link, view_key
 from psdist.settings.config import DashboardEndpoint
-from psdist_scheduler.run.dashboard import DashboardServer, Reading
+from psdist_scheduler.dashboard import DashboardServer, Reading
 from tests.support.dashboard_runs import advance, sample, status
 
 WORKERS: Final = 100

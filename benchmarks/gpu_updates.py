@@ -21,8 +21,7 @@ from psdist import BSP, optim
 from psdist.device.device import CudaDevice, Device, common_source
 from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard
 from psdist_server.kernels.arrays import DenseParameters, Update
-from psdist_server.kernels.device_parameters import DeviceParameters, Lanes
-from psdist_server.kernels.device_source import ARRAYS, SCALARS, THREADS, update_source
+from psdist_server.kernels.device_parameters import ARRAYS, SCALARS, THREADS, DeviceParameters, Lanes, update_source
 from psdist_server.kernels.interpreted import BLOCK
 from psdist_server.kernels.updates import UPDATES
 

@@ -120,7 +120,7 @@ def compare(options: argparse.Namespace) -> None:
     """Take turns with both trainings."""
     import psdist
     import psdist.torch
-    from psdist.wire import malloc_options
+    from psdist import machine
 
     context = psdist.init()
     whole, layered = stack(options.width, options.layers), stack(options.width, options.layers)
@@ -134,7 +134,7 @@ def compare(options: argparse.Namespace) -> None:
     for _ in range(options.rounds + 1):
         rounds.append({})
         for name, (model, optimizer) in loops.items():
-            (malloc_options.give_back_buffers if name == "offload" else malloc_options.keep_buffers)()
+            (machine.give_back_buffers if name == "offload" else machine.keep_buffers)()
             steps = [one_step(model, optimizer, next(given[name])) for _ in range(options.steps + UNTIMED)]
             rounds[-1][name] = steps[UNTIMED:]
     weights = dict(loops["offload"][1].weights())  # type: ignore[attr-defined]  # psdist's

@@ -4,7 +4,7 @@ Pure. docs/snapshots.md lists the allowed changes.
 
 The saved state remains usable while the same optimizer has the same arrays with the same meaning, so that torch's
 ``Optimizer.load_state_dict`` would accept it as well. Settings that affect only the arithmetic of later updates may
-change. Layouts and slices are compared when values are loaded (``psdist_scheduler.decide.restore_point``).
+change. Layouts and slices are compared when values are loaded (``psdist_scheduler.decide.snapshot_catalog``).
 """
 
 from __future__ import annotations

@@ -31,16 +31,16 @@ LIMITS_ELSEWHERE = {
     "psdist.client.session.waits": {"_SENTENCES_MAX"},
     "psdist.client.transport.buffers": {"_LENT_MAX"},
     "psdist.snapshots.export": {"FILE_BYTES_MAX"},
-    "psdist.wire.malloc_options": {"_M_ARENA_MAX"},
+    "psdist.machine": {"_M_ARENA_MAX"},
     "psdist.link.arenas": {"_STITCHES_MAX"},
     "psdist_server.core.shard": {"_NAMED_MAX"},
     "psdist_scheduler.decide.joins": {"DISTANCE_MAX"},
     "psdist_scheduler.decide.snapshot_schedule": {"REFUSALS_MAX", "RETRIES_MAX", "HELD_MAX", "_DISTANCE_MAX"},
     "psdist_server.kernels.pool": {"BATCH_MAX"},
-    "psdist_server.snapshot_writer": {"COPY_BYTES_MAX"},
+    "psdist_server.snapshots": {"COPY_BYTES_MAX"},
     "psdist.client.transport.shm": {"_WAITS_MAX"},
     "psdist.wire.frames": {"_VARINT_BYTES_MAX"},
-    "psdist_server.store.slice_reads": {"ENCODED_MAX"},
+    "psdist_server.store.shard_router": {"ENCODED_MAX"},
 }
 
 PRODUCT = {module_name(path): path for path in MODULES if path.relative_to(ROOT).parts[0] in ("psdist", "servers")}

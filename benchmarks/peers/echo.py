@@ -168,9 +168,9 @@ def main() -> None:
         return
     import uvloop
 
-    from psdist.wire import malloc_options
+    from psdist import machine
 
-    malloc_options.keep_buffers()
+    machine.keep_buffers()
     uvloop.run(work(settings))
 
 

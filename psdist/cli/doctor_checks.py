@@ -22,8 +22,7 @@ from psdist import addresses
 from psdist.errors import InsecureConnectError, PermissionDeniedError, PsdistError, UnauthenticatedError
 from psdist.launcher.events import plural
 from psdist.machine import cpu_limit, python, usable_cores
-from psdist.security.handshake import explain
-from psdist.security.tls import Credentials
+from psdist.security.tls import Credentials, explain
 from psdist.security.tokens import Audience
 from psdist.v1 import scheduler_pb2
 from psdist.version import __version__

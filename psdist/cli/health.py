@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from psdist.addresses import parse_address
 from psdist.errors import ConfigurationError
-from psdist.security.handshake import explain
-from psdist.security.tls import Credentials, TlsFiles
+from psdist.security.tls import Credentials, TlsFiles, explain
 from psdist.settings import exit_codes
 from psdist.settings.config import TLS_VARIABLES, make_tls
 

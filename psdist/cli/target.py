@@ -131,7 +131,7 @@ async def ask_on_loop(
     """Do the same as ``ask`` on a running loop."""
     import grpc
 
-    from psdist.security.handshake import raise_cause
+    from psdist.security.tls import raise_cause
     from psdist.wire.scheduler_connection import scheduler_at
 
     try:

@@ -20,6 +20,7 @@ from typing import Any, Literal, Self, get_args
 
 from numpy.typing import ArrayLike
 
+from psdist import machine
 from psdist.client.datasets import AsyncDataset
 from psdist.client.encoding import check_codec
 from psdist.client.handles import Handles, OwnChoice
@@ -47,7 +48,6 @@ from psdist.types import WIRE_DTYPES, DatasetSpec, DType, MasterDType, NonFinite
 from psdist.v1 import scheduler_pb2
 from psdist.v1.scheduler_pb2 import GetStatusResponse
 from psdist.version import __version__
-from psdist.wire import malloc_options
 from psdist.wire.limits import WORLD_MAX
 
 
@@ -87,7 +87,7 @@ class AsyncClient(ProcessBound):
         rejoin: bool = True,
     ) -> None:
         script.install_log()
-        malloc_options.keep_buffers()  # As ``LoopThread``, for scripts with a loop of their own.
+        machine.keep_buffers()  # As ``LoopThread``, for scripts with a loop of their own.
         self._arguments = (scheduler, token, tls, run_id, worker_id, rank)
         self._transport = transport
         self._rejoin = rejoin

@@ -25,7 +25,7 @@ from psdist import addresses
 from psdist.collectives.core.host_memory import RegisteredBuffers
 from psdist.collectives.core.plans import Array, Bytes, check_dtype
 from psdist.errors import DTypeMismatchError, InvalidArgumentError, SharingUnavailableError
-from psdist.link import fd_passing, processes
+from psdist.link import processes
 from psdist.link.arenas import GradientArena, reason_of, take_arena
 from psdist.off_loop import in_thread
 from psdist.types import WorkerEntry
@@ -35,7 +35,7 @@ from psdist.wire.limits import BUFFER_BYTES_MAX, BUFFERS_MAX, DIMENSIONS_MAX
 
 logger = logging.getLogger("psdist")
 #: Longest wait for the others' memory: for a rank that hands it to another one first.
-MAP_SECONDS: Final = 2 * fd_passing.HANDOVER_SECONDS
+MAP_SECONDS: Final = 2 * processes.HANDOVER_SECONDS
 
 
 def are_on_one_host(members: Sequence[WorkerEntry]) -> bool:
@@ -123,10 +123,10 @@ class HostSharing:
     async def _hand_over(self, own: GradientArena, peer: int) -> None:
         name = ""
         try:
-            with fd_passing.listening() as (name, listener):
+            with processes.listening() as (name, listener):
                 self._offer(peer, pb.GroupMemory(name=name, nonce=own.nonce, buffer=self._number))
-                async with asyncio.timeout(fd_passing.HANDOVER_SECONDS):
-                    (await fd_passing.accept_and_send(listener, own.fd)).close()
+                async with asyncio.timeout(processes.HANDOVER_SECONDS):
+                    (await processes.accept_and_send(listener, own.fd)).close()
         except (SharingUnavailableError, TimeoutError) as error:
             logger.info("rank %d does not take the memory that rank %d shares: %s", peer, self._rank, error)
             if not name:  # There was no offer, for which the peer waits.

@@ -62,7 +62,7 @@ from psdist.launcher.run_storage import (
 from psdist.launcher.runner import ProcessPlan, Runner, open_metrics, open_runner
 from psdist.launcher.script_checks import ScriptKind
 from psdist.launcher.shutdown import RunPolicy
-from psdist.link import fd_passing
+from psdist.link import processes
 from psdist.security.tokens import require_root
 from psdist.settings import exit_codes, own_process
 from psdist.settings.config import find_token, read_address
@@ -186,7 +186,7 @@ def run_local(settings: LocalSettings, environ: Mapping[str, str] | None = None)
             registry.remove(run_id)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-        fd_passing.sweep()  # sockets that killed workers left behind
+        processes.sweep()  # sockets that killed workers left behind
 
 
 def _check_machine(settings: LocalSettings, run_id: str) -> None:

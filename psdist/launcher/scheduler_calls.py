@@ -101,7 +101,7 @@ class _Silence:
 async def _ask(request: RankRequest, credentials: Credentials) -> Place:
     from psdist import addresses
     from psdist.errors import SchedulerUnreachableError
-    from psdist.security.handshake import raise_cause
+    from psdist.security.tls import raise_cause
     from psdist.wire.scheduler_connection import scheduler_at
 
     deadline = time.monotonic() + request.timeout_seconds

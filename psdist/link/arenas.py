@@ -18,7 +18,7 @@ Invariants: Memory is allocated before it is written (in a gradient arena, at cr
 keep a file from shrinking, so a mapping stays readable even if the other process fails. A mapping lasts as long as
 any array that refers to it. Files have no names and disappear with the last process that holds them.
 
-``fd_passing`` transfers files between processes; launchers import it, so it stays light. The users of an arena decide
+``processes`` transfers files between processes; launchers import it, so it stays light. The users of an arena decide
 who may read or write when.
 """
 
@@ -46,7 +46,7 @@ from psdist import machine
 from psdist.address_range import AddressRange
 from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.errors import SharingUnavailableError
-from psdist.link import fd_passing
+from psdist.link import processes
 
 #: Size of a header, and alignment of the parts of a file, in bytes.
 PAGE: Final = 4096
@@ -277,15 +277,15 @@ class MemoryOffer:
             except OSError as error:
                 raise SharingUnavailableError(f"the memory is no longer shared: {error.strerror}") from None
             opened.callback(os.close, mine)
-            self.name, listener = opened.enter_context(fd_passing.listening())
+            self.name, listener = opened.enter_context(processes.listening())
             self._handing = asyncio.create_task(self._hand_over(listener, mine), name="psdist shared memory")
             self._opened = opened.pop_all()
         return self
 
     async def _hand_over(self, listener: socket.socket, fd: int) -> tuple[int, socket.socket]:
         if self._swaps:
-            return await fd_passing.swap_files(listener, fd)
-        return -1, await fd_passing.accept_and_send(listener, fd)
+            return await processes.swap_files(listener, fd)
+        return -1, await processes.accept_and_send(listener, fd)
 
     async def taken(self, nonce: bytes, peer: str) -> tuple[int, socket.socket]:
         """Return the file of the peer, -1 for none, and the connection over which the files were exchanged, once the
@@ -297,7 +297,7 @@ class MemoryOffer:
         """
         assert self._handing is not None
         # The peer took and sent the files before its answer.
-        await asyncio.wait({self._handing}, timeout=fd_passing.HANDOVER_SECONDS)
+        await asyncio.wait({self._handing}, timeout=processes.HANDOVER_SECONDS)
         if self._swaps and not self._handing.done():
             raise SharingUnavailableError(f"{peer} reported that it sent its memory, which did not arrive")
         if not self._handing.done() or (self._handing.result() and nonce != self._nonce):
@@ -330,8 +330,8 @@ async def take_arena(
 
     Raises SharingUnavailableError.
     """
-    fd, connection = await fd_passing.receive_file(name)
-    with fd_passing.closed_on_error(connection):
+    fd, connection = await processes.receive_file(name)
+    with processes.closed_on_error(connection):
         # In a thread, because mapping a large file takes longer than the heartbeat interval. Once started it closes
         # ``fd``.
         mapping = partial(GradientArena.open, fd, elements, dtype, prefault=prefault)

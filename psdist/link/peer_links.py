@@ -35,11 +35,10 @@ from psdist.errors import (
     SharingUnavailableError,
     WrongRunError,
 )
-from psdist.link import fd_passing
+from psdist.link import processes
 from psdist.link.arenas import GradientArena, MemoryOffer
-from psdist.link.dialing import CONNECT_SECONDS, connect, time_limit
+from psdist.link.connecting import CONNECT_SECONDS, Listener, connect, time_limit
 from psdist.link.frame_connection import FrameConnection, MessageReceiver, certificate_names, is_unanswered
-from psdist.link.listening import Listener
 from psdist.security import roles
 from psdist.security.roles import Role
 from psdist.security.tls import Credentials, TlsFiles
@@ -213,7 +212,7 @@ class PeerLink(MessageReceiver[pb.PeerFrame]):
             arena = await asyncio.to_thread(GradientArena.create, *ARENA)
             async with MemoryOffer(arena, "worker") as offer:
                 self.connection.send(pb.PeerFrame(offer=offer.name).SerializeToString())
-                async with asyncio.timeout(fd_passing.HANDOVER_SECONDS):
+                async with asyncio.timeout(processes.HANDOVER_SECONDS):
                     taken = await self._taken
             if taken != arena.nonce:
                 return

@@ -4,7 +4,7 @@ Tensors are read and verified slice by slice, and written immediately, so memory
 Exceptions: a torch file is assembled in memory, and tensors stored as bytes, such as a model's buffers, are held
 whole. Files appear under their names when all are complete, or not at all.
 
-The optimizer's state is in ``optimizer_state``.
+The optimizer's state is in ``load``.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ from psdist import optim
 from psdist.errors import InvalidArgumentError, MissingTensorError, SettingsMismatchError, ShapeMismatchError
 from psdist.hyperparameters import END_FACTOR, PAIRS
 from psdist.optim import Optimizer, Override, Schedule, asgd_average_weight, asgd_step_size, nadam_log_product
-from psdist.snapshots import optimizer_state as snapshots
-from psdist.snapshots.optimizer_state import TensorState
+from psdist.snapshots import load as snapshots
+from psdist.snapshots.load import TensorState
 from psdist.torch.inspection import inspect
 from psdist.torch.values import as_real
 

@@ -31,6 +31,7 @@ from psdist.client.sync_client import Client, Parameters
 from psdist.compression import Cast, Codec, resolve
 from psdist.consistency import BSP, Consistency
 from psdist.errors import DTypeMismatchError, InvalidArgumentError
+from psdist.machine import give_back_buffers
 from psdist.optim import Optimizer, group_of
 from psdist.torch import offloaded_memory
 from psdist.torch.conversion import KEY
@@ -43,7 +44,6 @@ from psdist.torch.optimizer import groups_and_defaults, parameters_of, specifica
 from psdist.torch.rates import LearningRates, check_scheduler
 from psdist.torch.values import initial_values, share_fixed, weight_of
 from psdist.types import NonFinite
-from psdist.wire.malloc_options import give_back_buffers
 
 
 def offload(

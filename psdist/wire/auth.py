@@ -11,8 +11,8 @@ body.
 Refused calls are answered by a stream-shaped handler, because gRPC reads and parses the request of a unary handler
 before the handler runs. The health check is open to probes without a token; its only answer is "serving". Other methods
 of the health service need the token, because they store data for the caller. Calls that need no token are paced
-(``backoff``). A stranger who repeats them in a tight loop waits for answers, and members keep the event loop. Calls
-with a token of the run are never paced.
+(``limits.Pacer``). A stranger who repeats them in a tight loop waits for answers, and members keep the event loop.
+Calls with a token of the run are never paced.
 
 gRPC's own limit counts all connections, whoever opens them, so that one address could use them up. Here each address
 has a limit of its own: one more connection closes its oldest. Members' connections are never closed, so strangers that
@@ -43,7 +43,7 @@ from psdist.security import roles
 from psdist.security.roles import CERTIFICATE_ROLES, Role, is_role_uri, parse_role_uri
 from psdist.security.tokens import Audience, Verifier, present
 from psdist.wire import limits, status
-from psdist.wire.backoff import LogPacer, Pacer
+from psdist.wire.limits import LogPacer, Pacer
 
 KEY: Final = "authorization"
 _SCHEME: Final = "Bearer "

@@ -20,7 +20,7 @@ def main() -> int:
         check_machine("psdist-scheduler")
         # Keep structlog from importing rich for the colours of tracebacks: 5 MB and 65 modules.
         sys.modules.setdefault("rich", None)  # type: ignore[arg-type]  # None: cannot be imported
-        from psdist_scheduler.run import app
+        from psdist_scheduler import app
 
         gc.freeze()  # Traversing what is imported would take a tenth of the exit.
     return app.main(settings)

@@ -2,7 +2,7 @@
 
 A server may start before or after the other programs. It serves once it is registered. It ends on SIGTERM or SIGINT,
 when its launcher's lifeline breaks, when the scheduler reports the end of the run, or when the scheduler no longer
-knows this server.
+knows this server. Its metrics for Prometheus are read from the parameter stores when a scraper asks.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import asyncio
 import logging
 import os
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Coroutine
 from dataclasses import replace
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import grpc.aio
 import structlog
 import uvloop
 from grpc_health.v1.health import aio as health
 
-from psdist import addresses, logs
+from psdist import addresses, logs, machine
 from psdist.addresses import is_loopback
 from psdist.compression.kernel_runtime import BackgroundCompiler
 from psdist.device.device import open_device
@@ -34,21 +34,27 @@ from psdist.errors import (
     PsdistError,
     UnauthenticatedError,
 )
-from psdist.link.listening import TcpListener
+from psdist.link.connecting import TcpListener
 from psdist.machine import usable_cores
 from psdist.security.tokens import Audience, Verifier
 from psdist.settings import exit_codes, own_process
+from psdist.settings.config import MetricsEndpoint
 from psdist.settings.programs import ServerSettings
 from psdist.types import ClusterMap
-from psdist.wire import channels, limits, malloc_options
+from psdist.v1 import server_pb2
+from psdist.wire import channels, limits
 from psdist.wire.auth import ConnectionGuard
-from psdist.wire.backoff import LogPacer
+from psdist.wire.limits import LogPacer
 from psdist.wire.services import add_standard_services, set_ready
 from psdist_server.kernels import means
 from psdist_server.kernels.device_parameters import Lanes
 from psdist_server.server import ParameterServer
 from psdist_server.server_session import ServerSession
 from psdist_server.service import SERVICE, ServerService
+from psdist_server.store.parameter_store import ParameterStore
+
+if TYPE_CHECKING:
+    from psdist.monitoring.exporter import Exporter, Readings
 
 logger = structlog.get_logger("psdist.server")
 
@@ -61,7 +67,7 @@ T = TypeVar("T")
 
 def main(settings: ServerSettings) -> int:
     """Run a server until a signal or its launcher stops it. Returns the exit status."""
-    malloc_options.keep_buffers()
+    machine.keep_buffers()
     channels.raise_open_files_limit()
     logs.configure("server", run_id=settings.run_id, log_format=settings.log_format, level=settings.log_level)
     try:
@@ -129,9 +135,7 @@ async def _serve(settings: ServerSettings, scheduler: str, lanes: Lanes | None) 
         )
         logs.identify(id=me.server_id, run=me.run_id, incarnation=me.incarnation)
         if settings.metrics is not None:
-            from psdist_server import metrics  # A server without metrics starts without their library.
-
-            exporter = metrics.export(host, me.run_id, replace(settings.metrics, key=verifier.key))
+            exporter = export_metrics(host, me.run_id, replace(settings.metrics, key=verifier.key))
             link.metrics_address = exporter.address
         # The session adopts the map, because allocating memory for large shards takes longer than the scheduler waits
         # for a registration. Requests wait for the map.
@@ -252,3 +256,70 @@ def _lifeline_broken(stop: asyncio.Event, lifeline_fd: int) -> None:
     if os.read(lifeline_fd, 1) == b"":
         asyncio.get_running_loop().remove_reader(lifeline_fd)
         stop.set()
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+
+
+#: Counters of slices that did not count, which are the values of the label ``reason``.
+_UNUSED = ("late", "duplicates", "non_finite", "rejected")
+
+
+def export_metrics(server: ParameterServer, run_id: str, endpoint: MetricsEndpoint) -> Exporter:
+    """Serve the server's metrics. Raises ConfigurationError and InsecureBindError."""
+    from psdist.monitoring.exporter import Exporter  # A server without metrics starts without their library.
+
+    return Exporter(
+        endpoint, "server", lambda: (run_id, server.me.server_id), lambda found: read_metrics(server, found)
+    )
+
+
+def read_metrics(server: ParameterServer, readings: Readings) -> None:
+    """Add the server's readings."""
+    statistics = server.statistics()
+    readings.add("psdist_device_bytes", statistics.device_bytes)
+    readings.add("psdist_waits", len({wait for one in statistics.parameters for wait in one.waiting_for}))
+    for one in statistics.parameters:
+        _read_store(server.stores[one.parameters], one, readings)
+        _read_workers(one, readings)
+        _read_replicas(one, readings)
+
+
+def _read_store(store: ParameterStore, one: server_pb2.ParametersStatistics, readings: Readings) -> None:
+    values = {
+        "psdist_version_min": one.version_min,
+        "psdist_version_max": one.version_max,
+        "psdist_primary_shards": len(one.primary_of),
+        "psdist_backup_shards": len(one.backup_of),
+        "psdist_slices_applied_total": one.applied_slices,
+        "psdist_apply_seconds_total": one.apply_seconds,
+        "psdist_slices_waiting": len({gradient.index for gradient in store.gradients.by_token.values()}),
+        "psdist_waiting_bytes": one.bytes_held,
+    }
+    for name, value in values.items():
+        readings.add(name, value, parameters=one.parameters)
+
+
+def _read_workers(one: server_pb2.ParametersStatistics, readings: Readings) -> None:
+    for worker in one.workers:
+        labels = {"parameters": one.parameters, "worker": worker.worker_id}
+        readings.add("psdist_worker_slices_total", worker.pushes, **labels, direction="push")
+        readings.add("psdist_worker_slices_total", worker.pulls, **labels, direction="pull")
+        readings.add("psdist_worker_bytes_total", worker.push_bytes, **labels, direction="push")
+        readings.add("psdist_worker_bytes_total", worker.pull_bytes, **labels, direction="pull")
+        for reason in _UNUSED:
+            readings.add("psdist_worker_slices_unused_total", getattr(worker, reason), **labels, reason=reason)
+
+
+def _read_replicas(one: server_pb2.ParametersStatistics, readings: Readings) -> None:
+    states: Counter[str] = Counter()
+    lags: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for replica in one.replicas:
+        states[replica.state] += 1
+        lags[replica.server_id][0] += replica.lag_updates
+        lags[replica.server_id][1] += replica.lag_bytes
+    for state in ("in sync", "filling", "unreachable"):
+        readings.add("psdist_replicas", states[state], parameters=one.parameters, state=state)
+    for server_id, (updates, size) in sorted(lags.items()):
+        readings.add("psdist_replication_lag_updates", updates, parameters=one.parameters, replica=server_id)
+        readings.add("psdist_replication_lag_bytes", size, parameters=one.parameters, replica=server_id)

@@ -2,7 +2,7 @@
 
 A gRPC stream authenticates the connection. The worker then sends calls on it: pushes, pulls and cancellations. All
 slices of a call are validated before any is accepted. While a call waits, the worker is sent the reason. The two
-services carry the payloads (``shm_service``, ``tcp_service``).
+services carry the payloads (``worker_streams``).
 
 Invariants: Calls are processed in order of arrival. A call with an invalid sender, header or list of slices is refused
 before any slice is accepted; after that, each slice is accepted or refused by its shard. Limits on named slices bound

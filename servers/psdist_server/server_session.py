@@ -22,11 +22,10 @@ from psdist.types import ClusterMap
 from psdist.v1 import common_pb2
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import convert, limits, status
-from psdist.wire.member_session import MemberSession
-from psdist.wire.scheduler_connection import MemberConnection
+from psdist.wire.scheduler_connection import MemberConnection, MemberSession
 from psdist_server.core.contributions import EqualReport
 from psdist_server.server import ParameterServer, ServerRegistration
-from psdist_server.snapshot_loader import LoadReport, ShardLoaded, ShardLoadFailed
+from psdist_server.snapshots import LoadReport, ShardLoaded, ShardLoadFailed
 from psdist_server.store.replicator import ReplicaReport
 
 #: Longest time for a standby scheduler to lead, and the pause between two attempts to reach it.

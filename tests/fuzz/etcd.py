@@ -24,11 +24,11 @@ from google.protobuf.message import DecodeError
 from psdist.errors import PsdistError
 from psdist.settings.config import EtcdLocation
 from psdist.v1 import etcd_pb2 as pb
+from psdist_scheduler import etcd_client, etcd_store
 from psdist_scheduler.decide.cluster_state import EventRecord
 from psdist_scheduler.decide.effects import Persist
-from psdist_scheduler.run import etcd_client, etcd_store
-from psdist_scheduler.run.etcd_client import EtcdClient, Leader, Leadership
-from psdist_scheduler.run.etcd_store import EtcdStore
+from psdist_scheduler.etcd_client import EtcdClient, Leader, Leadership
+from psdist_scheduler.etcd_store import EtcdStore
 from tests.fuzz.messages import Known, MessageGenerator, mutate_bytes, mutate_message
 from tests.support.store_records import MEMBER, NODE, RECORD
 

@@ -21,7 +21,7 @@ from typing import Any, Final
 import grpc.aio
 
 from psdist import errors
-from psdist.link import fd_passing
+from psdist.link import processes
 from psdist.link.arenas import GradientArena
 from psdist.security.roles import Role
 from psdist.v1 import common_pb2, server_pb2, worker_pb2
@@ -74,10 +74,10 @@ async def unix_socket(one: Input) -> str:
     call = _stub(one, "Share")
     arena = GradientArena.create(_ELEMENTS, "float32")
     try:
-        with fd_passing.listening() as (name, listener):
+        with processes.listening() as (name, listener):
             attach = server_pb2.Attach(identity=_identity(one), socket=name, dtype=common_pb2.DTYPE_FLOAT32)
             await call.write(server_pb2.ShareRequest(attach=attach).SerializeToString())
-            swapping = asyncio.create_task(fd_passing.swap_files(listener, arena.fd))
+            swapping = asyncio.create_task(processes.swap_files(listener, arena.fd))
             reading = asyncio.create_task(_read(call))
             await asyncio.wait({swapping, reading}, return_when=asyncio.FIRST_COMPLETED)
             if not swapping.done():

@@ -27,11 +27,11 @@ from psdist.collectives.group_runner import CallCounts
 from psdist.errors import MutualWaitError, PsdistError
 from psdist.types import WorkerEntry
 from psdist.v1 import scheduler_pb2 as pb
+from psdist_scheduler import conversions
 from psdist_scheduler.decide import cluster_events as ev
 from psdist_scheduler.decide import effects as ef
-from psdist_scheduler.decide.deadlocks import Deadlocks, WaitFor
 from psdist_scheduler.decide.effects import CheckCall, DeadlockFound
-from psdist_scheduler.run import conversions
+from psdist_scheduler.decide.waits import Deadlocks, WaitFor
 from tests.support.scheduler_driver import Driver, caller
 
 SEEDS = 120

@@ -21,15 +21,15 @@ from psdist import optim
 from psdist.consistency import BSP
 from psdist.errors import InternalError, PsdistError
 from psdist.link.arenas import PAGE, GradientArena
+from psdist.link.connecting import TcpListener
 from psdist.link.frame_connection import PREFIX, FrameConnection
-from psdist.link.listening import TcpListener
 from psdist.security.tls import Credentials
 from psdist.types import ClusterMap, ParametersEntry, ParametersSpec, Replica, ServerEntry, Shard, Slicing
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import limits
 from psdist_server import server as parameter_server
-from psdist_server.replica_service import StreamFromPrimary
 from psdist_server.server import ParameterServer, ServerRegistration
+from psdist_server.service import StreamFromPrimary
 from psdist_server.store.replica_carriers import FrameCarrier, UpdateMemory
 
 SIZE = 4096

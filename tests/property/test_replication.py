@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from psdist.types import Replica, Shard
-from psdist_server.core.events import SliceRecord
 from psdist_server.core.replication import (
     BackupReplication,
     PrimaryReplication,
@@ -24,6 +23,7 @@ from psdist_server.core.replication import (
     SendBegin,
     SendUpdate,
 )
+from psdist_server.core.shard import SliceRecord
 
 SLICES = 3
 LIFE = ("worker-0", 1)

@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from psdist.consistency import ASP
 from psdist.types import ParametersMember
 from psdist_server.core.cut_state import CopyBudget, CutState
-from psdist_server.core.events import Apply, CutArmed, CutEnded, Effect, Reply, SliceApplied, SliceCut, SlicePushed
 from psdist_server.core.role_changes import make_shard
+from psdist_server.core.shard import Apply, CutArmed, CutEnded, Effect, Reply, SliceApplied, SliceCut, SlicePushed
 
 SLICES, WORKERS = 2, 2
 #: Push of a worker.

@@ -19,7 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from psdist.consistency import ASP, BSP, SSP, Consistency
 from psdist.types import ParametersMember
 from psdist_server.core.bsp_shard import BspShard
-from psdist_server.core.events import (
+from psdist_server.core.role_changes import make_shard
+from psdist_server.core.shard import (
     Apply,
     Effect,
     Forget,
@@ -31,7 +32,6 @@ from psdist_server.core.events import (
     SlicePushed,
     SliceRecord,
 )
-from psdist_server.core.role_changes import make_shard
 
 SLICES = 3
 WORKERS = 3

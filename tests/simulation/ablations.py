@@ -23,24 +23,23 @@ from psdist.errors import ServerUnreachableError, StaleEpochError, StaleEstimate
 from psdist.monitoring.worker_reports import ChangedCounts
 from psdist.optim import SGD
 from psdist.types import Shard
+from psdist_scheduler import scheduler
 from psdist_scheduler.decide import cluster as scheduler_cluster
 from psdist_scheduler.decide import losses, shard_placement
 from psdist_scheduler.decide.effects import Persist
 from psdist_scheduler.decide.losses import DeferredLosses, MemberLosses
 from psdist_scheduler.decide.members import Sessions
-from psdist_scheduler.run import scheduler
 from psdist_server import server as parameter_server
 from psdist_server.core import async_shard, bsp_shard, lags, replication, role_changes, shard
-from psdist_server.core.events import SliceRecord
+from psdist_server.core.shard import SliceRecord
 from psdist_server.store import (
     applier,
     backup_shards,
+    gradients,
     parameter_store,
-    pending_gradients,
     replicator,
     rpc_call,
     shard_router,
-    slice_reads,
     stream_to_replica,
 )
 from tests.simulation import scenario
@@ -215,7 +214,7 @@ def _any_order(put: Put) -> None:
 
 @_ablation("an update skips only what no worker has a gradient for", consistency=BSP(), workers=3, lives=7)
 def _skipped_for_one(put: Put) -> None:
-    put(pending_gradients, "common", lambda parts: next((ranges for ranges in parts if ranges), ()))
+    put(gradients, "common", lambda parts: next((ranges for ranges in parts if ranges), ()))
 
 
 @_ablation("skipped elements count the updates that they skip", consistency=BSP(), workers=2, lives=6)
@@ -259,7 +258,7 @@ def _torn_reads(put: Put) -> None:
     async def read(self: Any, wanted: Any) -> Any:
         return self._now(wanted, self._router.version(wanted.index))
 
-    put(slice_reads.SliceReads, "_read", read)
+    put(shard_router.SliceReads, "_read", read)
 
 
 # --- lives and epochs -------------------------------------------------------------------------------------------------
@@ -319,7 +318,7 @@ def _reused_epoch(put: Put) -> None:
     put(scheduler_cluster.Cluster, "__init__", forgetful)
 
 
-# --- silence that is not death ---------------------------------------------------------------------------------------
+# --- silence that is not death ----------------------------------------------------------------------------------------
 
 _SILENT: dict[str, Any] = {
     "faults": ("cut scheduler off",), "fault_count": 2, "fault_seconds": 1.5, "think_seconds": 0.4, "steps": 6,

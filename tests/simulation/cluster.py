@@ -24,10 +24,10 @@ from psdist.wire import status
 from psdist_scheduler.decide.cluster import Cluster
 from psdist_scheduler.decide.cluster_state import ClusterSettings
 from psdist_scheduler.decide.effects import Broadcast, Effect, MemberLost, Publish
-from psdist_scheduler.run.scheduler import Scheduler
-from psdist_scheduler.run.service import Service
-from psdist_server.core.events import SliceRecord
+from psdist_scheduler.scheduler import Scheduler
+from psdist_scheduler.service import Service
 from psdist_server.core.replication import BackupReplication
+from psdist_server.core.shard import SliceRecord
 from psdist_server.server import ParameterServer
 from psdist_server.server_session import ServerSession
 from psdist_server.service import ServerService

@@ -16,7 +16,7 @@ from typing import Any
 from psdist.errors import LeadershipLostError
 from psdist_scheduler.decide.cluster_state import EventRecord, StoredState
 from psdist_scheduler.decide.effects import Persist
-from psdist_scheduler.run.sqlite_store import SqliteStore
+from psdist_scheduler.run_store import SqliteStore
 from tests.simulation.loop import Node, SimLoop, set_done, set_error
 
 #: Time after which a write of a frozen process is tried again.

@@ -24,25 +24,26 @@ from typing import Any
 
 import structlog
 
-import psdist_scheduler.run.service  # noqa: F401
+import psdist_scheduler.service  # noqa: F401
 import psdist_server.server_session
 import psdist_server.service  # noqa: F401
+from psdist import machine
 from psdist.link.arenas import WeightsArena
 from psdist.link.peer_links import PeerListener
-from psdist.security import handshake
+from psdist.security import tls
 from psdist.security.tls import Credentials
-from psdist.wire import channels, convert, malloc_options, status
-from psdist.wire.member_session import FollowedMap
-from psdist_scheduler.decide import deadlocks
-from psdist_scheduler.decide.barriers import Barriers
+from psdist.wire import channels, convert, status
+from psdist.wire.scheduler_connection import FollowedMap
+from psdist_scheduler import scheduler
+from psdist_scheduler.decide import waits
 from psdist_scheduler.decide.cluster import Cluster
 from psdist_scheduler.decide.joins import Joins
 from psdist_scheduler.decide.losses import DeferredLosses
-from psdist_scheduler.run import scheduler
+from psdist_scheduler.decide.waits import Barriers
 from psdist_server.core.async_shard import AsyncShard
 from psdist_server.core.bsp_shard import BspShard
-from psdist_server.core.events import Forget, SlicePushed
 from psdist_server.core.replication import BackupReplication, PrimaryReplication
+from psdist_server.core.shard import Forget, SlicePushed
 from psdist_server.kernels.pool import KernelPool
 from psdist_server.store.parameter_store import ParameterStore
 from tests.simulation import heartbeats
@@ -53,7 +54,7 @@ from tests.simulation.rpc import SimChannel
 
 _PACKAGES = ("psdist", "psdist_server", "psdist_scheduler")
 #: Modules that use the real processes of this machine even in a simulation: several processes compile kernels together.
-_REAL = ("psdist.link.arenas", "psdist.link.fd_passing", "psdist.compression.kernel_runtime")
+_REAL = ("psdist.link.arenas", "psdist.link.processes", "psdist.compression.kernel_runtime")
 
 
 class RunLoop(SimLoop):
@@ -215,11 +216,11 @@ def _open_channel(
 
 
 async def _no_cause(places: str, credentials: Credentials) -> None:
-    """Stand-in for ``psdist.security.handshake.raise_cause``, which makes a real connection."""
+    """Stand-in for ``psdist.security.tls.raise_cause``, which makes a real connection."""
 
 
 async def _probe(address: str, timeout: float) -> str:
-    """Stand-in for ``psdist_scheduler.run.scheduler.probe``."""
+    """Stand-in for ``psdist_scheduler.scheduler.probe``."""
     loop = running()
     result: asyncio.Future[str] = loop.create_future()
     loop.network.probe(loop.current(), address, lambda met: result.done() or result.set_result(met))
@@ -370,7 +371,7 @@ def install() -> None:
         id(KernelPool): InlinePool,
         id(ThreadPoolExecutor): InlineExecutor,
         id(channels.open_channel): _open_channel,
-        id(handshake.raise_cause): _no_cause,
+        id(tls.raise_cause): _no_cause,
         id(scheduler.probe): _probe,
     }
     for module in [m for name, m in sorted(sys.modules.items()) if name.split(".")[0] in _PACKAGES]:
@@ -379,14 +380,14 @@ def install() -> None:
                 put(module, name, stands[id(value)])
     put(WeightsArena, "create", _no_arena)
     put(PeerListener, "open_towards", _no_port)
-    put(malloc_options, "keep_buffers", lambda **_: False)
+    put(machine, "keep_buffers", lambda **_: False)
     put(convert, "map_from_proto", _MapReader(convert.map_from_proto))
-    for machine in (BspShard, AsyncShard):
-        put(machine, "_pushed", _watch(machine))
+    for kind in (BspShard, AsyncShard):
+        put(kind, "_pushed", _watch(kind))
     put(ParameterStore, "_reply", _watch_reply(ParameterStore._reply))
     put(Barriers, "progress", _watch_barriers(Barriers.progress))
     put(FollowedMap, "apply", _watch_maps(FollowedMap.apply))
-    put(deadlocks, "_text", _watch_deadlocks(deadlocks._text))
+    put(waits, "_text", _watch_deadlocks(waits._text))
     heartbeats.watch_sent(running)
     heartbeats.watch_kept(running)
     for owner, name, text, happened in _PATHS:

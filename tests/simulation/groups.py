@@ -40,10 +40,10 @@ from psdist.errors import (
 )
 from psdist.types import ClusterMap, WorkerEntry
 from psdist.v1 import scheduler_pb2 as pb
+from psdist_scheduler import conversions
 from psdist_scheduler.decide.cluster_state import ClusterSettings, Member
 from psdist_scheduler.decide.formations import RETURN_SECONDS, GroupFormations
 from psdist_scheduler.decide.members import Membership
-from psdist_scheduler.run import conversions
 from tests.simulation import group_stand_ins
 from tests.simulation.environment import RunLoop
 from tests.simulation.group_calls import KINDS, SIZES, data_of, expected_result, make_call

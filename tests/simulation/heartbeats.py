@@ -10,7 +10,7 @@ from typing import Any
 
 from psdist.monitoring.worker_reports import ChangedCounts
 from psdist.v1 import scheduler_pb2 as pb
-from psdist_scheduler.run.scheduler import Scheduler
+from psdist_scheduler.scheduler import Scheduler
 
 #: Whole counts of heartbeats by their bytes on the wire: numbers of the next pushes, and answered pushes.
 Sent = dict[bytes, tuple[dict[str, int], dict[str, int]]]

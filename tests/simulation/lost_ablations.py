@@ -10,11 +10,11 @@ from typing import Any
 
 from psdist import BSP
 from psdist.snapshots import reader
+from psdist_scheduler import app, snapshot_io
 from psdist_scheduler.decide import cluster, rollback
-from psdist_scheduler.decide.lineage import Lineage
+from psdist_scheduler.decide.member_admission import Lineage
 from psdist_scheduler.decide.snapshot_catalog import Catalog
-from psdist_scheduler.run import app, snapshot_io
-from psdist_scheduler.run.sqlite_store import SqliteStore
+from psdist_scheduler.run_store import SqliteStore
 from tests.simulation import lost_runs
 from tests.simulation.ablations import Ablation, Put, noted_in, search
 

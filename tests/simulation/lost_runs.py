@@ -30,11 +30,11 @@ from psdist.errors import (
 )
 from psdist.settings import exit_codes
 from psdist.snapshots.policy import SavePolicy
+from psdist_scheduler import app, snapshot_io
 from psdist_scheduler.decide.cluster import Cluster
 from psdist_scheduler.decide.cluster_state import ClusterSettings
 from psdist_scheduler.decide.snapshot_events import History
-from psdist_scheduler.run import app, snapshot_io
-from psdist_scheduler.run.scheduler import Scheduler
+from psdist_scheduler.scheduler import Scheduler
 from tests.simulation import scenario, snapshots
 from tests.simulation.disk import Disk, DiskStore
 from tests.simulation.environment import RunLoop

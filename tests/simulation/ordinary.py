@@ -36,10 +36,9 @@ from psdist.consistency import Consistency
 from psdist.errors import MutualWaitError, PsdistError, PushDroppedError, WaitTimeoutError
 from psdist.optim import SGD, Optimizer
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
-from psdist_scheduler.decide.barriers import Arrival
 from psdist_scheduler.decide.cluster_state import ClusterSettings
-from psdist_scheduler.decide.deadlocks import WaitFor
 from psdist_scheduler.decide.effects import MemberLost
+from psdist_scheduler.decide.waits import Arrival, WaitFor
 from tests.simulation import rpc, scenario, snapshots
 from tests.simulation.cluster import NAME, RUN, SCHEDULER
 from tests.simulation.environment import RunLoop

@@ -14,8 +14,7 @@ from psdist.client.session import barriers, worker_alignment
 from psdist.client.session.waits import Activities
 from psdist.errors import WaitTimeoutError
 from psdist.optim import SGD
-from psdist_scheduler.decide import barriers as scheduler_barriers
-from psdist_scheduler.decide import deadlocks, parameter_sets, run_end
+from psdist_scheduler.decide import parameter_sets, run_end, waits
 from psdist_scheduler.decide.cluster_state import ClusterSettings
 from psdist_scheduler.decide.effects import Effect
 from psdist_scheduler.decide.shard_placement import ReplicaManager
@@ -78,12 +77,12 @@ def _still_there(put: Put) -> None:
         raise WaitTimeoutError(sentence)
 
     put(barriers.Barrier, "_give_up", give_up)
-    put(scheduler_barriers.Barriers, "end_call", lambda self, call: None)
+    put(waits.Barriers, "end_call", lambda self, call: None)
 
 
 @_ablation("a barrier that was opened meanwhile lets its late worker pass", **_BARRIERS)
 def _nobody_passed(put: Put) -> None:
-    put(scheduler_barriers.Barriers, "_has_passed", lambda self, event, worker: False)
+    put(waits.Barriers, "_has_passed", lambda self, event, worker: False)
 
 
 # --- the end of a run -------------------------------------------------------------------------------------------------
@@ -160,7 +159,7 @@ _CIRCLES: dict[str, Any] = {
 
 @_ablation("workers that wait for each other are found", **_CIRCLES)
 def _never_found(put: Put) -> None:
-    put(deadlocks, "_find_circle", lambda awaited: [])
+    put(waits, "_find_circle", lambda awaited: [])
 
 
 @_ablation("a worker waits for others once its own push is sent", **{**_STOPS, "busy": 0.5})

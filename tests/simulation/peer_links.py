@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from psdist.errors import PeerUnreachableError, PsdistError
-from psdist.link.dialing import CONNECT_SECONDS
+from psdist.link.connecting import CONNECT_SECONDS
 from psdist.security.tls import Credentials
 from psdist.v1 import worker_pb2 as pb
 from tests.simulation.environment import RunLoop, running

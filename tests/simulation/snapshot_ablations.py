@@ -12,8 +12,8 @@ from psdist.client import participation
 from psdist.client.session import worker_state
 from psdist.optim import SGD
 from psdist.snapshots import reader
+from psdist_scheduler import snapshot_io
 from psdist_scheduler.decide import leased_datasets, losses, members
-from psdist_scheduler.run import snapshot_io
 from psdist_server.core import cut_state as cuts
 from psdist_server.core.async_shard import AsyncShard
 from psdist_server.store import snapshot_cut

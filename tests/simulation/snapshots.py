@@ -30,8 +30,8 @@ from psdist_scheduler.decide.cluster import Cluster
 from psdist_scheduler.decide.cluster_state import ClusterSettings
 from psdist_scheduler.decide.effects import MemberLost
 from psdist_scheduler.decide.snapshot_events import History
-from psdist_scheduler.run.scheduler import Scheduler
-from psdist_scheduler.run.snapshot_io import read_history
+from psdist_scheduler.scheduler import Scheduler
+from psdist_scheduler.snapshot_io import read_history
 from psdist_server.server import ParameterServer
 from psdist_server.server_session import ServerSession
 from tests.simulation import scenario

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Final
 
 from psdist.errors import LeadershipLostError
-from psdist_scheduler.run.etcd_client import LEASE_SECONDS
+from psdist_scheduler.etcd_client import LEASE_SECONDS
 from tests.simulation import options as general
 from tests.simulation import scenario
 from tests.simulation.cluster import SCHEDULER, World

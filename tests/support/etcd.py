@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from psdist.security.tls import TlsFiles
-from psdist_scheduler.run.etcd_client import EtcdClient
+from psdist_scheduler.etcd_client import EtcdClient
 
 #: Heartbeats and elections of the members, in milliseconds: etcd's defaults suit a network and a busy disk.
 _TIMES = ("--heartbeat-interval", "100", "--election-timeout", "1000")

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from psdist.errors import PsdistError
-from psdist.link.dialing import Link
+from psdist.link.connecting import Link
 from psdist.link.frame_connection import FrameConnection, MessageReceiver
 from psdist.link.peer_links import PeerListener
 from psdist.v1 import server_pb2, worker_pb2

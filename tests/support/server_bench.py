@@ -13,7 +13,7 @@ import numpy as np
 
 from psdist import optim
 from psdist.consistency import BSP
-from psdist.link.listening import TcpListener
+from psdist.link.connecting import TcpListener
 from psdist.security.tls import Credentials
 from psdist.types import (
     ClusterMap,

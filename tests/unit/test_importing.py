@@ -98,7 +98,7 @@ def test_programs_compile_few_methods(program: str) -> None:
         "importing._compile = lambda *given, **named: compiled.append(given[0]) or compile(*given, **named)\n"
         f"from {program} import __main__\n"
         "with importing.quickly():\n"
-        f"    import {program}.{'run.app' if program == 'psdist_scheduler' else 'app'}\n"
+        f"    import {program}.app\n"
         "print(len(compiled))"
     )
     ran = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
@@ -109,7 +109,7 @@ def test_programs_compile_few_methods(program: str) -> None:
     ("module", "late"),
     [
         ("psdist.client.context", "psutil structlog numba"),
-        ("psdist_scheduler.run.app", "importlib.metadata numpy fastapi"),
+        ("psdist_scheduler.app", "importlib.metadata numpy fastapi"),
         ("psdist.cli.run", "numpy grpc google.protobuf structlog"),
     ],
 )

@@ -27,12 +27,12 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, Final, Generic, NoReturn, Protocol, TypeVar
 
+from psdist import machine
 from psdist.client.session.script import StoppableClient, sigterm
 from psdist.errors import ClosedError, ConfigurationError, DuplicateMemberError, InvalidArgumentError
 from psdist.monitoring.phase_timer import PhaseTimer
 from psdist.settings.grpc_settings import grpc_came_first
 from psdist.settings.other_launchers import check_alone
-from psdist.wire import malloc_options
 
 #: Variables by which torch's ``env://`` finds its store.
 _RENDEZVOUS: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -309,7 +309,7 @@ class LoopThread:
     """Daemon thread that runs an event loop (uvloop's if it is installed)."""
 
     def __init__(self) -> None:
-        malloc_options.keep_buffers()  # Before this thread starts, which would have a heap of its own.
+        machine.keep_buffers()  # Before this thread starts, which would have a heap of its own.
         self.pid = os.getpid()
         self.loop = _new_loop()
         self._stopped = False

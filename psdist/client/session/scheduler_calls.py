@@ -37,7 +37,7 @@ from psdist.settings.config import ClientSettings, TransportName, client_setting
 from psdist.types import check_name
 from psdist.v1 import scheduler_pb2
 from psdist.v1 import scheduler_pb2 as pb
-from psdist.wire.backoff import Backoff
+from psdist.wire.limits import Backoff
 from psdist.wire.scheduler_connection import MemberConnection
 
 T = TypeVar("T")

@@ -52,7 +52,7 @@ from psdist.types import ClusterMap, Replica
 from psdist.v1 import scheduler_pb2
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import convert, limits, status
-from psdist.wire.member_session import MemberSession
+from psdist.wire.scheduler_connection import MemberSession
 
 #: Longest pause between two calls to a server that was not reached.
 _PAUSE_SECONDS: Final = 1.0

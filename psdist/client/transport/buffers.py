@@ -41,7 +41,7 @@ from psdist.client.core.flat_vector import Arrays, Flat
 from psdist.compression import casts
 from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.errors import InternalError, InvalidArgumentError
-from psdist.link import fd_passing
+from psdist.link import processes
 from psdist.link.arenas import GradientArena, MappedVector, Piece, WeightsArena, reason_of
 from psdist.off_loop import LARGE_ELEMENTS, in_thread, off_loop
 from psdist.types import DType, Layout, ParametersEntry, Replica, Slicing
@@ -405,7 +405,7 @@ class OfferedArena:
         async with self._making:
             try:
                 if self._arena is None:
-                    fd_passing.sweep()
+                    processes.sweep()
                     # In a thread, because clearing a large file takes longer than the heartbeat interval.
                     self._arena = await in_thread(partial(GradientArena.create, self.elements, self.dtype))
                 elif self._arena.has_holes:

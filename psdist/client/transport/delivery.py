@@ -37,7 +37,7 @@ from psdist.errors import (
 )
 from psdist.monitoring.phase_timer import Subject
 from psdist.settings.debugging import time_limit
-from psdist.wire.backoff import Backoff
+from psdist.wire.limits import Backoff
 
 #: Longest wait for a newer map. Then the route is tried again, in case it was the server that was behind.
 _NEWER_MAP_SECONDS: Final = 1.0

@@ -31,7 +31,7 @@ from psdist.client.transport.transport import (
     write_held,
 )
 from psdist.errors import ClosedError, InternalError, ServerUnreachableError, copy_error
-from psdist.security import handshake, roles
+from psdist.security import roles, tls
 from psdist.security.tls import Credentials
 from psdist.security.tokens import Audience
 from psdist.v1 import server_pb2 as pb
@@ -126,7 +126,7 @@ class GrpcTransport(Transport):
             await call(b"", metadata=self._metadata, timeout=self._silence_seconds())
         except grpc.aio.AioRpcError as failure:
             if failure.code() in _NO_ANSWER:
-                await handshake.raise_cause(address, self.credentials)
+                await tls.raise_cause(address, self.credentials)
                 error = status.from_call(failure, f"the server at {address}")
                 raise ServerUnreachableError(error.message) from None
 

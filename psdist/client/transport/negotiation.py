@@ -13,7 +13,7 @@ before. A broken connection is reopened before the next call. When a connection 
 call that nobody waits for any more is cancelled at the server.
 
 ``shm`` and ``tcp`` implement the negotiation and carry the payloads: a new transport is one more subclass of
-``NegotiatedTransport``. ``psdist.link.dialing`` is the connection and its gRPC stream.
+``NegotiatedTransport``. ``psdist.link.connecting`` is the connection and its gRPC stream.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from psdist.client.transport.transport import (
     attempt_error,
 )
 from psdist.errors import InternalError, PsdistError, ServerUnreachableError, StaleEpochError, copy_error
-from psdist.link.dialing import Link, ending_with
+from psdist.link.connecting import Link, ending_with
 from psdist.types import ClusterMap, ParametersEntry, Replica, Slicing
 from psdist.v1 import server_pb2
 from psdist.wire import status

@@ -43,7 +43,7 @@ from psdist.errors import (
     SharingUnavailableError,
     copy_error,
 )
-from psdist.link import fd_passing
+from psdist.link import processes
 from psdist.link.arenas import GradientArena, MemoryOffer, WeightsArena
 from psdist.off_loop import off_loop
 from psdist.types import ITEM_BYTES, DType, ParametersEntry, Replica, Slicing
@@ -83,7 +83,7 @@ async def attach(
             raise InternalError(f"{peer} answered attach with {response.WhichOneof('kind')}")
         attached = response.attached
         fd, connection = await offer.taken(attached.nonce, peer)
-    with fd_passing.closed_on_error(connection):
+    with processes.closed_on_error(connection):
         weights = WeightsArena.open(fd, slicing.count, slicing.total)
         if attached.weights_nonce != weights.nonce:
             raise SharingUnavailableError(f"the memory received over the socket does not belong to {peer}")

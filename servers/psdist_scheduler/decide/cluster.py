@@ -23,30 +23,26 @@ from psdist_scheduler.decide import cluster_events as ev
 from psdist_scheduler.decide import effects as ef
 from psdist_scheduler.decide import snapshot_events as sn
 from psdist_scheduler.decide.alignment import Alignment
-from psdist_scheduler.decide.barriers import Barriers
 from psdist_scheduler.decide.cluster_events import Call, Event, RunCall, WorkerCall
 from psdist_scheduler.decide.cluster_state import ClusterSettings, Member, StoredState
-from psdist_scheduler.decide.deadlocks import Deadlocks
 from psdist_scheduler.decide.effects import Broadcast, Effect, Persist, Publish, Refuse, Wait
 from psdist_scheduler.decide.formations import GroupFormations
 from psdist_scheduler.decide.joins import Joins
 from psdist_scheduler.decide.leased_datasets import Datasets, SameBatchWarnings
-from psdist_scheduler.decide.lineage import Lineage, lost
 from psdist_scheduler.decide.losses import MemberLosses
-from psdist_scheduler.decide.member_admission import MemberAdmission
+from psdist_scheduler.decide.member_admission import Lineage, MemberAdmission, lost
 from psdist_scheduler.decide.members import Membership
 from psdist_scheduler.decide.parameter_creation import Commits, Creation
 from psdist_scheduler.decide.parameter_sets import Registry
-from psdist_scheduler.decide.rendezvous import Rendezvous
-from psdist_scheduler.decide.restore_point import Resume
 from psdist_scheduler.decide.rollback import Rollback
 from psdist_scheduler.decide.run_end import CoordinatedShutdown, ExitRequests, RunStart
-from psdist_scheduler.decide.scaling import Scaling
+from psdist_scheduler.decide.scaling import Rendezvous, Scaling
 from psdist_scheduler.decide.shard_placement import ReplicaManager
+from psdist_scheduler.decide.snapshot_catalog import Resume
 from psdist_scheduler.decide.snapshots import Snapshots
 from psdist_scheduler.decide.stack_dumps import StackDumps
 from psdist_scheduler.decide.trace_recording import Traces
-from psdist_scheduler.decide.waiting_calls import WaitingCalls
+from psdist_scheduler.decide.waits import Barriers, Deadlocks, WaitingCalls
 
 #: Events that no waiting call depends on. There are thousands of heartbeats, so the planners are not asked after each.
 _PASSING: Final = (

@@ -283,7 +283,7 @@ class CommitParameters(WorkerCall):
 class EnterBarrier(WorkerCall):
     """A worker's arrival at a barrier.
 
-    origin, passed: number of the round (see ``barriers``).
+    origin, passed: number of the round (see ``waits``).
     withdraw: True if the worker no longer waits, and asks whether it had opened the barrier.
     attempt: number of the request in this round or an earlier one; 0 if it has none.
     """

@@ -45,7 +45,7 @@ from psdist_scheduler.decide.cluster_state import DataLease, DatasetRecord, Iden
 from psdist_scheduler.decide.effects import Answer, Done, Effect, LogEvent, Notice
 from psdist_scheduler.decide.members import Membership
 from psdist_scheduler.decide.parameter_sets import Registry
-from psdist_scheduler.decide.restore_point import Resume
+from psdist_scheduler.decide.snapshot_catalog import Resume
 
 
 class LeasedDataset:

@@ -5,7 +5,7 @@
 * uploading: placed and in the map. The creator with the lowest rank uploads its values to the servers and commits, and
   the servers confirm them (``Commits``). If that worker is lost, the next one takes over. Then every shard gets its
   backups. A parameter set of the snapshot that the run resumes from is *loading* instead: its primaries load it, and
-  all creators wait (``restore_point``).
+  all creators wait (``snapshot_catalog``).
 * ready: later creators join, in ASP immediately, otherwise at a step or clock agreed by all servers
   (``joins``).
 
@@ -56,8 +56,8 @@ from psdist_scheduler.decide.effects import Answer, CheckValues, Done, Effect, L
 from psdist_scheduler.decide.joins import Joins
 from psdist_scheduler.decide.members import Membership
 from psdist_scheduler.decide.parameter_sets import ParameterSet, Registry, awaited_workers, may_train, name_shards
-from psdist_scheduler.decide.restore_point import SERVERS_GRACE_SECONDS, WORKERS_GRACE_SECONDS, Resume
 from psdist_scheduler.decide.shard_placement import shard_elements
+from psdist_scheduler.decide.snapshot_catalog import SERVERS_GRACE_SECONDS, WORKERS_GRACE_SECONDS, Resume
 from psdist_scheduler.decide.snapshot_events import Loaded
 
 #: Grace period in seconds for a worker that ended its script: it may be about to create another client.

@@ -22,7 +22,7 @@ from psdist_scheduler.decide.cluster_events import Create, ResumePush
 from psdist_scheduler.decide.cluster_state import ClusterSettings, Member, ParametersRecord, group
 from psdist_scheduler.decide.effects import Effect, refuse_older
 from psdist_scheduler.decide.members import Membership
-from psdist_scheduler.decide.restore_point import Resume
+from psdist_scheduler.decide.snapshot_catalog import Resume
 
 
 def _remedy(settings: ClusterSettings) -> str:

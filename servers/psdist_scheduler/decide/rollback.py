@@ -14,7 +14,7 @@ one. If it is committed later, it belongs to a history that was given up and nev
 A snapshot that cannot be loaded is given up for the previous one. If none is left, or the storage does not answer for
 ``PATIENCE_SECONDS``, the run ends everywhere with an error that names each snapshot and why it failed (``cluster``).
 
-Loading is done by ``restore_point``; ``snapshot_io`` finds snapshots in the storage.
+Loading is done by ``snapshot_catalog``; ``snapshot_io`` finds snapshots in the storage.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ Invariants: A waiting caller is answered by a snapshot with everything that the 
 a time. Numbers of attempts grow, even over restarts: they begin with the epoch. Reports about an earlier attempt have
 no effect. Whatever ends an attempt, all members that were asked are notified.
 
-Files are written by ``snapshot_io``; see ``rollback`` for rolling back, ``restore_point`` for the start of a run.
+Files are written by ``snapshot_io``; see ``rollback`` for rolling back, ``snapshot_catalog`` for the start of a run.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from psdist_scheduler.decide.snapshot_schedule import (
     SnapshotWaiter,
     SnapshotWaiters,
 )
-from psdist_scheduler.decide.waiting_calls import WaitingCalls
+from psdist_scheduler.decide.waits import WaitingCalls
 
 _REASON_CHARACTERS: Final = 200
 #: Attempts per epoch. Attempt numbers begin with the epoch.

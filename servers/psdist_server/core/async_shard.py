@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from psdist.errors import InvalidArgumentError, PsdistError, SequenceGapError
 from psdist.types import ParametersMember
-from psdist_server.core.events import (
+from psdist_server.core.shard import (
     Apply,
     CutArmed,
     CutEnded,
@@ -21,12 +21,14 @@ from psdist_server.core.events import (
     PullRequested,
     Records,
     Reply,
+    ShardMachine,
+    SliceBase,
     SliceCut,
     SlicePushed,
     SliceRecord,
     StepsEnded,
+    name_members,
 )
-from psdist_server.core.shard import ShardMachine, SliceBase, name_members
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from typing import Final
 from psdist.consistency import BSP
 from psdist.errors import FutureStepError, NotMemberError, PsdistError, WrittenWeightsError
 from psdist.types import ParametersMember
-from psdist_server.core.events import (
+from psdist_server.core.shard import (
     Aggregate,
     Apply,
     CutArmed,
@@ -32,13 +32,15 @@ from psdist_server.core.events import (
     Records,
     RefuseSlice,
     Reply,
+    ShardMachine,
     SliceAggregated,
+    SliceBase,
     SliceCut,
     SlicePushed,
     SliceRecord,
     StepsEnded,
+    name_members,
 )
-from psdist_server.core.shard import ShardMachine, SliceBase, name_members
 
 #: Ranks that an error names in each of its lists.
 _RANKS_SHOWN: Final = 8

@@ -21,7 +21,7 @@ from psdist.hyperparameters import Optimizer, Settings, by_group
 from psdist.optim import Mean
 from psdist.types import GradientDifference, Identity, ParametersSpec, Slicing
 from psdist.wire.limits import MEMBERS_MAX
-from psdist_server.core.events import Producer
+from psdist_server.core.shard import Producer
 
 # --- settings ---------------------------------------------------------------------------------------------------------
 

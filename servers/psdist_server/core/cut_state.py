@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from psdist_server.core.events import Producer, SliceRecord
+from psdist_server.core.shard import Producer, SliceRecord
 
 
 @dataclass(slots=True)

@@ -26,8 +26,8 @@ from typing import Generic, Literal, TypeVar
 from psdist.errors import InvalidArgumentError, StaleCopyError, StaleEpochError, StaleTermError
 from psdist.hyperparameters import Settings
 from psdist.types import Replica, Shard
-from psdist_server.core.events import Producer, SliceRecord
 from psdist_server.core.lags import Ranges
+from psdist_server.core.shard import Producer, SliceRecord
 
 G = TypeVar("G")
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from psdist.consistency import BSP, SSP, Consistency
 from psdist.types import ParametersEntry, ParametersMember, Replica, Shard
 from psdist_server.core.async_shard import AsyncShard
 from psdist_server.core.bsp_shard import BspShard
-from psdist_server.core.events import Records
+from psdist_server.core.shard import Records
 
 
 @dataclass(slots=True)

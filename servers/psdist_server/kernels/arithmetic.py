@@ -5,8 +5,8 @@ order, g (gradient) and the scalars, as ``optimizers`` computes them; ``sign`` i
 adds nothing to the gradient, not even for infinite weights, as in torch. Choices are ``select``, which is vectorized.
 
 It is written once for all: ``updates`` compiles it for single elements, numpy runs it on whole arrays of any float
-dtype (``interpreted``, ``double``), and ``device_source`` translates it to CUDA C. After a change, run
-``make updates``.
+dtype (``interpreted``, ``double``), and ``device_parameters`` translates it to CUDA C. After a change, run ``make
+updates``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Memory of the server process. Only arrays and messages may be large, and arrays occupy memory only where they are in
 use.
 
-For messages see ``psdist.wire.malloc_options``. Measured on Linux with glibc: 186 MB idle with compiled kernels and
-without this module, 118 MB with it; 67 MB if vectors are small and nothing is compiled.
+For messages see ``psdist.machine``. Measured on Linux with glibc: 186 MB idle with compiled kernels and without this
+module, 118 MB with it; 67 MB if vectors are small and nothing is compiled.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 // The kernels of a server's device: the mean of contributions and an optimizer's arithmetic in one pass over memory.
-// psdist_server/kernels/device_source.py adds constants and casts before this text, and the optimizers after it.
+// psdist_server/kernels/device_parameters.py adds constants and casts before this text, and the optimizers after it.
 //
 // A block of threads handles BLOCK elements of a range whose elements have the same scalars, like the processor's kernels
 // (psdist_server/kernels/means.py): contributions are added in order, and the sum is divided. If everything is finite,

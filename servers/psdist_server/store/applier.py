@@ -21,12 +21,12 @@ from typing import NamedTuple
 
 from psdist.monitoring.spans import SpanKind
 from psdist.types import ParametersEntry
-from psdist_server.core.events import Aggregate, Apply
 from psdist_server.core.replication import Replicated, ReplicaUpdate, RoomFreed
+from psdist_server.core.shard import Aggregate, Apply
 from psdist_server.kernels.arrays import Applied, Array, Bad, DenseParameters, Gradient, Update
 from psdist_server.kernels.optimizers import clip_factor
 from psdist_server.kernels.pool import KernelLauncher
-from psdist_server.store.pending_gradients import PendingGradients
+from psdist_server.store.gradients import PendingGradients
 from psdist_server.store.replicator import Replicator
 from psdist_server.store.shard_router import SliceContents
 from psdist_server.store.snapshot_cut import CopyTarget, UpdateGate

@@ -5,7 +5,7 @@ different slices run concurrently in the kernel threads. An update is acknowledg
 in the arrays. Only the newest of a server's streams counts: a late message on an earlier one could restart a copy
 that is complete, and the primary reads answers on the newest stream only.
 
-``core.replication`` decides which update comes next; ``replica_service`` serves the stream.
+``core.replication`` decides which update comes next; ``service`` serves the stream.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from psdist.v1 import server_pb2 as pb
 from psdist.wire import convert, status
 from psdist.wire.frames import Frame
 from psdist_server.core.contributions import SettingsCheck
-from psdist_server.core.events import Producer, SliceRecord
 from psdist_server.core.lags import Lags, checked, ranges_of
 from psdist_server.core.replication import BackupReplication, ReplicaUpdate, stale_term
+from psdist_server.core.shard import Producer, SliceRecord
 from psdist_server.kernels.arrays import Applied, Array, DenseParameters, Gradient, Update, gradient_of
 from psdist_server.kernels.pool import KernelLauncher
-from psdist_server.store.global_norm import NormBoard
+from psdist_server.store.gradients import NormBoard
 from psdist_server.store.statistics import Counters
 
 #: Sends an answer to a primary.

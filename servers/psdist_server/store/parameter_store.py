@@ -34,7 +34,10 @@ from psdist.off_loop import off_loop
 from psdist.types import ITEM_BYTES, ParametersEntry, Replica
 from psdist.v1 import server_pb2
 from psdist_server.core import role_changes
-from psdist_server.core.events import (
+from psdist_server.core.lags import Lags
+from psdist_server.core.replication import BackupReplication, Replicated, RoomFreed, ShardFenced, not_primary
+from psdist_server.core.role_changes import RoleChanges, make_shard
+from psdist_server.core.shard import (
     Aggregate,
     Apply,
     Forget,
@@ -46,19 +49,14 @@ from psdist_server.core.events import (
     SliceApplied,
     SliceLoaded,
 )
-from psdist_server.core.lags import Lags
-from psdist_server.core.replication import BackupReplication, Replicated, RoomFreed, ShardFenced, not_primary
-from psdist_server.core.role_changes import RoleChanges, make_shard
 from psdist_server.kernels.arrays import Array, DenseParameters, all_finite, gradient_of
 from psdist_server.kernels.pool import KernelLauncher, KernelPool
 from psdist_server.store.applier import Aggregated, Applier, Updated
 from psdist_server.store.backup_shards import BackupShards
-from psdist_server.store.global_norm import Aggregation, NormBoard
-from psdist_server.store.pending_gradients import PendingGradients
+from psdist_server.store.gradients import Aggregation, NormBoard, PendingGradients
 from psdist_server.store.replicator import Replicator
 from psdist_server.store.rpc_call import Call, CallTable, SliceAnswer
-from psdist_server.store.shard_router import ShardRouter, SliceContents
-from psdist_server.store.slice_reads import InPlaceReaders, SliceReads
+from psdist_server.store.shard_router import InPlaceReaders, ShardRouter, SliceContents, SliceReads
 from psdist_server.store.snapshot_cut import CutController
 from psdist_server.store.statistics import Counters, SliceSpans
 from psdist_server.store.stream_to_replica import ReplicaNetwork

@@ -9,7 +9,7 @@ Invariants: No message is sent twice or over two transports: a stream keeps its 
 arena are referenced until the replica has acknowledged them; at the end the unacknowledged ones are ``lost``.
 
 ``replicator`` decides which messages are sent and how many gradients are stored, ``stream_to_replica`` opens streams,
-and ``replica_service`` is the other end.
+and ``service`` is the other end.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from psdist.errors import (
     copy_error,
 )
 from psdist.link.arenas import PAGE, GradientArena, MemoryOffer, reason_of
-from psdist.link.dialing import Link
+from psdist.link.connecting import Link
 from psdist.off_loop import off_loop
 from psdist.security.tls import TlsFiles
 from psdist.types import Slicing

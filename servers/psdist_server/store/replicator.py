@@ -24,7 +24,6 @@ from psdist.types import ParametersEntry, Replica
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import status
 from psdist.wire.limits import KEPT_BYTES_MAX
-from psdist_server.core.events import Reply
 from psdist_server.core.replication import (
     PrimaryReplication,
     ReplicaState,
@@ -36,8 +35,9 @@ from psdist_server.core.replication import (
     SendUpdate,
     ShardFenced,
 )
+from psdist_server.core.shard import Reply
 from psdist_server.kernels.arrays import DenseParameters, Gradient
-from psdist_server.store.global_norm import NormBoard
+from psdist_server.store.gradients import NormBoard
 from psdist_server.store.replica_carriers import UpdateMemory
 from psdist_server.store.shard_router import SliceContents
 from psdist_server.store.stream_to_replica import (

@@ -1,7 +1,7 @@
 """The cut of a snapshot in one parameter store: which slices have reached it, and the copies made before they change.
 
 ``SliceCopies`` connects the state of the cut (``core.cut_state``), the kernels that copy, and the writer of the files
-(``snapshot_writer``), which takes slices in file order. ``UpdateGate`` holds the updates that must wait for copies.
+(``snapshots``), which takes slices in file order. ``UpdateGate`` holds the updates that must wait for copies.
 ``CutController`` connects these with the shard machines, which hold marked pushes and whose updates move slices towards
 the cut. Everything here runs on the event loop, except for prefaulting memory: touching memory for the first time takes
 longer than the copy.
@@ -24,9 +24,9 @@ from functools import partial
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from psdist_server.core.cut_state import CutState
-from psdist_server.core.events import CutArmed, CutEnded, Effect, Producer, SliceCut, StepsEnded
 from psdist_server.core.lags import LagTable
 from psdist_server.core.role_changes import RoleChanges
+from psdist_server.core.shard import CutArmed, CutEnded, Effect, Producer, SliceCut, StepsEnded
 from psdist_server.kernels.arrays import Array, DenseParameters
 from psdist_server.kernels.memory import MemoryPool
 from psdist_server.kernels.pool import KernelLauncher

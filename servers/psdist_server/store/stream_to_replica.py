@@ -1,7 +1,7 @@
 """Stream from a primary to one replica. It is reopened whenever it breaks.
 
 ``replicator`` and ``replication`` decide which messages are sent, ``replica_carriers`` transports them, and
-``replica_service.StreamFromPrimary`` is the other end.
+``service.StreamFromPrimary`` is the other end.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from psdist.errors import (
     SharingUnavailableError,
     TcpUnavailableError,
 )
-from psdist.link.dialing import ending_with
+from psdist.link.connecting import ending_with
 from psdist.security.tls import Credentials
 from psdist.types import Replica
 from psdist.v1 import common_pb2
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import convert, status
-from psdist_server.core.events import Producer, SliceRecord
 from psdist_server.core.lags import LagRows
 from psdist_server.core.replication import PrimaryReplication, ReplicaState, ReplicaUpdate, not_primary
+from psdist_server.core.shard import Producer, SliceRecord
 from psdist_server.kernels.arrays import Gradient
 from psdist_server.store.replica_carriers import Carrier, Offer, UpdateMemory, negotiate
 from psdist_server.store.shard_router import SliceContents

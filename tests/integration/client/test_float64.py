@@ -20,7 +20,7 @@ from psdist.consistency import ASP, BSP
 from psdist.errors import InvalidArgumentError, LayoutMismatchError, NonFiniteGradientError
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.settings.config import TransportName
-from psdist.snapshots import optimizer_state
+from psdist.snapshots import load
 from tests.support.clients import connected
 
 Arrays = dict[str, NDArray[Any]]
@@ -136,7 +136,7 @@ async def test_a_snapshot_resumes_and_loads_with_all_digits(tmp_path: Path) -> N
                 await clients[0].snapshot()
     loaded = psdist.load_snapshot(str(tmp_path))
     assert same({name: loaded[name] for name in SHAPES}, reference.weights)
-    state = optimizer_state.load_optimizer_state(str(tmp_path)).tensors
+    state = load.load_optimizer_state(str(tmp_path)).tensors
     assert same({name: np.asarray(state[name].arrays["exp_avg"]) for name in SHAPES}, reference.m)
     exported = tmp_path / "model.npz"
     export = [sys.executable, "-m", "psdist.cli.main", "snapshot", "export", str(tmp_path), "--out", str(exported)]

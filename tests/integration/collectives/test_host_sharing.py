@@ -17,7 +17,7 @@ from psdist.collectives.core.host_memory import HostMoves
 from psdist.collectives.core.machine import SendPart
 from psdist.collectives.group import AsyncWorkerGroup
 from psdist.errors import ClosedError, InternalError, WaitTimeoutError
-from psdist.link import fd_passing
+from psdist.link import processes
 from psdist.link.arenas import GradientArena
 from tests.support.collective_run import SIZE, Run, arrays
 
@@ -192,7 +192,7 @@ async def test_without_room_for_memory_calls_use_the_links(
 async def test_without_a_common_directory_calls_use_the_links(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(fd_passing, "DIRECTORY", tmp_path / "absent")
+    monkeypatch.setattr(processes, "DIRECTORY", tmp_path / "absent")
     await calls_work(run)
 
 
@@ -206,6 +206,6 @@ async def test_memory_of_another_process_is_refused(
 
 
 async def _other_arena(name: str, elements: int, dtype: str, *, prefault: bool) -> tuple[GradientArena, Any]:
-    fd, connected = await fd_passing.receive_file(name)
+    fd, connected = await processes.receive_file(name)
     os.close(fd)
     return GradientArena.create(elements, dtype), connected

@@ -36,7 +36,7 @@ main.main()
 _SERVICE = """
 import runpy, signal, sys
 import psdist.settings.programs
-from {app} import app
+from {service} import app
 
 last = app.{last}
 
@@ -50,10 +50,10 @@ app.{last} = ready
 sys.argv[1:] = {arguments}
 runpy.run_module("{service}", run_name="__main__")
 """
-#: Package of a service's ``app``, the last function of it that is called before it waits for signals, and arguments.
+#: Per service, the last function of its ``app`` that is called before it waits for signals, and arguments.
 _SERVICES = {
-    "psdist_scheduler": ("psdist_scheduler.run", "_write_address", ["--address-file", "address", "--port", "0"]),
-    "psdist_server": ("psdist_server", "_stop_on_signals", ["--scheduler", "127.0.0.1:1", "--port", "0"]),
+    "psdist_scheduler": ("_write_address", ["--address-file", "address", "--port", "0"]),
+    "psdist_server": ("_stop_on_signals", ["--scheduler", "127.0.0.1:1", "--port", "0"]),
 }
 
 
@@ -93,15 +93,15 @@ def test_a_launcher_that_starts_leaves_nothing_behind(tmp_path: Path, place: str
 
 @pytest.mark.parametrize(("service", "name"), list(zip(_SERVICES, SIGNALS, strict=True)))
 def test_a_service_that_starts_is_ended_by_the_signal(tmp_path: Path, service: str, name: signal.Signals) -> None:
-    app, last, arguments = _SERVICES[service]
-    script = _SERVICE.format(service=service, app=app, last=last, arguments=arguments, starts=True, name=name.name)
+    last, arguments = _SERVICES[service]
+    script = _SERVICE.format(service=service, last=last, arguments=arguments, starts=True, name=name.name)
     assert end(start(tmp_path, script)) == (0, "")
 
 
 @pytest.mark.parametrize(("service", "name"), list(zip(_SERVICES, SIGNALS, strict=True)))
 def test_signals_that_come_again_do_not_change_the_status(tmp_path: Path, service: str, name: signal.Signals) -> None:
-    app, last, arguments = _SERVICES[service]
-    script = _SERVICE.format(service=service, app=app, last=last, arguments=arguments, starts=False, name=name.name)
+    last, arguments = _SERVICES[service]
+    script = _SERVICE.format(service=service, last=last, arguments=arguments, starts=False, name=name.name)
     program, pause = start(tmp_path, script), threading.Event()
     assert program.stdout is not None and program.stdout.readline() == "ready\n"
     while program.poll() is None:

@@ -43,7 +43,7 @@ with psdist.init() as context:
     assert (values == np.float32(1 - 0.25 * steps)).all()
     print("exact after", steps, "steps", flush=True)
 """
-_ANSWERS = "from psdist_scheduler.run.etcd_client import EtcdClient; EtcdClient(['etcd:2379']).get(b'ready', 5.0)"
+_ANSWERS = "from psdist_scheduler.etcd_client import EtcdClient; EtcdClient(['etcd:2379']).get(b'ready', 5.0)"
 
 
 def etcd(path: Path) -> dict[str, Any]:

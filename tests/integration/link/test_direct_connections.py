@@ -16,7 +16,7 @@ from psdist.client.transport.tcp import TcpConnection
 from psdist.consistency import ASP, BSP
 from psdist.errors import TcpUnavailableError, WaitTimeoutError
 from psdist.launcher.embedded import EmbeddedCluster
-from psdist.link import dialing
+from psdist.link import connecting
 from tests.support.clients import connected, until
 
 SIZE = 1_000_000
@@ -64,7 +64,7 @@ async def test_a_firewall_that_lets_only_grpc_through(
     cluster: EmbeddedCluster, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     monkeypatch.setattr("psdist.client.transport.shm._ORDERED_MACHINES", ())
-    monkeypatch.setattr(dialing, "CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(connecting, "CONNECT_SECONDS", 0.2)
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         if how == "silent":  # The kernel accepts, and nobody answers.

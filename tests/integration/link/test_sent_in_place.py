@@ -11,14 +11,14 @@ from dataclasses import replace
 import numpy as np
 import uvloop
 
-from psdist.link.listening import TcpListener
+from psdist.link.connecting import TcpListener
 from psdist.security.tls import Credentials
 from psdist.types import Identity
 from psdist.v1 import common_pb2 as cpb
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import convert
 from psdist_server.server import ParameterServer, ServerRegistration
-from psdist_server.tcp_service import TcpCallStream
+from psdist_server.worker_streams import TcpCallStream
 from tests.support.server_bench import TOKEN, cluster_map, entry
 
 #: One slice, larger than the buffers of a connection.

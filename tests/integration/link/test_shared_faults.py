@@ -27,7 +27,7 @@ from psdist import AsyncClient, AsyncParameters
 from psdist.client.transport.shm import attach
 from psdist.errors import ClosedError, InvalidArgumentError, ServerLostError, SharingUnavailableError, WaitTimeoutError
 from psdist.launcher.embedded import EmbeddedCluster
-from psdist.link import fd_passing
+from psdist.link import processes
 from psdist.link.arenas import GradientArena, WeightsArena
 from psdist.security.tls import Credentials
 from psdist.types import Slicing
@@ -52,7 +52,7 @@ def gradient(value: float = -1.0) -> dict[str, np.ndarray]:
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     yield
-    assert not list(fd_passing.DIRECTORY.glob("psdist-*"))
+    assert not list(processes.DIRECTORY.glob("psdist-*"))
 
 
 @contextmanager
@@ -128,7 +128,7 @@ with psdist.Client(transport=sys.argv[1]) as client:
 )
 @pytest.mark.parametrize("transport", ["auto", "shm"])
 async def test_another_shared_memory_file_system_is_another_host(cluster: EmbeddedCluster, transport: str) -> None:
-    script = f'mount -t tmpfs none {fd_passing.DIRECTORY} && exec "$0" -c "$1" {transport} apart-{transport}'
+    script = f'mount -t tmpfs none {processes.DIRECTORY} && exec "$0" -c "$1" {transport} apart-{transport}'
     process = await asyncio.create_subprocess_exec(
         *("unshare", "--mount", "sh", "-c", script, sys.executable, _SEEN),
         env={**os.environ, "PSDIST_SCHEDULER": cluster.address, "PSDIST_TOKEN": cluster.token},
@@ -151,11 +151,11 @@ class Liar:
             attach = pb.ShareRequest.FromString(data).attach
             weights = WeightsArena.create(1, 100 if self.lie != "size" else 5000)
             other = WeightsArena.create(1, 100)
-            fd, connection = await fd_passing.receive_file(attach.socket)
+            fd, connection = await processes.receive_file(attach.socket)
             with connection:
                 nonce = GradientArena.open(fd, 100, "float32").nonce
                 if self.lie != "silence":
-                    fd_passing.send_file(connection, weights.fd)
+                    processes.send_file(connection, weights.fd)
             attached = pb.Attached(nonce=nonce, weights_nonce=weights.nonce)
             if self.lie == "nonce":
                 attached.nonce = bytes(16)
@@ -414,8 +414,8 @@ async def test_a_killed_server_ends_calls_at_once() -> None:
 
 _STALE = """
 import os, signal, sys
-from psdist.link import fd_passing
-with fd_passing.listening() as (name, _):
+from psdist.link import processes
+with processes.listening() as (name, _):
     print("listening", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -425,7 +425,7 @@ with fd_passing.listening() as (name, _):
 def stale() -> Iterator[Path]:
     """Socket of a killed process."""
     subprocess.run([sys.executable, "-c", _STALE], stdout=subprocess.DEVNULL, check=False)
-    (socket,) = fd_passing.DIRECTORY.glob("psdist-*")
+    (socket,) = processes.DIRECTORY.glob("psdist-*")
     yield socket
     socket.unlink(missing_ok=True)
 
@@ -434,7 +434,7 @@ async def test_a_dead_runs_socket_is_swept_by_the_next_worker(cluster: EmbeddedC
     async with connected(cluster, {}) as clients:
         (handle,) = await opened(clients, "after-a-dead-run")
         await handle.pull()
-        assert stale.name not in os.listdir(fd_passing.DIRECTORY)
+        assert stale.name not in os.listdir(processes.DIRECTORY)
 
 
 def test_a_dead_runs_socket_is_swept_by_the_next_server(stale: Path) -> None:
@@ -455,4 +455,4 @@ def test_the_end_of_a_run_sweeps_what_its_workers_left(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode != 0 and "listening" in done.stdout + done.stderr
-    assert not list(fd_passing.DIRECTORY.glob("psdist-*"))
+    assert not list(processes.DIRECTORY.glob("psdist-*"))

@@ -21,7 +21,7 @@ from psdist.cli.status import print_status
 from psdist.client.transport.shm import ShmConnection
 from psdist.consistency import ASP, BSP, SSP, Consistency
 from psdist.launcher.embedded import EmbeddedCluster
-from psdist.link import fd_passing
+from psdist.link import processes
 from psdist.monitoring.run_json import status_json
 from psdist.settings.config import TransportName
 from psdist.v1 import scheduler_pb2
@@ -52,7 +52,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[EmbeddedCluster]:
     cluster = EmbeddedCluster(servers=request.param)
     yield cluster
     cluster.close()
-    assert not list(fd_passing.DIRECTORY.glob("psdist-*"))
+    assert not list(processes.DIRECTORY.glob("psdist-*"))
 
 
 async def opened(clients: list[AsyncClient], name: str, **settings: Any) -> list[AsyncParameters]:

@@ -276,11 +276,11 @@ _FIXED_TIMES = (
     ("psdist.client.session.barriers:WITHDRAW_SECONDS",),
     ("psdist_scheduler.decide.run_end:SERVERS_END_SECONDS",),
     ("psdist.launcher.shutdown:GRACE_SECONDS",),
-    ("psdist_server.snapshot_writer:STALL_SECONDS",),
+    ("psdist_server.snapshots:STALL_SECONDS",),
     ("psdist.client.snapshots:_LAST_SNAPSHOT_SECONDS", "psdist.client.snapshots:_FAILED_SECONDS"),
     ("psdist_scheduler.decide.losses:PATIENCE_SECONDS",),
     ("psdist.launcher.agent:_GIVE_UP_SECONDS",),
-    ("psdist_scheduler.run.app:_FAREWELL_SECONDS",),
+    ("psdist_scheduler.app:_FAREWELL_SECONDS",),
     ("psdist.launcher.scheduler_calls:_ANSWER_SECONDS",),
     ("psdist.launcher.scheduler_calls:_STILL_SECONDS",),
 )

@@ -21,8 +21,8 @@ from psdist.monitoring.dashboard import content, listen, view_key
 from psdist.monitoring.run_state import RunState
 from psdist.settings.config import DashboardEndpoint
 from psdist.wire import limits
-from psdist_scheduler.run import dashboard
-from psdist_scheduler.run.dashboard import DashboardServer, Reading
+from psdist_scheduler import dashboard
+from psdist_scheduler.dashboard import DashboardServer, Reading
 from tests.support.dashboard_runs import advance, sample, status
 
 TOKEN = "secret"

@@ -29,7 +29,7 @@ from psdist.monitoring.run_summary import (
 )
 from psdist.settings.config import DashboardEndpoint
 from psdist.v1 import scheduler_pb2
-from psdist_scheduler.run.dashboard import DashboardServer, Reading
+from psdist_scheduler.dashboard import DashboardServer, Reading
 from tests.support.dashboard_runs import advance, sample, status
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""

@@ -21,12 +21,12 @@ from psdist.settings.config import EtcdLocation, store_location
 from psdist.types import Layout, TensorSpec
 from psdist.v1 import etcd_pb2 as pb
 from psdist.wire import limits
+from psdist_scheduler import etcd_client, etcd_store
+from psdist_scheduler.app import open_store
 from psdist_scheduler.decide.cluster_state import EventRecord, StoredState
 from psdist_scheduler.decide.effects import Persist
-from psdist_scheduler.run import etcd_client, etcd_store
-from psdist_scheduler.run.etcd_client import EtcdClient, delete_range, put
-from psdist_scheduler.run.etcd_store import EtcdStore
-from psdist_scheduler.run.open_store import open_store
+from psdist_scheduler.etcd_client import EtcdClient, delete_range, put
+from psdist_scheduler.etcd_store import EtcdStore
 from tests.support.certificates import make_ca, write_tls
 from tests.support.etcd import Etcd, running
 from tests.support.store_records import MEMBER, NODE, RECORD

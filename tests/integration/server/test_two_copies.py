@@ -14,7 +14,7 @@ import pytest
 from psdist import optim
 from psdist.consistency import BSP
 from psdist.errors import LimitExceededError, StaleEpochError
-from psdist.link.listening import TcpListener
+from psdist.link.connecting import TcpListener
 from psdist.security.tls import Credentials
 from psdist.types import (
     ClusterMap,

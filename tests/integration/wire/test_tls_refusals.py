@@ -21,16 +21,16 @@ import pytest
 import structlog
 
 from psdist.errors import ConfigurationError, PermissionDeniedError, PsdistError
+from psdist.link.connecting import TcpListener
 from psdist.link.frame_connection import FrameConnection
-from psdist.link.listening import TcpListener
 from psdist.link.tls_layer import TlsLayer
-from psdist.security import handshake, tls
+from psdist.security import tls
 from psdist.security.roles import SCHEDULER_SERVICE, service_name
 from psdist.security.tls import Credentials, TlsFiles
 from psdist.settings.config import make_tls
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import channels, status
-from psdist.wire.backoff import LogPacer
+from psdist.wire.limits import LogPacer
 from psdist.wire.services import service_handler
 from tests.support.certificates import NOW, make_ca, write_tls
 
@@ -97,7 +97,7 @@ def _any_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let processes use certificates that their own checks refuse, as an attacker does. A busy machine may take longer
     than an explanation has."""
     monkeypatch.setattr(tls, "_check_time", lambda *_: None)
-    monkeypatch.setattr(handshake, "_SECONDS", 60.0)
+    monkeypatch.setattr(tls, "_SECONDS", 60.0)
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +198,7 @@ async def error_of(case: Case, address: str, files: TlsFiles | None) -> str:
     try:
         if files is not None and not case.has_certificate:
             make_tls(str(files.ca), None, None)
-        found = await handshake.explain(address, Credentials("token", tls=files))
+        found = await tls.explain(address, Credentials("token", tls=files))
     except ConfigurationError as error:
         return error.message
     assert found is not None, "no reason was found"

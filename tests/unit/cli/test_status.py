@@ -17,7 +17,7 @@ from psdist.cli.target import SchedulerChoice
 from psdist.monitoring.run_json import status_json
 from psdist.security.tls import Credentials
 from psdist.v1 import scheduler_pb2 as pb
-from psdist_scheduler.run import conversions
+from psdist_scheduler import conversions
 
 
 def worker(rank: int, seconds: float, waiting: float, pushes: int) -> pb.MemberStatus:

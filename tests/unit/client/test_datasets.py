@@ -19,12 +19,12 @@ from psdist.types import DataPosition
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1.common_pb2 import ClusterMap
 from psdist.wire import convert, status
+from psdist_scheduler import conversions
 from psdist_scheduler.decide import cluster_events as ev
 from psdist_scheduler.decide import effects as ef
 from psdist_scheduler.decide.cluster_state import Member, RestorePoint
 from psdist_scheduler.decide.leased_datasets import Datasets
-from psdist_scheduler.decide.restore_point import Resume
-from psdist_scheduler.run import conversions
+from psdist_scheduler.decide.snapshot_catalog import Resume
 from tests.support.client_fakes import FakeScheduler, FakeServer
 
 

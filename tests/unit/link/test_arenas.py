@@ -22,7 +22,7 @@ import pytest
 
 from psdist import machine
 from psdist.errors import SharingUnavailableError
-from psdist.link import fd_passing
+from psdist.link import processes
 from psdist.link.arenas import GradientArena, MappedVector, Piece, WeightsArena, reason_of
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -63,7 +63,7 @@ def descriptors() -> set[str]:
 
 
 def sockets() -> set[str]:
-    return {path.name for path in fd_passing.DIRECTORY.glob("psdist-*")}
+    return {path.name for path in processes.DIRECTORY.glob("psdist-*")}
 
 
 def mappings() -> set[str]:
@@ -374,12 +374,12 @@ def test_more_than_the_machine_has_is_no_room() -> None:
 
 async def test_both_sides_get_the_file_of_the_other() -> None:
     gradients, weights = GradientArena.create(10, "float32"), WeightsArena.create(1, 10)
-    with fd_passing.listening() as (name, listener):
-        path = fd_passing.DIRECTORY / name
+    with processes.listening() as (name, listener):
+        path = processes.DIRECTORY / name
         assert path.stat().st_mode & 0o777 == 0o600
-        worker = asyncio.create_task(fd_passing.swap_files(listener, gradients.fd))
-        fd, theirs = await fd_passing.receive_file(name)
-        fd_passing.send_file(theirs, weights.fd)
+        worker = asyncio.create_task(processes.swap_files(listener, gradients.fd))
+        fd, theirs = await processes.receive_file(name)
+        processes.send_file(theirs, weights.fd)
         taken, mine = await worker
     assert not path.exists()
     assert GradientArena.open(fd, 10, "float32").nonce == gradients.nonce
@@ -392,17 +392,17 @@ async def test_both_sides_get_the_file_of_the_other() -> None:
 async def test_only_names_of_sockets_are_connected_to() -> None:
     for name in ["", "x", "../psdist-" + "0" * 32, "psdist-" + "0" * 31, "psdist-" + "0" * 33, "psdist-" + "G" * 32]:
         with pytest.raises(SharingUnavailableError, match="is not the name"):
-            await fd_passing.receive_file(name)
+            await processes.receive_file(name)
 
 
 async def test_a_socket_that_is_not_there_is_another_host() -> None:
     with pytest.raises(SharingUnavailableError, match="do not see the same"):
-        await fd_passing.receive_file("psdist-" + "0" * 32)
+        await processes.receive_file("psdist-" + "0" * 32)
 
 
 async def test_a_worker_that_hangs_up_or_gives_no_file() -> None:
     for message, reason in ((b"", "closed the connection"), (b"x", "sent no file")):
-        with fd_passing.listening() as (name, listener):
+        with processes.listening() as (name, listener):
 
             async def answer(listener: socket.socket = listener, message: bytes = message) -> None:
                 peer, _ = await asyncio.get_running_loop().sock_accept(listener)
@@ -411,21 +411,21 @@ async def test_a_worker_that_hangs_up_or_gives_no_file() -> None:
 
             task = asyncio.create_task(answer())
             with pytest.raises(SharingUnavailableError, match=reason):
-                await fd_passing.receive_file(name)
+                await processes.receive_file(name)
             await task
 
 
 async def test_a_worker_that_is_silent_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fd_passing, "HANDOVER_SECONDS", 0.05)
-    with fd_passing.listening() as (name, _), pytest.raises(SharingUnavailableError, match="within"):
-        await fd_passing.receive_file(name)
+    monkeypatch.setattr(processes, "HANDOVER_SECONDS", 0.05)
+    with processes.listening() as (name, _), pytest.raises(SharingUnavailableError, match="within"):
+        await processes.receive_file(name)
 
 
 async def test_a_server_that_hangs_up() -> None:
     arena = GradientArena.create(10, "float32")
-    with fd_passing.listening() as (name, listener):
-        worker = asyncio.create_task(fd_passing.swap_files(listener, arena.fd))
-        fd, connection = await fd_passing.receive_file(name)
+    with processes.listening() as (name, listener):
+        worker = asyncio.create_task(processes.swap_files(listener, arena.fd))
+        fd, connection = await processes.receive_file(name)
         os.close(fd)
         connection.close()
         with pytest.raises(SharingUnavailableError, match="closed the connection"):
@@ -434,29 +434,29 @@ async def test_a_server_that_hangs_up() -> None:
 
 async def test_another_users_process_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     arena = GradientArena.create(10, "float32")
-    with fd_passing.listening() as (name, listener):
-        worker = asyncio.create_task(fd_passing.swap_files(listener, arena.fd))
+    with processes.listening() as (name, listener):
+        worker = asyncio.create_task(processes.swap_files(listener, arena.fd))
         with monkeypatch.context() as patch:
             patch.setattr(os, "geteuid", lambda: os.getuid() + 1)
             with pytest.raises(SharingUnavailableError, match="requires the same user"):
-                await fd_passing.receive_file(name)
+                await processes.receive_file(name)
             with pytest.raises(SharingUnavailableError, match="requires the same user"):
                 await worker
 
 
 def test_no_shared_memory_file_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(fd_passing, "DIRECTORY", tmp_path / "gone")
-    with pytest.raises(SharingUnavailableError, match="cannot listen on a socket in"), fd_passing.listening():
+    monkeypatch.setattr(processes, "DIRECTORY", tmp_path / "gone")
+    with pytest.raises(SharingUnavailableError, match="cannot listen on a socket in"), processes.listening():
         pass
-    assert fd_passing.sweep() == 0
+    assert processes.sweep() == 0
 
 
 # --- sweeping ---------------------------------------------------------------------------------------------------------
 
 KILLED = """
 import os, signal
-from psdist.link import fd_passing
-with fd_passing.listening() as (name, _):
+from psdist.link import processes
+with processes.listening() as (name, _):
     print(name, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -464,16 +464,16 @@ with fd_passing.listening() as (name, _):
 
 def test_sweeping_removes_what_the_dead_left_and_nothing_else() -> None:
     done = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, check=False)
-    dead = fd_passing.DIRECTORY / done.stdout.strip()
-    other = fd_passing.DIRECTORY / ("psdist-" + "0" * 31)
-    plain = fd_passing.DIRECTORY / ("psdist-" + "0" * 32)
+    dead = processes.DIRECTORY / done.stdout.strip()
+    other = processes.DIRECTORY / ("psdist-" + "0" * 31)
+    plain = processes.DIRECTORY / ("psdist-" + "0" * 32)
     try:
         assert dead.is_socket()
         other.touch()
         plain.touch()
-        with fd_passing.listening() as (name, listener):
-            assert fd_passing.sweep() == 1
-            assert (fd_passing.DIRECTORY / name).is_socket()
+        with processes.listening() as (name, listener):
+            assert processes.sweep() == 1
+            assert (processes.DIRECTORY / name).is_socket()
             with contextlib.suppress(BlockingIOError):  # The listener noticed nothing.
                 listener.accept()
                 pytest.fail("a live socket was connected to")

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from psdist.errors import ConfigurationError
-from psdist.link.listening import TcpListener
+from psdist.link.connecting import TcpListener
 from psdist.settings.programs import server_settings
 
 _LOOPBACK = "127.0.0.1"

@@ -14,7 +14,7 @@ import pytest
 import uvloop
 
 from psdist.errors import ClosedError, PsdistError, TcpUnavailableError
-from psdist.link.dialing import connect
+from psdist.link.connecting import connect
 from psdist.link.tls_layer import TlsLayer
 from psdist.security.certificates import KeyPair
 from psdist.security.tls import TlsFiles

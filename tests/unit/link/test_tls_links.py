@@ -15,15 +15,15 @@ import pytest
 import structlog
 
 from psdist.errors import PeerUnreachableError, PsdistError, TcpUnavailableError
-from psdist.link import dialing, listening
+from psdist.link import connecting
+from psdist.link.connecting import TcpListener
 from psdist.link.frame_connection import FrameConnection, MessageReceiver
-from psdist.link.listening import TcpListener
 from psdist.link.peer_links import PeerLink, PeerListener
 from psdist.security.certificates import KeyPair
 from psdist.security.roles import Role
 from psdist.security.tls import Credentials, TlsFiles
 from psdist.v1 import server_pb2, worker_pb2
-from psdist.wire.backoff import FailureLimit, LogPacer
+from psdist.wire.limits import FailureLimit, LogPacer
 from tests.support.certificates import make_ca, write_tls
 from tests.support.link_ends import PeerConsumer, ServerLink, SilentStream, peer_hello
 
@@ -99,8 +99,8 @@ async def test_the_nonce_is_shown_over_tls(listener: TcpListener, files: TlsFile
 async def test_tls_that_fails_makes_tcp_unavailable_immediately_so_that_grpc_is_used(
     listener: TcpListener, files: TlsFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dialing, "_REASON_SECONDS", 3600.0)  # Neither end waits for another reason.
-    monkeypatch.setattr(dialing, "CONNECT_SECONDS", 3600.0)
+    monkeypatch.setattr(connecting, "_REASON_SECONDS", 3600.0)  # Neither end waits for another reason.
+    monkeypatch.setattr(connecting, "CONNECT_SECONDS", 3600.0)
     stranger = write_tls(tmp_path, make_ca())
     plain = TcpListener()
     await plain.open(HOST)
@@ -123,7 +123,7 @@ async def test_tls_that_fails_makes_tcp_unavailable_immediately_so_that_grpc_is_
 async def test_handshakes_that_do_not_finish_are_bounded_in_number_and_time(
     listener: TcpListener, files: TlsFiles, monkeypatch: pytest.MonkeyPatch, said: bytes
 ) -> None:
-    monkeypatch.setattr(listening.limits, "UNIDENTIFIED_MAX", 2)
+    monkeypatch.setattr(connecting.limits, "UNIDENTIFIED_MAX", 2)
     opened = [await asyncio.open_connection(HOST, listener.port) for _ in range(4)]
     for _, writer in opened:
         writer.write(said)
@@ -131,7 +131,7 @@ async def test_handshakes_that_do_not_finish_are_bounded_in_number_and_time(
         await asyncio.wait_for(_ended(reader), 60)
     assert len(listener._unidentified) == 2
     await dialed(listener, files)
-    monkeypatch.setattr(listening.limits, "NONCE_SECONDS", 0.01)
+    monkeypatch.setattr(connecting.limits, "NONCE_SECONDS", 0.01)
     late, writer = await asyncio.open_connection(HOST, listener.port)
     writer.write(said)
     await asyncio.wait_for(_ended(late), 60)

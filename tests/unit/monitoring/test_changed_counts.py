@@ -10,9 +10,9 @@ from psdist.errors import LimitExceededError
 from psdist.monitoring.worker_reports import ChangedCounts
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire.limits import PARAMETERS_MAX
+from psdist_scheduler import conversions
 from psdist_scheduler.decide.cluster_events import Heartbeat
-from psdist_scheduler.run import conversions
-from psdist_scheduler.run.service import FollowedPushes
+from psdist_scheduler.service import FollowedPushes
 
 NAMES = ("actor", "critic", "target")
 

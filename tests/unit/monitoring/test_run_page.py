@@ -24,7 +24,7 @@ from psdist.errors import ConfigurationError, SchedulerUnreachableError, Snapsho
 from psdist.monitoring import run_summary as form
 from psdist.monitoring.dashboard import content, saved_page
 from psdist.monitoring.run_state import EVENTS_SAVED, saved_run
-from psdist.snapshots.local import LocalStorage
+from psdist.snapshots.storage import LocalStorage
 
 SCRIPTS = ("uplot.js", "dashboard.js")
 EVIL = '<script>alert("1")</script>'

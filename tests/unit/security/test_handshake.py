@@ -15,9 +15,8 @@ import pytest
 
 from psdist.errors import TlsHandshakeError
 from psdist.security import certificates
-from psdist.security.handshake import explain
 from psdist.security.roles import Role
-from psdist.security.tls import Credentials, TlsFiles
+from psdist.security.tls import Credentials, TlsFiles, explain
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import channels
 from psdist.wire.scheduler_connection import MemberConnection
@@ -134,7 +133,7 @@ async def test_certificate_that_expired_while_it_was_in_use(tmp_path: Path, monk
         files = write_tls(tmp_path / "a", OTHER_CA, trusted=BOTH)
         files.identity()
         later = files.identity().not_after + 1.0
-        monkeypatch.setattr("psdist.security.handshake.time.time", lambda: later)
+        monkeypatch.setattr("psdist.security.tls.time.time", lambda: later)
         assert "which has expired: renew it" in await cause(address, Credentials(tls=files))
 
 

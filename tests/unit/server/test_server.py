@@ -27,9 +27,8 @@ from psdist.types import (
     WorkerEntry,
 )
 from psdist_server.kernels.device_parameters import Lanes
-from psdist_server.peers import NormGatherer, PeerServers
-from psdist_server.server import Cores, ParameterServer, ServerRegistration
-from psdist_server.store.global_norm import NormBoard
+from psdist_server.server import Cores, NormGatherer, ParameterServer, PeerServers, ServerRegistration
+from psdist_server.store.gradients import NormBoard
 from psdist_server.store.parameter_store import ParameterStore
 from psdist_server.store.rpc_call import Call
 from tests.support.host_device import HostDevice, needs_compiler

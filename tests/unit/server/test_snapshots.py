@@ -18,10 +18,10 @@ from psdist.snapshots.format import Manifest
 from psdist.snapshots.reader import SliceReader, verify
 from psdist.snapshots.storage import Storage, Writer
 from psdist.types import ParametersEntry, Restore
-from psdist_server import snapshot_writer
+from psdist_server import snapshots
 from psdist_server.kernels.optimizers import Rule
-from psdist_server.snapshot_loader import ShardLoaded, ShardLoadFailed
-from psdist_server.store import pending_gradients, snapshot_cut
+from psdist_server.snapshots import ShardLoaded, ShardLoadFailed
+from psdist_server.store import gradients, snapshot_cut
 from tests.support import reference
 from tests.support.server_driver import Driver, Floats, answered, entry_of, memory
 
@@ -59,7 +59,7 @@ async def begin(driver: Driver, step: int, attempt: int = 1, directory: str = "o
 
 def limit_room(driver: Driver, room: int) -> None:
     """Let copies of slices take this many bytes."""
-    driver.host.snapshot_writer = snapshot_writer.SnapshotWriter(
+    driver.host.snapshot_writer = snapshots.SnapshotWriter(
         driver.host.stores.get, lambda: driver.storage, driver.reports.put_nowait, room
     )
 
@@ -160,7 +160,7 @@ async def test_ranges_beyond_the_vector_are_refused(driver: Driver) -> None:
 
 async def test_ever_new_ranges_are_refused(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """They would divide slices into ever more pieces."""
-    monkeypatch.setattr(pending_gradients, "TENSORS_MAX", 2)
+    monkeypatch.setattr(gradients, "TENSORS_MAX", 2)
     entry = await driver.create(entry_of(), noise())
     await driver.train(entry, 0, noise(), ((0, 10), (20, 30)))
     await driver.train(entry, 1, noise(), ((0, 10),))
@@ -349,7 +349,7 @@ async def test_many_small_slices(driver: Driver, room: int) -> None:
 async def test_a_storage_that_takes_nothing_does_not_stop_training(
     gated: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot_writer, "STALL_SECONDS", 0.05)
+    monkeypatch.setattr(snapshots, "STALL_SECONDS", 0.05)
     driver = gated
     room = 4 * 4096 * 3 * 5
     limit_room(driver, room)
@@ -494,7 +494,7 @@ async def test_other_parameters_are_not_loaded(driver: Driver) -> None:
 
 
 async def test_a_storage_that_does_not_answer_is_asked_again(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("psdist_server.snapshot_loader._RETRY_MIN_SECONDS", 0.001)
+    monkeypatch.setattr("psdist_server.snapshots._RETRY_MIN_SECONDS", 0.001)
     entry = await driver.create(entry_of(), noise())
     _, restore = await save(driver, entry, 0)
     refused, read = asyncio.Event(), driver.storage.read

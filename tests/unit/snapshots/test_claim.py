@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from psdist.snapshots.claim import IN_USE, DirectoryClaim, Holder
+from psdist.snapshots.opening import IN_USE, DirectoryClaim, Holder
 
 
 def test_a_second_run_is_told_who_holds_the_directory(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ import pytest
 
 from psdist.errors import SnapshotCorruptError
 from psdist.snapshots import reader
-from psdist.snapshots.local import LocalStorage
 from psdist.snapshots.reader import SliceReader
+from psdist.snapshots.storage import LocalStorage
 from tests.support.dict_storage import DictStorage, state_of, table_of, write_snapshot
 
 Files = dict[str, bytes]

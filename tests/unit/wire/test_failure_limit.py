@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from psdist.wire.backoff import FailureLimit
+from psdist.wire.limits import FailureLimit
 
 
 def test_failures_of_an_address_decay_and_a_success_forgives_them() -> None:

@@ -20,13 +20,13 @@ from psdist.v1 import common_pb2
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import channels, convert, limits, status
 from psdist.wire.limits import BARRIER_NAMES_MAX
+from psdist_scheduler import conversions
 from psdist_scheduler.decide import cluster_events as ev
 from psdist_scheduler.decide import effects as ef
 from psdist_scheduler.decide import member_admission, parameter_sets
 from psdist_scheduler.decide.cluster_events import EnterRendezvous
 from psdist_scheduler.decide.cluster_state import BarrierRecord
-from psdist_scheduler.run import conversions
-from psdist_scheduler.run.sqlite_store import SqliteStore
+from psdist_scheduler.run_store import SqliteStore
 from tests.support.scheduler_driver import Driver, caller
 
 ECHO = "/test.Test/Echo"

@@ -15,7 +15,7 @@ from psdist.map_difference import difference
 from psdist.types import ClusterMap, WorkerEntry
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import convert
-from psdist.wire.member_session import FollowedMap, MemberSession, SessionRequests
+from psdist.wire.scheduler_connection import FollowedMap, MemberSession, SessionRequests
 
 MAPS = [ClusterMap("run", epoch, workers=tuple(WorkerEntry(f"w{n}", 1, n) for n in range(epoch))) for epoch in range(4)]
 

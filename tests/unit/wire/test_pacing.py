@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from psdist.wire.backoff import LogPacer, Pacer
+from psdist.wire.limits import LogPacer, Pacer
 
 
 def test_a_burst_passes_then_one_in_a_while() -> None:

@@ -13,7 +13,7 @@ from psdist.consistency import ASP, BSP, SSP
 from psdist.errors import InternalError, ServerLostError, UnknownParametersError
 from psdist.optim import SGD
 from psdist.types import ClusterMap, ParametersEntry, ParametersSpec, Replica, ServerEntry, Shard
-from psdist.wire.backoff import LONGEST_SECONDS, Backoff
+from psdist.wire.limits import LONGEST_SECONDS, Backoff
 
 
 def _answer_all(request: PendingRequest, version: int, **more: int) -> None:

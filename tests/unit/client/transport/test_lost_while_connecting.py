@@ -15,7 +15,7 @@ from psdist.client.transport.grpc import GrpcTransport
 from psdist.client.transport.negotiation import NegotiatedTransport
 from psdist.client.transport.shm import ShmTransport
 from psdist.client.transport.tcp import TcpTransport
-from psdist.link import dialing, fd_passing
+from psdist.link import connecting, processes
 from psdist.security.tls import Credentials
 from psdist.v1 import server_pb2 as pb
 from tests.support.client_fakes import ENTRY, ROUTE, SENDER, view_of_server
@@ -91,8 +91,8 @@ class Setup:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable time limits of waits."""
-    monkeypatch.setattr(dialing, "CONNECT_SECONDS", 3600.0)
-    monkeypatch.setattr(fd_passing, "HANDOVER_SECONDS", 3600.0)
+    monkeypatch.setattr(connecting, "CONNECT_SECONDS", 3600.0)
+    monkeypatch.setattr(processes, "HANDOVER_SECONDS", 3600.0)
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ async def test_the_end_of_the_stream_ends_it(ports: dict[str, int], name: str, s
 async def test_a_server_that_was_just_killed_is_no_firewall(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check a server whose port refuses before the end of its stream is known. A run that requires the TCP transport
     continues."""
-    monkeypatch.setattr(dialing, "_REFUSED_SECONDS", 3600.0)
+    monkeypatch.setattr(connecting, "_REFUSED_SECONDS", 3600.0)
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         setup = Setup("tcp", "connect", closed.getsockname()[1], required=True)

@@ -14,7 +14,7 @@ from psdist.wire.limits import DATASETS_MAX, LEASES_MAX
 from psdist_scheduler.decide import cluster_events as ev
 from psdist_scheduler.decide import effects as ef
 from psdist_scheduler.decide.cluster_state import DataLease, DatasetRecord, Member
-from psdist_scheduler.run.sqlite_store import SqliteStore
+from psdist_scheduler.run_store import SqliteStore
 from tests.support.scheduler_driver import Driver, caller
 
 SPEC = DatasetSpec("train", 100, 10, data_epochs=2, retries_max=1)

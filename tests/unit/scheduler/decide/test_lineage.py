@@ -8,7 +8,7 @@ from psdist.errors import InvalidArgumentError, RunLostError
 from psdist_scheduler.decide import cluster_events as ev
 from psdist_scheduler.decide.cluster_events import SessionOpened
 from psdist_scheduler.decide.cluster_state import SchedulerProcess, StoredState
-from psdist_scheduler.decide.lineage import Lineage
+from psdist_scheduler.decide.member_admission import Lineage
 from tests.support.saved_runs import resumed, saved_run
 from tests.support.scheduler_driver import Driver, caller
 

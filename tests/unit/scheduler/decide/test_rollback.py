@@ -10,7 +10,7 @@ from psdist.errors import FencedError, ServerLostError
 from psdist.snapshots.policy import SavePolicy
 from psdist_scheduler.decide import cluster_events as ev
 from psdist_scheduler.decide import effects as ef
-from psdist_scheduler.decide.restore_point import WORKERS_GRACE_SECONDS
+from psdist_scheduler.decide.snapshot_catalog import WORKERS_GRACE_SECONDS
 from psdist_scheduler.decide.snapshot_events import HistoryRead
 from tests.support.saved_runs import lose, pass_time, rejoin, saved_run
 from tests.support.scheduler_driver import caller

@@ -8,8 +8,7 @@ from psdist.types import Restore
 from psdist_scheduler.decide import cluster_events as ev
 from psdist_scheduler.decide import snapshot_events as sn
 from psdist_scheduler.decide.cluster_state import Member, RestorePoint
-from psdist_scheduler.decide.restore_point import Resume
-from psdist_scheduler.decide.snapshot_catalog import Catalog, surplus
+from psdist_scheduler.decide.snapshot_catalog import Catalog, Resume, surplus
 from tests.support.scheduler_driver import caller
 from tests.support.snapshot_driver import Ready, SnapshotDriver, commit_of, history_of, ready
 

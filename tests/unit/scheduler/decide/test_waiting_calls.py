@@ -5,7 +5,7 @@ from __future__ import annotations
 from psdist.errors import ClosedError
 from psdist.wire.limits import REPORT_WAIT_SECONDS
 from psdist_scheduler.decide import effects as ef
-from psdist_scheduler.decide.waiting_calls import REPEAT_SECONDS, WaitingCalls
+from psdist_scheduler.decide.waits import REPEAT_SECONDS, WaitingCalls
 
 
 def test_a_call_is_told_when_the_reason_changes_and_from_time_to_time() -> None:

@@ -8,7 +8,6 @@ import pytest
 
 from psdist.errors import InvalidArgumentError, StaleCopyError
 from psdist.types import Replica, Shard
-from psdist_server.core.events import SliceRecord
 from psdist_server.core.replication import (
     BackupReplication,
     PrimaryReplication,
@@ -18,6 +17,7 @@ from psdist_server.core.replication import (
     SendBegin,
     SendUpdate,
 )
+from psdist_server.core.shard import SliceRecord
 
 P, B, C = Replica("server-0", 1), Replica("server-1", 1), Replica("server-2", 1)
 LIFE = ("worker-0", 1)

@@ -13,7 +13,8 @@ from psdist.errors import FencedError, FutureStepError, InvalidArgumentError, No
 from psdist.types import ParametersMember
 from psdist_server.core.async_shard import AsyncShard
 from psdist_server.core.bsp_shard import BspShard
-from psdist_server.core.events import (
+from psdist_server.core.role_changes import make_shard
+from psdist_server.core.shard import (
     Aggregate,
     Apply,
     Cancelled,
@@ -32,9 +33,8 @@ from psdist_server.core.events import (
     SlicePushed,
     SliceRecord,
     StepsEnded,
+    name_members,
 )
-from psdist_server.core.role_changes import make_shard
-from psdist_server.core.shard import name_members
 
 TWO = (ParametersMember("worker-0", 1, 0), ParametersMember("worker-1", 1, 1))
 tokens = count(1)

@@ -12,7 +12,8 @@ from psdist.errors import WrittenWeightsError
 from psdist.types import ParametersMember
 from psdist_server.core.async_shard import AsyncShard
 from psdist_server.core.bsp_shard import BspShard
-from psdist_server.core.events import (
+from psdist_server.core.role_changes import make_shard
+from psdist_server.core.shard import (
     Aggregate,
     Apply,
     Cancelled,
@@ -25,7 +26,6 @@ from psdist_server.core.events import (
     SliceApplied,
     SlicePushed,
 )
-from psdist_server.core.role_changes import make_shard
 
 THREE = tuple(ParametersMember(f"worker-{rank}", 1, rank) for rank in range(3))
 ONE, OTHER = b"one", b"other"

@@ -9,8 +9,8 @@ import pytest
 
 from psdist.device.device import ARCHITECTURES, compile_source
 from psdist.errors import InternalError
-from psdist_server.kernels import device_source as source
-from psdist_server.kernels.device_source import ARRAYS, SCALARS, update_source
+from psdist_server.kernels import device_parameters as source
+from psdist_server.kernels.device_parameters import ARRAYS, SCALARS, update_source
 from psdist_server.kernels.updates import UPDATES
 
 

@@ -18,7 +18,7 @@ from psdist.wire.frames import Frame
 from psdist_server.kernels.arrays import DenseParameters
 from psdist_server.kernels.pool import KernelLauncher
 from psdist_server.store.backup_shards import BackupShards
-from psdist_server.store.global_norm import NormBoard
+from psdist_server.store.gradients import NormBoard
 from psdist_server.store.statistics import Counters
 
 SLICE, SLICES = 4096, 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from psdist_server.store.global_norm import NormBoard, global_norm
+from psdist_server.store.gradients import NormBoard, global_norm
 
 
 def test_squares_of_a_step_come_one_by_one_and_together() -> None:

@@ -11,8 +11,8 @@ import pytest
 from psdist import ASP, BSP, optim
 from psdist.errors import UnknownParametersError
 from psdist.types import ParametersEntry, ParametersMember, ParametersSpec, Replica, Shard
-from psdist_server.core.events import SliceRecord
 from psdist_server.core.replication import ReplicaUpdate
+from psdist_server.core.shard import SliceRecord
 from psdist_server.kernels.arrays import DenseParameters
 from psdist_server.kernels.pool import KernelPool
 from psdist_server.store.parameter_store import ParameterStore

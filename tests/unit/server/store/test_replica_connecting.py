@@ -16,7 +16,7 @@ import grpc.aio
 import pytest
 import uvloop
 
-from psdist.link import dialing, fd_passing
+from psdist.link import connecting, processes
 from psdist.link.arenas import GradientArena
 from psdist.security.tls import Credentials
 from psdist.types import Replica, Slicing
@@ -66,7 +66,7 @@ class Peer:
 
     async def _share(self) -> pb.ReplicateResponse.Welcome:
         hello = self._message.hello
-        fd, self.connection = await fd_passing.receive_file(hello.socket)
+        fd, self.connection = await processes.receive_file(hello.socket)
         arena = GradientArena.open(fd, hello.arena_elements, "float32")
         return pb.ReplicateResponse.Welcome(arena_nonce=arena.nonce)
 
@@ -98,8 +98,8 @@ def stream_to(peer: Peer, *carriers: str) -> Iterator[StreamToReplica]:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No time limit ends a wait here."""
-    monkeypatch.setattr(dialing, "CONNECT_SECONDS", 3600.0)
-    monkeypatch.setattr(fd_passing, "HANDOVER_SECONDS", 3600.0)
+    monkeypatch.setattr(connecting, "CONNECT_SECONDS", 3600.0)
+    monkeypatch.setattr(processes, "HANDOVER_SECONDS", 3600.0)
 
 
 @pytest.fixture

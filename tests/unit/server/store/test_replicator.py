@@ -18,7 +18,7 @@ from psdist.v1 import server_pb2 as pb
 from psdist.wire import status
 from psdist_server.core.replication import ShardFenced
 from psdist_server.kernels.arrays import DenseParameters
-from psdist_server.store.global_norm import NormBoard
+from psdist_server.store.gradients import NormBoard
 from psdist_server.store.replicator import ReplicaReport, Replicator
 from psdist_server.store.shard_router import SliceContents
 from tests.support.replica import FakeReplica

@@ -20,10 +20,10 @@ from psdist.errors import (
     StaleEpochError,
 )
 from psdist.types import Identity, ParametersEntry, ParametersMember, ParametersSpec, Replica, Shard
-from psdist_server.core.events import Apply, Effect, SliceApplied, SliceLoaded
 from psdist_server.core.replication import ShardFenced
 from psdist_server.core.role_changes import make_shard
-from psdist_server.store.pending_gradients import PendingGradients
+from psdist_server.core.shard import Apply, Effect, SliceApplied, SliceLoaded
+from psdist_server.store.gradients import PendingGradients
 from psdist_server.store.rpc_call import Call, CallTable, PushedGradient
 from psdist_server.store.shard_router import ShardRouter
 from psdist_server.store.statistics import Counters, SliceSpans

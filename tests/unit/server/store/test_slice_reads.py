@@ -14,9 +14,9 @@ import pytest
 from psdist import ASP, BSP, optim
 from psdist.types import Identity, ParametersEntry, ParametersSpec, Replica, Shard
 from psdist_server.kernels.arrays import DenseParameters
-from psdist_server.store import slice_reads
+from psdist_server.store import shard_router
 from psdist_server.store.rpc_call import Call, SliceAnswer
-from psdist_server.store.slice_reads import InPlaceReaders, SliceReads
+from psdist_server.store.shard_router import InPlaceReaders, SliceReads
 from psdist_server.store.statistics import Counters
 
 SLICE = 4096
@@ -32,7 +32,7 @@ class Reader:
 
 @pytest.fixture
 def dense(monkeypatch: pytest.MonkeyPatch) -> Iterator[DenseParameters]:
-    monkeypatch.setattr(slice_reads, "RECLAIM_SECONDS", 0.0)
+    monkeypatch.setattr(shard_router, "RECLAIM_SECONDS", 0.0)
     spec = ParametersSpec("p", optim.SGD(lr=1.0), BSP(), slice_elements=SLICE)
     dense = DenseParameters(ParametersEntry(spec=spec, total=2 * SLICE, shards=(Shard(Replica("server-0", 1)),)))
     dense.hold([0, 1])

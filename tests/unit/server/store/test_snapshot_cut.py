@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 
 from psdist_server.core.cut_state import CopyBudget, CutState
-from psdist_server.core.events import SliceRecord
+from psdist_server.core.shard import SliceRecord
 from psdist_server.store.snapshot_cut import SliceCopies, UpdateGate
 
 SLICES = 4
