@@ -38,6 +38,8 @@ _ERROR_COLOUR: Final = 31
 #: The line by which scheduler and workers log the loss of a member, and the seconds for which they may repeat it.
 _LOSS: Final = re.compile(r" WARNING psdist(?:\.scheduler)?: (\S+) is lost: ")
 _SAME_LOSS_SECONDS: Final = 30.0
+#: An error that a process of psdist logs.
+_ERROR: Final = re.compile(r"[0-9:]{8} (?:ERROR|CRITICAL) psdist")
 
 #: Returns to the beginning of the line, and erases it.
 _ERASE: Final = "\r\x1b[K"
@@ -225,7 +227,10 @@ class Output:
         if self._routing.to_console(rank, stream) and not muted:
             prefix = "" if self._as_json else self._prefix(key, stream)
             news = [line for line in lines if not (loss := _LOSS.search(line)) or self.note_loss(loss[1])]
-            shown = [line_as_json(key, stream, line) if self._as_json else f"{prefix} {line}" for line in news]
+            shown = [
+                line_as_json(key, stream, line) if self._as_json else f"{prefix} {_reddened(line, stream)}"
+                for line in news
+            ]
             self._write(stream, "".join(f"{line}\n" for line in shown))
         if self._routing.to_file(rank, stream):
             self._append(key, lines)
@@ -310,6 +315,10 @@ class Output:
                 self._lossy.add(stream)
                 message = f"{_TITLES[stream]} cannot be written: {error.strerror}; lines are lost"
                 self._write(STDERR if stream == STDOUT else STDOUT, self._said(message) + "\n")
+
+
+def _reddened(line: str, stream: int) -> str:
+    return _coloured(line, _ERROR_COLOUR, stream) if _ERROR.match(line) else line
 
 
 def _coloured(text: str, colour: int, stream: int) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -219,7 +220,10 @@ def fail(program: str, message: str, code: int = exit_codes.USAGE, *, as_json: b
         print(json.dumps({"event": message, "level": "error", "logger": program, "status": code}), file=sys.stderr)
         raise SystemExit(code)
     hint = f"\nTry: {program} --help" if code == exit_codes.USAGE else ""
-    print(f"{program}: error: {message}{hint}", file=sys.stderr, flush=True)
+    text = f"{program}: error: {message}"
+    if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
+        text = f"\x1b[31m{text}\x1b[0m"
+    print(text + hint, file=sys.stderr, flush=True)
     raise SystemExit(code)
 
 

@@ -349,6 +349,10 @@ def test_an_error_is_red_on_a_terminal(plain: bool, monkeypatch: pytest.MonkeyPa
     output = Output(Routing(), lambda rank: rank)
     output.say("worker 0 failed", is_error=True)
     output.say("snapshots are in x")
-    first, second = screen.getvalue().splitlines()
+    output.clear_lines(WORKER)
+    output.show_lines(WORKER, STDERR, ["12:00:00 ERROR psdist: the run ends", "ERROR of the script"])
+    first, second, logged, own = screen.getvalue().splitlines()
+    assert logged.endswith("12:00:00 ERROR psdist: the run ends" + ("" if plain else "\x1b[0m"))
+    assert own.endswith(" ERROR of the script")
     assert first.startswith("\x1b[31m") == first.endswith("\x1b[0m") == (not plain)
     assert first.removesuffix("\x1b[0m").endswith("psdist: worker 0 failed") and "\x1b" not in second

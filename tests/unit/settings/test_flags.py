@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from pathlib import Path
 from typing import Any
@@ -425,3 +426,18 @@ def test_a_scheduler_that_never_leaves_its_address(tmp_path: Path) -> None:
 def test_a_store_in_etcd_of_this_machine_or_a_private_network() -> None:
     for given in (("--store", "etcd://127.0.0.1:2379/p"), ("--store", "etcd://10.0.0.1:2379/p", "--insecure")):
         assert isinstance(scheduler_settings(given, {"PSDIST_TOKEN": "x" * 40}).store_place, EtcdLocation)
+
+
+@pytest.mark.parametrize("plain", ["", "1"])
+def test_a_wrong_flag_is_red_on_a_terminal(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.setenv("NO_COLOR", plain)
+    with pytest.raises(SystemExit):
+        run.command_line().parse(["--no-such-flag"], {})
+    first, second = screen.getvalue().splitlines()
+    assert first.startswith("\x1b[31mpsdist run: error: ") == (not plain) and "\x1b" not in second
