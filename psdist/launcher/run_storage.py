@@ -13,10 +13,11 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from psdist import addresses
 from psdist.errors import ConfigurationError, StorageError
+from psdist.settings.config import TransportName
 
 _SHARED_MEMORY: Final = "/dev/shm"
 _LOOPBACK_SECONDS: Final = 10.0
@@ -108,6 +109,8 @@ def why_unservable(host: str, port: int) -> str:
 def check_shared_memory(transport: str) -> str:
     """Return a warning if workers and servers cannot share memory; empty if they can. Raises ConfigurationError if they
     must. transport: the transport that the user asks for; empty for none."""
+    if transport and transport not in (names := get_args(TransportName)):
+        raise ConfigurationError(f"PSDIST_TRANSPORT is {transport!r}: set one of {', '.join(names)}, or unset it")
     if transport not in ("", "auto", "shm") or os.access(_SHARED_MEMORY, os.W_OK | os.X_OK):
         return ""
     if transport == "shm":

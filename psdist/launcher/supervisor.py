@@ -302,7 +302,8 @@ class Supervisor:
     def _service_exited(self, event: Exited, process: RunningProcess, now: float) -> list[Effect]:
         key = event.key
         how = f"{key} {'died' if event.returncode else 'ended'}: {describe(event.returncode)}"
-        if key.role == "server" and event.returncode == exit_codes.CONFIGURATION and process.attempt == 0:
+        is_refused = event.returncode == exit_codes.CONFIGURATION and process.attempt == 0
+        if key.role == "server" and (is_refused or event.returncode == exit_codes.USAGE):
             return self._give_up(Finish(event.returncode, f"{key} cannot begin", key), now)
         if key.role == "server" and not self._policy.durable and event.returncode != 0:
             remedy = "start the run again (--replicas 2, or snapshots, survive this)"

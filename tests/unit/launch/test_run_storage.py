@@ -62,6 +62,8 @@ def test_a_taken_port_and_missing_shared_memory_are_said(monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert "use TCP, which is slower" in check_shared_memory("auto")
     assert check_shared_memory("tcp") == ""
+    with pytest.raises(ConfigurationError, match="PSDIST_TRANSPORT is 'rdma': set one of auto, shm, tcp, grpc"):
+        check_shared_memory("rdma")
     with pytest.raises(ConfigurationError, match="PSDIST_TRANSPORT is shm"):
         check_shared_memory("shm")
 

@@ -215,7 +215,12 @@ def test_a_first_signal_when_the_run_is_ending_leaves_the_snapshot_its_time(is_r
 
 @pytest.mark.parametrize("durable", [False, True])
 def test_a_service_that_cannot_begin_ends_the_run_with_its_status(durable: bool) -> None:
-    for key, status, words in [(SCHEDULER, 2, ""), (SCHEDULER, 69, ""), (S0, 78, "server 0 cannot begin")]:
+    for key, status, words in [
+        (SCHEDULER, 2, ""),
+        (SCHEDULER, 69, ""),
+        (S0, 78, "server 0 cannot begin"),
+        (S0, 2, "server 0"),
+    ]:
         refused(supervisor(durable=durable), Exited(key, status), status, words)
     machine = supervisor(durable=True)
     machine.on(Exited(SCHEDULER, -9), 1.0)
