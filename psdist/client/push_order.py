@@ -262,7 +262,8 @@ class PushOrder:
         part.phases.end_step(part.name, request.number)
         part.end_push(request, seen=push.reads)
         self.drops.not_dropped()
-        launcher_reports.note_step(part.name, request.number + 1 if isinstance(self._spec.consistency, BSP) else None)
+        step = request.number + 1 if isinstance(self._spec.consistency, BSP) else None
+        launcher_reports.note_step(part.name, step, abstained=push.abstained)
         counters.pushes += 1
         counters.pulls += push.reads
         counters.abstained += push.abstained

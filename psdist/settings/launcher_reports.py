@@ -39,16 +39,18 @@ _WRONG_ARGUMENTS: Final = ("unexpected keyword argument", "positional argument")
 
 _has_trained = False
 _steps: Final[dict[str, int]] = {}
-_has_group = False
+_has_group = _has_pushed = False
 
 
-def note_step(name: str, step: int | None) -> None:
+def note_step(name: str, step: int | None, *, abstained: bool = False) -> None:
     """Record that this process made a step: from then on its errors may depend on the state of training.
 
     step: how many steps the parameter set ``name`` has made, if all workers make the same ones; else None.
+    abstained: True if it had no gradient.
     """
-    global _has_trained
+    global _has_trained, _has_pushed
     _has_trained = True
+    _has_pushed = _has_pushed or not abstained
     if step is not None:
         _steps[name] = step
 
@@ -64,7 +66,7 @@ def report_steps() -> None:
     connected_file = os.environ.get("PSDIST_CONNECTED_FILE", "")
     if connected_file and (_steps or not (_has_trained or _has_group)):
         with suppress(OSError):  # The launcher then compares the other workers.
-            Path(connected_file + _STEPS).write_text(json.dumps(_steps), encoding="ascii")
+            Path(connected_file + _STEPS).write_text(json.dumps(_steps if _has_pushed else {}), encoding="ascii")
 
 
 def read_steps(connected_file: Path) -> dict[str, int] | None:

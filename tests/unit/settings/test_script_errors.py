@@ -63,7 +63,11 @@ def test_steps_are_reported_unless_a_group_trained(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(launcher_reports, "_steps", {})
     monkeypatch.setattr(launcher_reports, "_has_trained", False)
     monkeypatch.setattr(launcher_reports, "_has_group", False)
+    monkeypatch.setattr(launcher_reports, "_has_pushed", False)
     assert launcher_reports.read_steps(tmp_path / "0.0") is None
+    launcher_reports.report_steps()
+    assert launcher_reports.read_steps(tmp_path / "0.0") == {}
+    launcher_reports.note_step("w", 1, abstained=True)
     launcher_reports.report_steps()
     assert launcher_reports.read_steps(tmp_path / "0.0") == {}
     for name, step in (("w", 1), ("w", 2), ("asynchronous", None)):
