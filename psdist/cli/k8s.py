@@ -16,6 +16,7 @@ from psdist.cli.run import SCRIPT_USAGE
 from psdist.errors import ConfigurationError
 from psdist.machine import make_directory
 from psdist.security.roles import CERTIFICATE_ROLES, DOMAIN, SERVICE_ROLES, Role, service_name
+from psdist.security.tokens import create
 from psdist.settings.config import check_run_id
 from psdist.settings.exit_codes import LATE, OK, statuses
 from psdist.settings.flags import CommandLine, flags_of, integer, named_file, read, setting
@@ -38,6 +39,8 @@ _SAVING_SECONDS: Final = 50
 #: Part of the grace period that is left to an agent, after its workers have ended.
 _AGENT_SECONDS: Final = 10
 _START_SECONDS: Final = 600
+#: Roles of pods that do not get the run's own token: a server, a worker with the user's script, and Prometheus.
+_POD_ROLES: Final = (Role.SERVER, Role.WORKER, Role.READER)
 _PROBE_SECONDS: Final = 5
 _METRICS_PORT: Final = 29603
 #: Pods of workers or servers that a certificate can name: a chain of certificates has at most 100 kB.
@@ -138,7 +141,7 @@ def run(given: Namespace, environ: Mapping[str, str]) -> int:
             path = settings.out / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-        _write_token(settings.out / "base" / "token")
+        _write_tokens(settings.out / "base")
     except OSError as error:
         raise ConfigurationError(f"{settings.out} cannot be written: {error.strerror}. Choose another --out") from None
     if not _has_tls(settings):
@@ -146,25 +149,27 @@ def run(given: Namespace, environ: Mapping[str, str]) -> int:
             f"overlays/tls is left out: certificates name each pod, and at most {_NAMED_PODS} of each kind. "
             f"Use fewer --nodes than {settings.nodes}, with a larger --nproc-per-node, or make certificates otherwise"
         )
-    print(
-        f"{len(found) + 1} files; start the run: kubectl apply -k {settings.out}/storage, then -k {settings.out}/base"
-    )
+    count, out = len(found) + 1 + len(_POD_ROLES), settings.out
+    print(f"{count} files; start the run: kubectl apply -k {out}/storage, then -k {out}/base")
     return OK
 
 
-def _write_token(path: Path) -> None:
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(f"{secrets.token_urlsafe(32)}\n")
+def _write_tokens(folder: Path) -> None:
+    """Write the run's own token, and one of each role that needs no more."""
+    token = secrets.token_urlsafe(32)
+    for name, text in {"token": token, **{f"{role}-token": create(token, role) for role in _POD_ROLES}}.items():
+        with os.fdopen(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(f"{text}\n")
 
 
 def files(settings: KubernetesSettings) -> dict[str, str]:
-    """Return the text of each file by its path below the directory. The token is not among them."""
+    """Return the text of each file by its path below the directory. The tokens are not among them."""
     values = _values(settings)
     left_out = () if _has_tls(settings) else (f"{_FOLDER}/overlays/tls/",)
     names = [name for name in template_names(_FOLDER) if not name.startswith(left_out)]
     found = {name.removeprefix(f"{_FOLDER}/"): fill(name, values) for name in names}
-    # The token must not be committed with the other files.
-    return found | {"base/.gitignore": "token\n"}
+    # The tokens must not be committed with the other files.
+    return found | {"base/.gitignore": "token\n*-token\n"}
 
 
 def _has_tls(settings: KubernetesSettings) -> bool:

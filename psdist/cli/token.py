@@ -73,7 +73,9 @@ def _create(given: Namespace, environ: Mapping[str, str]) -> int:
 
 
 def _own_token(given: Namespace, environ: Mapping[str, str]) -> str:
-    if given.run_id and given.token_file is None:
+    # In an environment with a token, as that of a job, the variable with the run's name is no choice of another one.
+    is_chosen = given.run_id != environ.get("PSDIST_RUN_ID") or not find_token(environ)
+    if given.run_id and given.token_file is None and is_chosen:
         environ = {"PSDIST_TOKEN_FILE": choose_run(given.run_id, environ).token_file}
     token = find_token(environ, token_file=given.token_file)
     if not token:

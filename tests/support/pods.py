@@ -54,7 +54,7 @@ def _pod(template: Object, role: str, number: int, host: str, path: Path) -> dic
             value = value.replace(f"$({field})", fields[field])
         variables[name] = value.replace("/etc/psdist-tls", str(path / "tls" / role))
     here = {
-        "PSDIST_TOKEN_FILE": str(path / "run/base/token"),
+        "PSDIST_TOKEN_FILE": str(path / "run/base" / token_key(template)),
         "PSDIST_STORAGE_PATH": str(path / "snapshots"),
     }
     if "://" not in variables.get("PSDIST_STORE", ""):
@@ -69,6 +69,14 @@ def _pod(template: Object, role: str, number: int, host: str, path: Path) -> dic
         "env": {**os.environ, **variables},
         "probes": [_argv(probe, "localhost") for probe in probes],
     }
+
+
+def token_key(template: Object) -> str:
+    """Return the key of the Secret with the tokens that a pod sees as its token."""
+    (volume,) = [each["secret"] for each in template["volumes"] if each["name"] == "token"]
+    (item,) = volume["items"]
+    assert item["path"] == "token"
+    return str(item["key"])
 
 
 def _argv(probe: Object, host: str) -> list[str]:

@@ -48,3 +48,18 @@ def test_variables_are_those_of_the_programs() -> None:
 
 def test_there_is_an_overlay_for_each_promise_of_the_readme() -> None:
     assert {path.name for path in OVERLAYS} == {f"compose.{name}.yml" for name in ("bucket", "etcd", "gpu", "tls")}
+
+
+def test_only_schedulers_have_the_run_s_own_token() -> None:
+    monitoring = ROOT / "deploy/monitoring/docker-compose.yml"
+    for path in [BASE, *OVERLAYS, monitoring]:
+        for name, service in services(path).items():
+            mounts = [volume for volume in service.get("volumes", ()) if "/var/lib/psdist-token:" in f"{volume}:"]
+            own = any(volume.startswith("token:") for volume in mounts)
+            environment = service.get("environment") or {}
+            assert not (own or "PSDIST_TOKEN" in environment) or name in ("tokens", "scheduler", "standby"), (
+                path,
+                name,
+            )
+            wanted = {"server": "server", "worker": "worker", "prometheus": "reader"}.get(name)
+            assert wanted is None or not mounts or mounts[0].startswith(f"{wanted}-token:"), (path, name)

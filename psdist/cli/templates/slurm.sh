@@ -38,11 +38,14 @@ export PSDIST_SCHEDULER MASTER_ADDR MASTER_PORT
 server_nodes=$(join "${nodes[@]:0:@SERVER_NODES@}")
 worker_nodes=$(join "${nodes[@]:@SERVICE_NODES@}")
 
-# The token keeps other users of the cluster out of the run. Nothing is encrypted: the network must be private.
+# Tokens keep other users of the cluster out of the run. Each step gets one of its role, and the scheduler the run's own,
+# which may do everything. Nothing is encrypted: the network must be private.
 PSDIST_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
 export PSDIST_TOKEN PSDIST_INSECURE=1
+server_token=$(psdist token create --role server) && worker_token=$(psdist token create --role worker) || exit 1
 state=$SLURM_SUBMIT_DIR/.psdist/$SLURM_JOB_ID
-mkdir -p "$state" && chmod 700 "$state" && (umask 077; echo "$PSDIST_TOKEN" > "$state/token") || exit 1
+mkdir -p "$state" && chmod 700 "$state" && rm -f "$state/token" \
+  && psdist token create --role admin --out "$state/token" || exit 1
 echo "psdist status --scheduler $PSDIST_SCHEDULER --insecure --token-file $state/token"
 
 # --- scheduler and servers ----------------------------------------------------------------------------------------------
@@ -69,14 +72,14 @@ service=(srun --overlap --overcommit --mem=0 --cpu-bind=none --kill-on-bad-exit=
   --store "$scratch/scheduler.sqlite" &
 scheduler=$!
 
-"${service[@]}" --job-name=servers --nodes=@SERVER_NODES@ --ntasks=@SERVERS@ --nodelist="$server_nodes" \
+PSDIST_TOKEN=$server_token "${service[@]}" --job-name=servers --nodes=@SERVER_NODES@ --ntasks=@SERVERS@ --nodelist="$server_nodes" \
   bash -c "$keep" servers '@SERVER_RESTARTS@' \
   psdist-server --host "$everywhere" --insecure --start-timeout @START_TIMEOUT@ &
 
 # --- workers ------------------------------------------------------------------------------------------------------------
 
 # One agent per node. Its rank is SLURM_PROCID, and the number of nodes SLURM_STEP_NUM_TASKS.
-srun --overlap --mem=0 --cpu-bind=none --kill-on-bad-exit=0 --job-name=workers \
+PSDIST_TOKEN=$worker_token srun --overlap --mem=0 --cpu-bind=none --kill-on-bad-exit=0 --job-name=workers \
   --nodes=@NODES@ --ntasks=@NODES@ --nodelist="$worker_nodes" \
   psdist-worker --nproc-per-node @PROCESSES@ --start-timeout @START_TIMEOUT@ --stop-timeout @NOTICE@ \
   -- @COMMAND@ &

@@ -123,6 +123,18 @@ def test_processes_are_not_root_publish_no_port_and_have_a_token_of_their_own(pr
     assert token not in _run(["docker", "inspect", container], 30)
 
 
+def test_each_container_has_the_token_of_its_role(project: Project) -> None:
+    """Workers run a user's script. Nothing in their containers has the run's own token."""
+    project.compose("up", "--detach", PSDIST_IDLE_TIMEOUT="0")
+    (scheduler,) = project.containers("scheduler")
+    own = _run(["docker", "exec", scheduler, "cat", "/var/lib/psdist-token/token"], 30).strip()
+    for role in ("server", "worker"):
+        for container in project.containers(role):
+            shown = _run(["docker", "exec", container, "sh", "-c", "env; cat /var/lib/psdist-token/*"], 30)
+            assert own not in shown and f"psdist.{role}.0." in shown
+    assert project.wait("worker") == [0, 0], project.logs("worker")
+
+
 def test_a_wrong_setting_is_not_tried_for_ever(project: Project) -> None:
     project.compose("up", "--detach", "scheduler", PSDIST_REPLICAS="many")
     (container,) = project.containers("scheduler")

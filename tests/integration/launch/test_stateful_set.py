@@ -25,6 +25,7 @@ from psdist.cli.health import probe
 
 pytest.importorskip("yaml", reason="PyYAML reads the generated files")
 from tests.support.kustomize import render
+from tests.support.pods import token_key
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 _SERVERS = 3
@@ -71,7 +72,7 @@ class Pods:
         name = f"{kind}-{number}"
         given = {each["name"]: each["value"] for each in container["env"] if "value" in each}
         here = {
-            "PSDIST_TOKEN_FILE": str(self.path / "run/base/token"),
+            "PSDIST_TOKEN_FILE": str(self.path / "run/base" / token_key(self.templates[kind])),
             "PSDIST_SCHEDULER": f"127.0.0.1:{self.ports[-1]}",
             "PSDIST_HOST": "127.0.0.1",
             "PSDIST_PORT": str(self.ports.get(number, 0)),

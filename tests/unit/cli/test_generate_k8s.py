@@ -16,6 +16,8 @@ import yaml
 from psdist.cli import health, k8s
 from psdist.cli.generated import places, template_names
 from psdist.errors import ConfigurationError
+from psdist.security import tokens
+from psdist.security.roles import Role
 from psdist.settings.exit_codes import LATE, REACTIONS, SIGNAL_BASE, Reaction
 from psdist.settings.flags import read
 from psdist.settings.programs import scheduler_settings, server_settings
@@ -23,6 +25,7 @@ from psdist.wire.services import LIVE, READY
 from tests.support.certificates import make_ca, write_tls
 from tests.support.generated import LINES, parse
 from tests.support.kustomize import Object, load, render
+from tests.support.pods import token_key
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
 VERSIONS = ("1.29", "1.30", "1.31", "1.32", "1.33", "1.34")
@@ -359,11 +362,23 @@ def test_more_pods_than_a_certificate_can_name_have_none(tmp_path: Path, capsys:
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_the_token_is_secret(root: Path) -> None:
-    token = root / "base/token"
-    assert stat.S_IMODE(token.stat().st_mode) == 0o600 and len(token.read_text()) > 40
-    assert (root / "base/.gitignore").read_text() == "token\n"
+def test_the_tokens_are_secret(root: Path) -> None:
+    token, others = root / "base/token", [root / f"base/{role}-token" for role in ("server", "worker", "reader")]
+    for path in (token, *others):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600 and len(path.read_text()) > 40
+    assert (root / "base/.gitignore").read_text() == "token\n*-token\n"
     assert token.read_text() != (generate(root.parent / "second") / "base/token").read_text()
+
+
+def test_each_pod_has_the_token_of_its_role(root: Path) -> None:
+    """Workers run the script of a user, and a token of more rights would end the run."""
+    keys = {"psdist-scheduler": "token", "psdist-server": "server-token", "psdist-worker": "worker-token"}
+    for name, objects in variants(root).items():
+        for _, pod, container in containers(objects):
+            assert token_key(pod) == keys[container["command"][0]], name
+    own = (root / "base/token").read_text().strip()
+    for role in (Role.SERVER, Role.WORKER, Role.READER):
+        assert (root / f"base/{role}-token").read_text().strip() == tokens.create(own, role)
 
 
 def test_files_are_never_overwritten(root: Path) -> None:

@@ -6,12 +6,15 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from psdist.cli.slurm import SlurmSettings, command_line, script
 from psdist.errors import ConfigurationError
+from psdist.security import tokens
+from psdist.security.roles import Role
 from psdist.settings.exit_codes import REACTIONS
 from psdist.settings.flags import read
 from tests.support.generated import parse
@@ -26,9 +29,15 @@ _SCONTROL = """case $* in
 "show job "*) echo " StartTime=x EndTime=$ENDS Deadline=N/A PreemptTime=$PREEMPTED";;
 esac
 """
-_SRUN = """[[ $* == *psdist-worker* ]] || exit 0
+_SRUN = """for word; do [[ $word != psdist-* ]] || echo "$word $PSDIST_TOKEN" >> "$CALLS.tokens"; done
+[[ $* == *psdist-worker* ]] || exit 0
 [ -z "$TERM_IT" ] || { kill -TERM $PPID; sleep 0.5; }
 exit ${STATUS:-0}
+"""
+#: Makes tokens. Most tests do not look at them, and need not start an interpreter three times.
+_PSDIST = f"""[ -z "$TOKENS" ] || exec {sys.executable} -m psdist.cli.main "$@"
+[[ $* != *--out* ]] || exec > "${{@: -1}}"
+echo "token of $4"
 """
 _SQUEUE = "printf '7.0 scheduler\\n7.2 workers\\n7.1 servers\\n'\n"
 
@@ -45,7 +54,7 @@ class Job:
         (path / "scratch").mkdir(exist_ok=True)
         tools = path / "bin"
         tools.mkdir(exist_ok=True)
-        bodies = {"scontrol": _SCONTROL, "srun": _SRUN, "squeue": _SQUEUE, "scancel": ""}
+        bodies = {"scontrol": _SCONTROL, "srun": _SRUN, "squeue": _SQUEUE, "scancel": "", "psdist": _PSDIST}
         for name, body in bodies.items():
             (tools / name).write_text(_RECORD + body)
             (tools / name).chmod(0o755)
@@ -56,7 +65,7 @@ class Job:
         calls.unlink(missing_ok=True)
         variables = {
             "CALLS": str(calls), "SLURM_SUBMIT_DIR": str(path), "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "psdist",
-            "SLURM_JOB_NODELIST": "n[1-3]", "TMPDIR": str(path / "scratch"), "TERM_IT": "",
+            "SLURM_JOB_NODELIST": "n[1-3]", "TMPDIR": str(path / "scratch"), "TERM_IT": "", "TOKENS": "",
             "ENDS": "Unknown", "PREEMPTED": "None",
         }  # fmt: skip
         self.done = subprocess.run(
@@ -95,6 +104,18 @@ def test_the_programs_understand_their_commands(tmp_path: Path) -> None:
     assert not job.requeues and not list((tmp_path / ".psdist").iterdir()), "the token is left behind"
     # Numbers of jobs begin again in another cluster, so a store that is left behind would be another run's.
     assert scheduler.store.startswith(str(tmp_path / "scratch")) and not list((tmp_path / "scratch").iterdir())
+
+
+def test_each_step_has_a_token_of_its_role(tmp_path: Path) -> None:
+    """The workers' step runs the user's script. The file is the user's, for commands, and gone after the job."""
+    job = Job(tmp_path, TOKENS="1", PSDIST_TOKEN="of another run")
+    assert job.done.returncode == 0, job.done
+    found = dict(line.split() for line in (tmp_path / "calls.tokens").read_text().splitlines())
+    roles = {name: claims and claims.role for name, token in found.items() for claims in [tokens.read(token)]}
+    assert roles == {"psdist-scheduler": None, "psdist-server": Role.SERVER, "psdist-worker": Role.WORKER}
+    assert found["psdist-worker"] == tokens.create(found["psdist-scheduler"], Role.WORKER)
+    (line,) = [line for line in job.calls["psdist"] if "admin" in line]
+    assert line[-2:] == ["--out", str(tmp_path / ".psdist/7/token")] and not Path(line[-1]).exists()
 
 
 def test_nodes_may_have_ipv6_addresses(tmp_path: Path) -> None:

@@ -50,6 +50,13 @@ def test_a_file_is_new_and_for_this_user_alone(tmp_path: Path, capsys: pytest.Ca
     assert "File exists" in fails(argv, {}, capsys) and out.read_text() == create(ROOT, Role.READER) + "\n"
 
 
+def test_the_token_of_a_job_is_used_beside_the_name_of_its_run(capsys: pytest.CaptureFixture[str]) -> None:
+    environ = ENVIRON | {"PSDIST_RUN_ID": "job-7"}
+    assert TOKEN.run(["create", "--role", "worker"], environ) == 0
+    assert capsys.readouterr().out == create(ROOT, Role.WORKER) + "\n"
+    assert "no run named other" in fails(["create", "--role", "worker", "--run-id", "other"], environ, capsys)
+
+
 def test_wrong_input_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for argv, environ, message in [
         (["create"], ENVIRON, "the role is missing: add --role worker"),
