@@ -27,6 +27,7 @@ from typing import Any, Final, NamedTuple
 from playwright.sync_api import sync_playwright
 
 from psdist.monitoring.dashboard import dashboard_link, view_key
+from psdist.security.tls import Credentials
 from psdist.settings.config import DashboardEndpoint
 from psdist_scheduler.dashboard import DashboardServer, Reading
 from tests.support.dashboard_runs import advance, sample, status
@@ -72,7 +73,7 @@ class _Serving:
         key = view_key(_TOKEN, "made-up")
 
         async def start() -> DashboardServer:
-            return DashboardServer(DashboardEndpoint("127.0.0.1", 0, _TOKEN), key, self._read)
+            return DashboardServer(DashboardEndpoint("127.0.0.1", 0, Credentials(_TOKEN)), key, self._read)
 
         self._server = asyncio.run_coroutine_threadsafe(start(), self._loop).result()
         self.link = dashboard_link(self._server.address, key)

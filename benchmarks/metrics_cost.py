@@ -36,6 +36,7 @@ from psdist.addresses import free_port
 from psdist.client.session import loop
 from psdist.launcher.embedded import EmbeddedCluster
 from psdist.monitoring.dashboard import view_key
+from psdist.security.tls import Credentials
 from psdist.settings.config import MetricsEndpoint
 
 _PAIRS: Final = 80
@@ -90,7 +91,7 @@ def watching(client: psdist.Client, token: str, looking: Any) -> Iterator[None]:
 
     async def change() -> None:
         if handles.metrics is None:
-            handles.serve_metrics(MetricsEndpoint("127.0.0.1", 0, token))
+            handles.serve_metrics(MetricsEndpoint("127.0.0.1", 0, Credentials(token)))
         else:
             handles.metrics.close()
             handles.metrics = None

@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from rich.text import Text
 
+from psdist.addresses import is_loopback, parse_address
 from psdist.cli.tables import (
     SNAPSHOT_COLUMNS,
     clock,
@@ -102,10 +103,18 @@ def title(run: RunView) -> list[Text]:
     ]
     found = [Text(f"{status['run_id']}: {status['phase']}", "bold"), Text(", ".join(facts))]
     if status["metrics_address"]:
-        found.append(Text(f"metrics: http://{status['metrics_address']}/metrics; ports of all processes: /targets"))
+        url = dashboard_link(status["metrics_address"], "", secure=_is_secure(status, "metrics_address"))
+        found.append(Text(f"metrics: {url}metrics; ports of all processes: /targets"))
     if status["dashboard_address"]:
-        found.append(Text(f"dashboard: {dashboard_link(status['dashboard_address'], run.dashboard_key)}"))
+        is_secure = _is_secure(status, "dashboard_address")
+        link = dashboard_link(status["dashboard_address"], run.dashboard_key, secure=is_secure)
+        found.append(Text(f"dashboard: {link}"))
     return [*notice, *found]
+
+
+def _is_secure(status: dict[str, Any], name: str) -> bool:
+    """True if a port of the scheduler speaks TLS: it does beyond its machine if the scheduler has a certificate."""
+    return bool(status["certificate_not_after"]) and not is_loopback(parse_address(status[name])[0])
 
 
 def notices(run: RunView) -> list[Text]:

@@ -23,7 +23,8 @@ from psdist.launcher.run_record import DIRECTORY_PREFIX
 from psdist.machine import python
 from psdist.security.tls import TlsFiles
 from psdist.settings import own_process
-from psdist.settings.config import START_TIMEOUT_SECONDS, await_address, check_run_id, storage_text
+from psdist.settings.config import INSECURE_VARIABLE, START_TIMEOUT_SECONDS, await_address, check_run_id, storage_text
+from psdist.settings.flags import is_switched_on
 from psdist.snapshots.policy import DEFAULT_POLICY, SavePolicy
 
 _STOP_SECONDS: Final = 5.0
@@ -94,7 +95,9 @@ class EmbeddedCluster:
         self._ends_when_idle = ends_when_idle
         self.processes: list[subprocess.Popen[bytes]] = []  # the scheduler, then the servers
         host = addresses.loopback() if host is None else host
-        insecure = not addresses.is_loopback(host)  # Whoever chose the host has allowed it.
+        given = os.environ if environ is None else environ
+        # Whoever chose the host has allowed it.
+        insecure = not addresses.is_loopback(host) or is_switched_on(given, INSECURE_VARIABLE)
         plan = ServicesPlan(
             settings=settings,
             directory=self._directory,
@@ -104,11 +107,11 @@ class EmbeddedCluster:
             drain_timeout_seconds=0.0,  # all servers end together
             host=host,
             # The given port is the script's.
-            metrics_port=0 if (os.environ if environ is None else environ).get("PSDIST_METRICS_PORT") else None,
+            metrics_port=0 if given.get("PSDIST_METRICS_PORT") else None,
             idle_timeout_seconds=_IDLE_SECONDS if ends_when_idle else 0.0,
         )
         try:
-            self._start(plan, dict(os.environ if environ is None else environ) | {"PSDIST_TOKEN": self.token})
+            self._start(plan, dict(given) | {"PSDIST_TOKEN": self.token})
             self.address = self._await_scheduler()
         except BaseException:
             self.close()

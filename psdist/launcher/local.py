@@ -26,7 +26,7 @@ from typing import Final, NoReturn
 
 from psdist import addresses
 from psdist.addresses import free_port, parse_address
-from psdist.errors import ConfigurationError, StorageError
+from psdist.errors import ConfigurationError, InsecureBindError, StorageError
 from psdist.launcher.events import (
     Event,
     Finish,
@@ -97,6 +97,10 @@ class LocalSettings(DashboardSettings, ServicesSettings, ScriptSettings):
         "rank of the worker that gets the terminal, for breakpoint() and pdb; time limits of the run are suspended",
         integer(0), None, "RANK", twin=False, group=WORKERS,
     )  # fmt: skip
+    insecure: bool = setting(
+        "serve metrics and the dashboard beyond this machine without encryption (private networks)",
+        group=MONITORING_TITLE,
+    )
     lifeline_fd: int | None = setting(
         "inherited pipe; the run ends when it does, as after SIGTERM", integer(0), None, "N", twin=False
     )
@@ -116,6 +120,17 @@ class LocalSettings(DashboardSettings, ServicesSettings, ScriptSettings):
                 f"--debug-worker {self.debug_worker} is not among the {plural(self.processes, 'worker')} of "
                 "--nproc-per-node: ranks count from 0"
             )
+        for flag, host in (
+            ("--metrics-host", self.metrics_host if self.metrics_port is not None else ""),
+            ("--dashboard-host", self.dashboard_host if self.has_dashboard else ""),
+        ):
+            if host and not self.insecure and not addresses.is_loopback(host):
+                raise InsecureBindError(
+                    f"{flag} {host} is beyond this machine, and psdist run encrypts nothing: pass --insecure on a "
+                    "private network, or leave it on this machine (ssh -L), or start psdist-scheduler with TLS (see "
+                    "docs/secure.md)",
+                    host=host,
+                )
         _ = self.policy  # Raises if it is wrong.
 
     @property
@@ -176,7 +191,7 @@ def run_local(settings: LocalSettings, environ: Mapping[str, str] | None = None)
     own_process.require_for_launcher(settings.processes + settings.servers + 2)  # the scheduler, and what watches it
     directory = own_process.make_private_directory(DIRECTORY_PREFIX)
     try:
-        link = _make_link(directory, token, run_id)
+        link = replace(_make_link(directory, token, run_id), insecure=settings.insecure)
         registry = RunRegistry(records_directory(environ))
         record = registry.claim(run_id, directory / "token", directory)
         try:
@@ -256,6 +271,7 @@ async def _run(
             dashboard=dashboard.fileno() if dashboard is not None else None,
             dashboard_host=settings.dashboard_host,
             dashboard_logs=settings.log_dir and (settings.log_dir / run_id).absolute(),
+            dashboard_key_file=settings.dashboard_key_file,
         )
         watch = _SchedulerWatch(services, environ, on_address, lambda event: runner.handle(event))
 
@@ -301,14 +317,15 @@ def _open_dashboard(settings: LocalSettings, host: str, token: str, run_id: str)
     a dashboard. Raises ConfigurationError."""
     if not settings.has_dashboard:
         return None, ""
-    from psdist.monitoring.dashboard import dashboard_link, listen, require_dashboard, view_key
+    from psdist.monitoring.dashboard import dashboard_link, listen, make_key, require_dashboard, view_key
 
     require_dashboard()
     chosen = settings.dashboard_host or host
     listening = listen(chosen, settings.dashboard_port or 0)
     shown = addresses.own_address() if addresses.is_wildcard(chosen) else chosen
     place = addresses.format_address(shown, listening.getsockname()[1])
-    return listening, dashboard_link(place, view_key(token, run_id))
+    file = settings.dashboard_key_file
+    return listening, dashboard_link(place, view_key(token, run_id) if file is None else make_key(file))
 
 
 @contextmanager

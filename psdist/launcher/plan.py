@@ -319,6 +319,7 @@ class ServicesPlan:
     dashboard: listening socket of the dashboard, which a restarted scheduler inherits again; None serves none.
     dashboard_host: address of the dashboard; empty for loopback.
     dashboard_logs: directory with the processes' logs, which the dashboard shows; None without one.
+    dashboard_key_file: file with the key of its links; None for one that follows from the token.
     idle_timeout_seconds: time without workers after which the scheduler ends, servers first; 0 leaves it running.
     """
 
@@ -336,6 +337,7 @@ class ServicesPlan:
     dashboard: int | None = None
     dashboard_host: str = ""
     dashboard_logs: Path | None = None
+    dashboard_key_file: Path | None = None
     idle_timeout_seconds: float = 0.0
 
     def scheduler(self, base: Mapping[str, str], port: int = 0) -> ProcessSpec:
@@ -360,6 +362,7 @@ class ServicesPlan:
             dashboard_fd=self.dashboard,
             dashboard_host=self.dashboard_host or None if self.dashboard is not None else None,
             dashboard_logs=self.dashboard_logs if self.dashboard is not None else None,
+            dashboard_key_file=self.dashboard_key_file if self.dashboard is not None else None,
             storage_optional=self.storage_optional and stores,
             # Variables may have set them for another run.
             **({} if stores else dict.fromkeys(("keep_last", "keep_every", "no_save_at_end", "fresh"))),
@@ -401,7 +404,7 @@ class ServicesPlan:
         """Settings of scheduler and servers."""
         return {
             "host": self.host,
-            "insecure": not is_loopback(self.host),  # Whoever chose the host has allowed it.
+            "insecure": self.link.insecure or not is_loopback(self.host),  # Whoever chose the host has allowed it.
             "metrics_host": self.metrics_host or None if self.metrics_port is not None else None,
             "run_id": self.link.run_id,
             "lifeline_fd": self.lifeline,

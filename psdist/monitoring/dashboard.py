@@ -1,8 +1,8 @@
 """The dashboard as all programs know it: its page, its link with the key, and the socket that listens for it.
 
-The scheduler serves the page's files; ``psdist report`` writes them as one file with a saved run inside. The key is
-derived from the run's token: it opens the dashboard, which only shows, and nothing else. It is in the fragment of the
-link, which a browser sends to nobody.
+The scheduler serves the page's files; ``psdist report`` writes them as one file with a saved run inside. The key comes
+from a file, or from the run's token: it opens the dashboard, which only shows, and nothing else. It is in the fragment
+of the link, which a browser sends to nobody.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ import base64
 import hashlib
 import hmac
 import json
+import os
 import re
+import secrets
 import socket
-from functools import cache
+from contextlib import suppress
+from functools import cache, partial
 from html import escape
 from importlib.util import find_spec
 from pathlib import Path
@@ -77,9 +80,33 @@ def view_key(token: str, run_id: str) -> str:
     return hmac.new(token.encode(), f"psdist dashboard {run_id}".encode(), hashlib.sha256).hexdigest()[:40]
 
 
-def dashboard_link(address: str, key: str) -> str:
-    """Return the link. address: ``host:port``. key: empty if the dashboard needs none."""
-    return f"http://{address}/#key={key}" if key else f"http://{address}/"
+def make_key(file: Path) -> str:
+    """Return the key in a file that can be replaced, and write a new one if it does not exist. Raises
+    ConfigurationError."""
+    try:
+        with suppress(FileExistsError), open(file, "x", opener=partial(os.open, mode=0o600)) as new:
+            new.write(f"{secrets.token_urlsafe(30)}\n")
+        return file.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigurationError(
+            f"the key in --dashboard-key-file {file} cannot be used: {reason}. Name a file that can be written, or "
+            "leave the flag out",
+            path=file,
+        ) from None
+
+
+def read_key(file: Path) -> str:
+    """Return the key in a file now; empty if there is none, so that no link opens the dashboard."""
+    with suppress(OSError, UnicodeError):
+        return file.read_text(encoding="ascii").strip()
+    return ""
+
+
+def dashboard_link(address: str, key: str, *, secure: bool = False) -> str:
+    """Return the link. address: ``host:port``. key: empty if the dashboard needs none. secure: with TLS."""
+    place = f"{'https' if secure else 'http'}://{address}/"
+    return f"{place}#key={key}" if key else place
 
 
 def require_dashboard() -> None:

@@ -6,8 +6,9 @@ set of values: no tensors, steps or addresses.
 ``METRICS`` lists them. Nothing is counted for scrapers alone, except the lag of the loop and histograms.
 
 The port answers in threads beside the event loop, and only reads. Requests carry a token of the run as ``Authorization:
-Bearer TOKEN``, whose role may read metrics. Without a token only this machine can reach the port, and the request must
-name it by an address, so that a page in a browser cannot reach it by a name of its own.
+Bearer TOKEN``, whose role may read metrics. Beyond this machine they are encrypted, with the process's certificate.
+Without a token only this machine can reach the port, and the request must name it by an address, so that a page in a
+browser cannot reach it by a name of its own.
 
 Invariant: A peer holds one of ``limits.SCRAPES_MAX`` threads for a bounded time, and nothing of the training waits for
 it.
@@ -19,6 +20,7 @@ import asyncio
 import json
 import logging
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -200,8 +202,9 @@ class Exporter:
         pages: dict[str, Page] = {"/metrics": lambda: (_TEXT, self._on_loop(self.readings).exposition())}
         if targets is not None:
             pages["/targets"] = lambda: ("application/json", json.dumps(self._on_loop(targets)).encode())
-        verifier = Verifier(endpoint.token, Audience(role), endpoint.key)
-        self._server = MetricsServer(endpoint.host, endpoint.port, verifier, pages)
+        verifier = Verifier(endpoint.credentials.token, Audience(role), endpoint.key)
+        context = endpoint.credentials.web_context(endpoint.host, f"--metrics-host {endpoint.host} serves metrics")
+        self._server = MetricsServer(endpoint.host, endpoint.port, verifier, pages, context)
         self._server.start()
         self._due = self._loop.time() + _TICK_SECONDS
         self._timer = self._loop.call_at(self._due, self._tick)
@@ -241,9 +244,12 @@ class Exporter:
             raise
 
 
-def target(address: str, run_id: str, role: Role, member_id: str) -> dict[str, Any]:
+def target(address: str, run_id: str, role: Role, member_id: str, *, has_tls: bool) -> dict[str, Any]:
     """Return one entry of ``http_sd_configs``. Its labels do not collide with those of the catalog."""
-    return {"targets": [address], "labels": {"run": run_id, "member": member_id, "member_role": role}}
+    labels = {"run": run_id, "member": member_id, "member_role": role}
+    if has_tls and not addresses.is_loopback(addresses.parse_address(address)[0]):
+        labels["__scheme__"] = "https"
+    return {"targets": [address], "labels": labels}
 
 
 # --- readings of one scrape, and their exposition in Prometheus' text format ------------------------------------------
@@ -328,6 +334,7 @@ class MetricsServer(ThreadingMixIn, HTTPServer):
 
     pages: by path.
     verifier: checks the tokens of requests.
+    context: returns the TLS context for a connection; None for plaintext.
 
     Raises ConfigurationError if the port cannot be bound, InsecureBindError for a ``host`` beyond this machine without
     a token.
@@ -337,7 +344,14 @@ class MetricsServer(ThreadingMixIn, HTTPServer):
     block_on_close = False
     request_queue_size = limits.SCRAPES_MAX
 
-    def __init__(self, host: str, port: int, verifier: Verifier, pages: Mapping[str, Page]) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        verifier: Verifier,
+        pages: Mapping[str, Page],
+        context: Callable[[], ssl.SSLContext] | None = None,
+    ) -> None:
         if not addresses.is_loopback(host) and verifier.is_open:
             raise InsecureBindError(
                 f"--metrics-host {host} would show the run's metrics to everybody who can reach it: set PSDIST_TOKEN, "
@@ -346,6 +360,7 @@ class MetricsServer(ThreadingMixIn, HTTPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.pages = pages
         self.verifier = verifier
+        self._context = context
         self._slots = threading.BoundedSemaphore(limits.SCRAPES_MAX)
         #: Open connections, and the times when they are broken.
         self._deadlines: dict[Any, float] = {}
@@ -390,6 +405,20 @@ class MetricsServer(ThreadingMixIn, HTTPServer):
         finally:
             del self._deadlines[request]
             self._slots.release()
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Answer a request, by TLS if the port has it. The handshake has the limits of the request."""
+        if self._context is None:
+            super().finish_request(request, client_address)
+            return
+        request.settimeout(_Handler.timeout)
+        with self._context().wrap_socket(request, server_side=True, do_handshake_on_connect=False) as secured:
+            self._deadlines[secured] = self._deadlines[request]
+            try:
+                secured.do_handshake()
+                super().finish_request(secured, client_address)
+            finally:
+                del self._deadlines[secured]
 
     def service_actions(self) -> None:
         """Break connections that are open for too long: a socket's timeout begins again with each byte."""

@@ -27,6 +27,7 @@ import os
 import ssl
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -62,6 +63,7 @@ class TlsIdentity:
     names: the certificate's SANs, each as (kind, name): ("DNS", "a.example"), ("IP Address", "10.0.0.1"),
         ("URI", "psdist://run/worker").
     server_context, client_context: for the accepting and for the dialing side of a TCP connection.
+    web_context: for a port of HTTP, whose readers show a token and no certificate.
     """
 
     ca: bytes = field(repr=False)
@@ -72,6 +74,7 @@ class TlsIdentity:
     names: tuple[tuple[str, str], ...]
     server_context: ssl.SSLContext = field(repr=False)
     client_context: ssl.SSLContext = field(repr=False)
+    web_context: ssl.SSLContext = field(repr=False)
 
     @property
     def knows_services(self) -> bool:
@@ -179,6 +182,10 @@ class TlsFiles:
         again for each connection."""
         return self.identity().client_context
 
+    def web_context(self) -> ssl.SSLContext:
+        """Return the context of a port of HTTP. Ask for it again for each connection."""
+        return self.identity().web_context
+
     def service_name(self, host: str) -> str:
         """Return the name that the certificate of a scheduler or server at ``host`` must have."""
         return self.identity().service_name(host)
@@ -258,6 +265,12 @@ class Credentials:
                 host=host,
             )
 
+    def web_context(self, host: str, use: str) -> Callable[[], ssl.SSLContext] | None:
+        """Return the TLS context, for each connection, of a port of HTTP at ``host``: its readers send tokens. None on
+        loopback, and where ``insecure`` permits plaintext. Raises InsecureBindError, as ``require_private``."""
+        self.require_private(host, use)
+        return None if self.tls is None or addresses.is_loopback(host) else self.tls.web_context
+
     def require_private_route(self, places: str) -> None:
         """Raise InsecureConnectError if the token would be sent to another machine without encryption, unless
         ``insecure`` permits it.
@@ -285,8 +298,10 @@ def _load(files: TlsFiles) -> TlsIdentity:
     not_before, not_after = (ssl.cert_time_to_seconds(shown[end]) for end in ("notBefore", "notAfter"))
     _check_time(files, not_before, not_after)
     server, client = _context(files, ssl.PROTOCOL_TLS_SERVER), _context(files, ssl.PROTOCOL_TLS_CLIENT)
+    web = _context(files, ssl.PROTOCOL_TLS_SERVER)
+    web.minimum_version, web.verify_mode = ssl.TLSVersion.TLSv1_2, ssl.CERT_NONE
     names = tuple((kind, name) for kind, name in shown.get("subjectAltName", ()))
-    return TlsIdentity(ca, cert, key, not_before, not_after, names, server, client)
+    return TlsIdentity(ca, cert, key, not_before, not_after, names, server, client, web)
 
 
 def _read(path: FilePath, what: str) -> bytes:

@@ -62,26 +62,33 @@ class MetricsEndpoint:
     """Place of a process's metrics for Prometheus.
 
     port: 0 takes a free one.
-    token: the process's; empty without one.
-    key: checks readers, if ``token`` is of a role (``psdist.security.tokens``).
+    credentials: the process's.
+    key: checks readers, if their token is of a role (``psdist.security.tokens``).
     """
 
     host: str
     port: int
-    token: str = field(repr=False)
+    credentials: Credentials
     key: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class DashboardEndpoint:
-    """Place of a run's dashboard. port: 0 takes a free one. token: the run's; empty without one. descriptor: an
-    inherited socket that listens there already. logs: directory with the members' logs; None shows none."""
+    """Place of a run's dashboard.
+
+    port: 0 takes a free one.
+    credentials: the scheduler's.
+    descriptor: an inherited socket that listens there already.
+    logs: directory with the members' logs; None shows none.
+    key_file: file with the key of links; None for the one that follows from the token.
+    """
 
     host: str
     port: int
-    token: str
+    credentials: Credentials
     descriptor: int | None = None
     logs: Path | None = None
+    key_file: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,7 +428,7 @@ def client_settings(
         worker_id=environ.get("PSDIST_WORKER_ID") or None,
         transport=_find_transport(environ, transport),
         host=_find_host(environ),
-        metrics=_find_metrics(environ, credentials.token),
+        metrics=_find_metrics(environ, credentials),
     )
 
 
@@ -445,13 +452,13 @@ def metrics_settings(environ: Mapping[str, str]) -> MetricsSettings:
     return MetricsSettings(environ.get("PSDIST_METRICS_PIPE", ""), seconds, cast(ProgressName, progress))
 
 
-def _find_metrics(environ: Mapping[str, str], token: str) -> MetricsEndpoint | None:
+def _find_metrics(environ: Mapping[str, str], credentials: Credentials) -> MetricsEndpoint | None:
     port = _integer(environ, ("PSDIST_METRICS_PORT",), 0)
     if port is None:
         return None
     if port > _PORT_LAST:
         raise ConfigurationError(f"PSDIST_METRICS_PORT={port} is no port: use 0 to {_PORT_LAST}; 0 takes a free one")
-    return MetricsEndpoint(environ.get("PSDIST_METRICS_HOST") or loopback(), port, token)
+    return MetricsEndpoint(environ.get("PSDIST_METRICS_HOST") or loopback(), port, credentials)
 
 
 def _find_host(environ: Mapping[str, str]) -> str:

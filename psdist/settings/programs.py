@@ -201,7 +201,7 @@ class MonitoringSettings:
         integer(0, 65535), None, "PORT", group=MONITORING_TITLE,
     )  # fmt: skip
     metrics_host: str = setting(
-        "address of the metrics; beyond this machine they need a token, and are not encrypted (default: loopback)",
+        "address of the metrics; beyond this machine they need a token, and TLS or --insecure (default: loopback)",
         text, "", "HOST", group=MONITORING_TITLE, needs=("--metrics-port",),
     )  # fmt: skip
 
@@ -215,8 +215,13 @@ class DashboardSettings:
         "(default: none)", integer(0, 65535), None, "PORT", group=MONITORING_TITLE,
     )  # fmt: skip
     dashboard_host: str = setting(
-        "address of the dashboard; beyond this machine it needs a token, and is not encrypted (default: loopback)",
+        "address of the dashboard; beyond this machine it needs a token, and TLS or --insecure (default: loopback)",
         text, "", "HOST", group=MONITORING_TITLE, needs=("--dashboard", "--dashboard-port", "--dashboard-fd"),
+    )  # fmt: skip
+    dashboard_key_file: Path | None = setting(
+        "file with the key of the dashboard's links, which is written if it does not exist; replace or delete it to "
+        "revoke them (default: a key that follows from the token)", Path, None, "FILE", group=MONITORING_TITLE,
+        needs=("--dashboard", "--dashboard-port", "--dashboard-fd"),
     )  # fmt: skip
 
 
@@ -264,7 +269,7 @@ class ProgramSettings(MonitoringSettings, TlsSettings):
         """Place of this process's metrics; None serves none."""
         if self.metrics_port is None:
             return None
-        return MetricsEndpoint(self.metrics_host or loopback(), self.metrics_port, self.credentials.token)
+        return MetricsEndpoint(self.metrics_host or loopback(), self.metrics_port, self.credentials)
 
 
 # --- psdist-scheduler -------------------------------------------------------------------------------------------------
@@ -329,8 +334,8 @@ class SchedulerSettings(RunSettings, DashboardSettings, ProgramSettings):
         if self.dashboard_port is None and self.dashboard_fd is None:
             return None
         host = self.dashboard_host or loopback()
-        port, token = self.dashboard_port or 0, self.credentials.token
-        return DashboardEndpoint(host, port, token, self.dashboard_fd, self.dashboard_logs)
+        port, files = self.dashboard_port or 0, (self.dashboard_logs, self.dashboard_key_file)
+        return DashboardEndpoint(host, port, self.credentials, self.dashboard_fd, *files)
 
     @property
     def storage(self) -> str:

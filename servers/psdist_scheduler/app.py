@@ -34,7 +34,7 @@ from psdist import addresses, logs
 from psdist.addresses import is_loopback
 from psdist.errors import ConfigurationError, LeadershipLostError, PsdistError, StorageError
 from psdist.machine import make_directory
-from psdist.monitoring.dashboard import require_dashboard, view_key
+from psdist.monitoring.dashboard import dashboard_link, make_key, require_dashboard, view_key
 from psdist.settings import exit_codes, own_process
 from psdist.settings.config import DashboardEndpoint, EtcdLocation, MetricsEndpoint
 from psdist.settings.programs import SchedulerSettings
@@ -194,7 +194,9 @@ def _serve_dashboard(scheduler: Scheduler, endpoint: DashboardEndpoint, *, optio
         return dashboard.Reading(status, samples, time.perf_counter() - began, curves)
 
     try:
-        key = view_key(endpoint.token, settings.run_id)
+        if endpoint.key_file is not None:
+            make_key(endpoint.key_file)
+        key = view_key(endpoint.credentials.token, settings.run_id)
         server = dashboard.DashboardServer(endpoint, key, read)
     except ConfigurationError as error:
         if not optional:
@@ -202,7 +204,7 @@ def _serve_dashboard(scheduler: Scheduler, endpoint: DashboardEndpoint, *, optio
         logger.warning("the run continues without its dashboard: %s", error)
         return None
     scheduler.reports.dashboard_address = server.address
-    logger.info("dashboard: http://%s/", server.address)
+    logger.info("dashboard: %s", dashboard_link(server.address, "", secure=server.is_secure))
     return server
 
 
@@ -504,10 +506,11 @@ def export_metrics(scheduler: Scheduler, endpoint: MetricsEndpoint) -> Exporter:
     InsecureBindError."""
     from psdist.monitoring.exporter import Exporter, target  # A run without metrics starts without their library.
 
-    run_id = scheduler.cluster.settings.run_id
+    run_id, has_tls = scheduler.cluster.settings.run_id, endpoint.credentials.tls is not None
 
     def targets() -> list[dict[str, Any]]:
-        return [target(exporter.address, run_id, "scheduler", ""), *_member_targets(scheduler, run_id)]
+        own = target(exporter.address, run_id, "scheduler", "", has_tls=has_tls)
+        return [own, *_member_targets(scheduler, run_id, has_tls=has_tls)]
 
     exporter = Exporter(
         endpoint, "scheduler", lambda: (run_id, ""), lambda found: read_metrics(scheduler, found), targets
@@ -516,12 +519,12 @@ def export_metrics(scheduler: Scheduler, endpoint: MetricsEndpoint) -> Exporter:
     return exporter
 
 
-def _member_targets(scheduler: Scheduler, run_id: str) -> list[dict[str, Any]]:
+def _member_targets(scheduler: Scheduler, run_id: str, *, has_tls: bool) -> list[dict[str, Any]]:
     from psdist.monitoring.exporter import target
 
     metrics_addresses = {member: report.metrics_address for member, report in scheduler.reports.by_member.items()}
     return [
-        target(address, run_id, member.role, member.member_id)
+        target(address, run_id, member.role, member.member_id, has_tls=has_tls)
         for member in scheduler.cluster.members.all
         if member.live and (address := metrics_addresses.get(member.member_id, ""))
     ]

@@ -17,6 +17,7 @@ import logging
 import os
 import re
 import socket
+import ssl
 import stat
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -67,30 +68,39 @@ class DashboardServer:
     """The dashboard at an endpoint. Made and closed on the scheduler's event loop.
 
     read: returns a reading with the samples after a number; runs on that loop.
-    key: opens the dashboard, besides the endpoint's token.
+    key: follows from the endpoint's token. It opens the dashboard besides that, unless a file has the key of links.
 
     Raises ConfigurationError if the port cannot be bound, InsecureBindError for a host beyond this machine without a
-    token.
+    token, or without TLS or a permission to do so.
     """
 
     def __init__(self, endpoint: DashboardEndpoint, key: str, read: Callable[[int], Reading]) -> None:
-        if not addresses.is_loopback(endpoint.host) and not endpoint.token:
+        token, file = endpoint.credentials.token, endpoint.key_file
+        if not addresses.is_loopback(endpoint.host) and not token:
             raise InsecureBindError(
                 f"--dashboard-host {endpoint.host} would show the run to everybody who can reach it: set PSDIST_TOKEN, "
                 "or leave the dashboard on this machine"
             )
+        use = f"--dashboard-host {endpoint.host} serves the dashboard"
+        self._context = endpoint.credentials.web_context(endpoint.host, use)
         self._scheduler_loop = asyncio.get_running_loop()
         self._read = read
         self._socket = _listening(endpoint)
         port = self._socket.getsockname()[1]
         host = addresses.own_address() if addresses.is_wildcard(endpoint.host) else endpoint.host
         self.address = addresses.format_address(host, port)
-        self._access = Access(endpoint.token, key, port)
+        current = None if file is None else partial(dashboard.read_key, file)
+        self._access = Access(token, key, port, current=current, is_secure=self.is_secure)
         self._logs = endpoint.logs
         self._server: uvicorn.Server | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="dashboard", daemon=True)
         self._thread.start()
+
+    @property
+    def is_secure(self) -> bool:
+        """True if the port speaks TLS."""
+        return self._context is not None
 
     def close(self) -> None:
         """Stop serving. A server that does not stop ends with the process."""
@@ -122,6 +132,8 @@ class DashboardServer:
             timeout_keep_alive=int(limits.DASHBOARD_STALL_SECONDS),
             h11_max_incomplete_event_size=limits.DASHBOARD_REQUEST_BYTES_MAX,
         )
+        config.load()
+        config.ssl = None if self._context is None else _renewing(self._context)
         self._server = uvicorn.Server(config)
         reading = asyncio.create_task(feed.run())
         try:
@@ -134,6 +146,17 @@ class DashboardServer:
         """Return a reading from the scheduler's loop. Raises TimeoutError if that does not answer."""
         answer = on_loop(self._scheduler_loop, partial(self._read, after))
         return await asyncio.wait_for(asyncio.wrap_future(answer), _ANSWER_SECONDS)
+
+
+def _renewing(current: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:
+    """Return a TLS context that uses the certificate of the time of each connection."""
+    context = current()
+
+    def use_newest(connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, first: ssl.SSLContext) -> None:
+        connection.context = current()
+
+    context.sni_callback = use_newest
+    return context
 
 
 def _listening(endpoint: DashboardEndpoint) -> socket.socket:
@@ -329,11 +352,18 @@ _HEADERS: Final = {
 
 
 class _EventStream(StreamingResponse):
-    """Server-sent events of a feed, until the browser goes away."""
+    """Server-sent events of a feed, until the browser goes away, or may not read any more."""
 
-    def __init__(self, feed: Feed) -> None:
-        super().__init__(feed.events(), media_type="text/event-stream")
+    def __init__(self, feed: Feed, may_read: Callable[[], bool]) -> None:
+        super().__init__(self._events(feed, may_read), media_type="text/event-stream")
         self._feed = feed
+
+    @staticmethod
+    async def _events(feed: Feed, may_read: Callable[[], bool]) -> AsyncIterator[bytes]:
+        async for event in feed.events():
+            if not may_read():  # The key was revoked, or the token has expired.
+                return
+            yield event
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._feed.reading():
@@ -357,7 +387,7 @@ def application(feed: Feed, access: Access, logs: Path | None = None) -> ASGIApp
         return _refused() if cookie is None else Response(status_code=204, headers={"set-cookie": cookie})
 
     async def events(request: Request) -> Response:
-        return refusal(request) or _EventStream(feed)
+        return refusal(request) or _EventStream(feed, partial(access.may_read, request.headers))
 
     async def log(request: Request) -> Response:
         if not access.may_read(request.headers):
@@ -430,20 +460,27 @@ def _guarded(app: ASGIApp, access: Access) -> ASGIApp:
 
 # --- access -----------------------------------------------------------------------------------------------------------
 #
-# A run's token, or the key of its link, is exchanged for a cookie that holds the key; a token of a role, for one that
-# holds the token, so that it ends with the token. Without a token only this machine reaches the port, and requests
-# must name it by an address, so that a page in a browser cannot reach it by a name of its own.
+# A run's token, or the key of a link, is exchanged for a cookie that holds a key; a token of a role, for one that holds
+# the token. So the cookie ends with the token, or with the key that a file has. Without a token only this machine
+# reaches the port, and requests must name it by an address, so that a page in a browser cannot reach it by a name of
+# its own.
 
 
 class Access:
     """The rules of one dashboard. token, key: empty if the run has no token.
 
     port: cookies belong to a host, so each dashboard of a host has its own name for them.
+    current: returns the key of links if it can be replaced; None if it is ``key``.
+    is_secure: True if the port speaks TLS.
     """
 
-    def __init__(self, token: str, key: str, port: int) -> None:
+    def __init__(
+        self, token: str, key: str, port: int, *, current: Callable[[], str] | None = None, is_secure: bool = False
+    ) -> None:
         self._verifier = Verifier(token, Audience.SCHEDULER)
         self._key = key.encode()
+        self._current = current
+        self._attributes = f"Path=/; HttpOnly; SameSite=Strict{'; Secure' if is_secure else ''}"
         self.cookie = f"psdist-dashboard-{port}"
 
     def names_host(self, host: str) -> bool:
@@ -454,7 +491,7 @@ class Access:
         """Return the header ``Set-Cookie`` for a header ``Authorization``; None if that is wrong."""
         scheme, _, given = authorization.partition(" ")
         held = self._held(given.strip()) if scheme.lower() == "bearer" and not self._verifier.is_open else ""
-        return f"{self.cookie}={held}; Path=/; HttpOnly; SameSite=Strict" if held else None
+        return f"{self.cookie}={held}; {self._attributes}" if held else None
 
     def may_read(self, headers: Mapping[str, str]) -> bool:
         """Return True if a request with these headers may read the state of the run."""
@@ -470,6 +507,8 @@ class Access:
         dashboard."""
         if hmac.compare_digest(shown.encode(), self._key):
             return self._key.decode()
+        if self._current is not None and hmac.compare_digest(shown.encode(), (key := self._current()).encode()):
+            return key
         try:
             role = self._verifier.role(shown)
             roles.check(role, roles.DASHBOARD_PAGES)

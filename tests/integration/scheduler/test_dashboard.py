@@ -8,6 +8,7 @@ import json
 import os
 import random
 import socket
+import ssl
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
@@ -17,12 +18,15 @@ from typing import Any
 import pytest
 
 from psdist.errors import ConfigurationError, InsecureBindError
-from psdist.monitoring.dashboard import content, listen, view_key
+from psdist.monitoring.dashboard import content, listen, make_key, view_key
 from psdist.monitoring.run_state import RunState
+from psdist.security.roles import DOMAIN, Role
+from psdist.security.tls import Credentials
 from psdist.settings.config import DashboardEndpoint
 from psdist.wire import limits
 from psdist_scheduler import dashboard
 from psdist_scheduler.dashboard import DashboardServer, Reading
+from tests.support.certificates import make_ca, write_tls
 from tests.support.dashboard_runs import advance, sample, status
 
 TOKEN = "secret"
@@ -44,7 +48,7 @@ def made_up(workers: int = 3) -> Read:
 @asynccontextmanager
 async def serving(read: Read | None = None, token: str = TOKEN, logs: Path | None = None) -> AsyncIterator[int]:
     """Serve the dashboard. Yields its port."""
-    endpoint = DashboardEndpoint("127.0.0.1", 0, token, logs=logs)
+    endpoint = DashboardEndpoint("127.0.0.1", 0, Credentials(token), logs=logs)
     server = DashboardServer(endpoint, KEY if token else "", read or made_up())
     try:
         yield int(server.address.rpartition(":")[2])
@@ -123,6 +127,57 @@ async def test_logs_are_those_of_members_and_need_the_key(tmp_path: Path) -> Non
         await asyncio.to_thread(check, port)
     async with serving() as port:
         assert (await asyncio.to_thread(get, port, "/logs/worker-1", Authorization=f"Bearer {KEY}"))[0] == 404
+
+
+async def test_a_revoked_key_ends_the_pages_that_it_opened(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    key = make_key(file)
+
+    def check(port: int) -> None:
+        with following(port, Authorization=f"Bearer {key}") as revoked, following(port) as others:
+            assert next(revoked) and next(others)
+            file.unlink()
+            assert len(list(revoked)) < 5, "the stream ends"
+            assert next(others), "the run's own token opened this one"
+        assert get(port, "/events", Authorization=f"Bearer {key}")[0] == 401
+
+    endpoint = DashboardEndpoint("127.0.0.1", 0, Credentials(TOKEN), key_file=file)
+    with closing(DashboardServer(endpoint, KEY, made_up())) as server:
+        await asyncio.to_thread(check, int(server.address.rpartition(":")[2]))
+
+
+async def test_beyond_this_machine_the_page_is_encrypted(tmp_path: Path) -> None:
+    """Renewed certificates serve the next connection."""
+    ca = make_ca()
+    files = write_tls(tmp_path, ca, Role.SCHEDULER)
+    trusting = ssl.create_default_context(cafile=str(files.ca))
+
+    def ask(port: int) -> tuple[str, bytes]:
+        with (
+            socket.create_connection(("127.0.0.1", port), timeout=60) as plain,
+            trusting.wrap_socket(plain, server_hostname=DOMAIN) as secured,
+        ):
+            secured.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            answer = b"".join(iter(lambda: secured.recv(1 << 16), b""))
+            certificate = secured.getpeercert()
+            assert certificate is not None
+            return str(certificate["serialNumber"]), answer
+
+    with closing(DashboardServer(DashboardEndpoint("0.0.0.0", 0, Credentials(TOKEN, files)), KEY, made_up())) as server:
+        port = int(server.address.rpartition(":")[2])
+        assert server.is_secure
+        first, answer = await asyncio.to_thread(ask, port)
+        assert answer.startswith(b"HTTP/1.1 200") and b"<html" in answer
+        write_tls(tmp_path, ca, Role.SCHEDULER)
+        second, answer = await asyncio.to_thread(ask, port)
+        assert answer.startswith(b"HTTP/1.1 200") and first != second
+        with pytest.raises((http.client.HTTPException, ConnectionError)):
+            await asyncio.to_thread(get, port, "/")
+
+
+async def test_plaintext_beyond_this_machine_must_be_asked_for() -> None:
+    with pytest.raises(InsecureBindError, match=r"--dashboard-host 0.0.0.0 .*without encryption.*--insecure"):
+        DashboardServer(DashboardEndpoint("0.0.0.0", 0, Credentials(TOKEN)), KEY, made_up())
 
 
 async def test_without_a_token_a_page_in_a_browser_cannot_use_a_name_of_its_own() -> None:
@@ -221,7 +276,7 @@ async def test_the_scheduler_does_not_wait_for_a_dashboard_that_hangs(monkeypatc
     """The thread of the dashboard hangs, and the scheduler's loop ends it nevertheless."""
     blocked, release = threading.Event(), threading.Event()
     monkeypatch.setattr(RunState, "state", lambda *_: (blocked.set(), release.wait(), {})[-1])
-    server = DashboardServer(DashboardEndpoint("127.0.0.1", 0, TOKEN), KEY, made_up())
+    server = DashboardServer(DashboardEndpoint("127.0.0.1", 0, Credentials(TOKEN)), KEY, made_up())
     await asyncio.to_thread(blocked.wait)
     server.close()
     assert server._thread.is_alive()
@@ -257,7 +312,7 @@ async def test_a_browser_that_never_reads_is_cut_off_and_holds_up_nobody(monkeyp
                     next(events)
                 next(events)
 
-    with closing(DashboardServer(DashboardEndpoint("127.0.0.1", 0, TOKEN), KEY, large)) as server:
+    with closing(DashboardServer(DashboardEndpoint("127.0.0.1", 0, Credentials(TOKEN)), KEY, large)) as server:
         await asyncio.to_thread(check, int(server.address.rpartition(":")[2]))
 
 
@@ -347,7 +402,7 @@ async def test_a_browser_that_connects_while_the_scheduler_restarts_is_answered_
         for _ in range(2):
             waiting = socket.create_connection(("127.0.0.1", port), timeout=60)
             with closing(waiting):
-                endpoint = DashboardEndpoint("127.0.0.1", 0, TOKEN, os.dup(held.fileno()))
+                endpoint = DashboardEndpoint("127.0.0.1", 0, Credentials(TOKEN), os.dup(held.fileno()))
                 server = DashboardServer(endpoint, KEY, made_up())
                 assert server.address == f"127.0.0.1:{port}"
                 waiting.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1:%d\r\n\r\n" % port)
@@ -355,15 +410,15 @@ async def test_a_browser_that_connects_while_the_scheduler_restarts_is_answered_
                 assert answer.startswith(b"HTTP/1.1 200")
                 await asyncio.to_thread(server.close)
     with pytest.raises(ConfigurationError, match="--dashboard-fd 12345 is no socket"):
-        DashboardServer(DashboardEndpoint("127.0.0.1", 0, TOKEN, 12345), KEY, made_up())
+        DashboardServer(DashboardEndpoint("127.0.0.1", 0, Credentials(TOKEN), 12345), KEY, made_up())
 
 
 async def test_ports_and_hosts_that_cannot_be_are_refused() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigurationError, match=f"127.0.0.1:{port}.*--dashboard-port"):
-            DashboardServer(DashboardEndpoint("127.0.0.1", port, TOKEN), KEY, made_up())
+            DashboardServer(DashboardEndpoint("127.0.0.1", port, Credentials(TOKEN)), KEY, made_up())
     with pytest.raises(ConfigurationError, match="--dashboard-host"):
-        DashboardServer(DashboardEndpoint("192.0.2.1", 0, TOKEN), KEY, made_up())
+        DashboardServer(DashboardEndpoint("192.0.2.1", 0, Credentials(TOKEN, insecure=True)), KEY, made_up())
     with pytest.raises(InsecureBindError, match="PSDIST_TOKEN"):
-        DashboardServer(DashboardEndpoint("0.0.0.0", 0, ""), "", made_up())
+        DashboardServer(DashboardEndpoint("0.0.0.0", 0, Credentials()), "", made_up())

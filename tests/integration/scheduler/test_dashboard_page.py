@@ -27,6 +27,7 @@ from psdist.monitoring.run_summary import (
     Summary,
     WorkerPart,
 )
+from psdist.security.tls import Credentials
 from psdist.settings.config import DashboardEndpoint
 from psdist.v1 import scheduler_pb2
 from psdist_scheduler.dashboard import DashboardServer, Reading
@@ -79,7 +80,7 @@ class _Serving:
         self._thread.start()
 
         async def start() -> DashboardServer:
-            return DashboardServer(DashboardEndpoint("127.0.0.1", 0, "secret", logs=logs), KEY, run.read)
+            return DashboardServer(DashboardEndpoint("127.0.0.1", 0, Credentials("secret"), logs=logs), KEY, run.read)
 
         self._server = asyncio.run_coroutine_threadsafe(start(), self._loop).result()
         self.link = dashboard_link(self._server.address, KEY)

@@ -54,7 +54,9 @@ def test_the_token_of_a_job_is_used_beside_the_name_of_its_run(capsys: pytest.Ca
     environ = ENVIRON | {"PSDIST_RUN_ID": "job-7"}
     assert TOKEN.run(["create", "--role", "worker"], environ) == 0
     assert capsys.readouterr().out == create(ROOT, Role.WORKER) + "\n"
-    assert "no run named other" in fails(["create", "--role", "worker", "--run-id", "other"], environ, capsys)
+    with pytest.raises(SystemExit):
+        TOKEN.run(["create", "--role", "worker", "--run-id", "other"], environ)
+    assert "no run named other" in capsys.readouterr().err
 
 
 def test_wrong_input_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import stat
+from pathlib import Path
+
 import pytest
 
-from psdist.monitoring.dashboard import dashboard_link, view_key
+from psdist.errors import ConfigurationError
+from psdist.monitoring.dashboard import dashboard_link, make_key, read_key, view_key
 from psdist.security.roles import Role
 from psdist.security.tokens import create
 from psdist_scheduler.dashboard import Access
@@ -20,7 +24,7 @@ def test_the_key_is_not_the_token_and_belongs_to_one_run() -> None:
 
 def test_the_link_has_the_key_in_its_fragment() -> None:
     assert dashboard_link("h:1", KEY) == f"http://h:1/#key={KEY}"
-    assert dashboard_link("h:1", "") == "http://h:1/"
+    assert dashboard_link("h:1", "") == "http://h:1/" and dashboard_link("h:1", "", secure=True) == "https://h:1/"
 
 
 @pytest.mark.parametrize("secret", ["secret", KEY])
@@ -31,6 +35,32 @@ def test_token_and_key_are_exchanged_for_a_cookie(secret: str) -> None:
     assert access.may_read({"cookie": f"other=1; {cookie.partition(';')[0]}"})
     assert access.may_read({"cookie": f'other={{"a": [1, 2]}}; {cookie.partition(";")[0]}'})  # Not a valid cookie.
     assert access.may_read({"authorization": f"bearer {secret}"})
+
+
+def test_a_key_in_a_file_is_revoked_by_replacing_it(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    first = make_key(file)
+    assert len(first) >= 40 and make_key(file) == first and stat.S_IMODE(file.stat().st_mode) == 0o600
+    access = Access("secret", KEY, 80, current=lambda: read_key(file))
+    cookie, own = access.set_cookie(f"Bearer {first}"), access.set_cookie("Bearer secret")
+    assert cookie is not None and own is not None and access.may_read({"cookie": cookie.partition(";")[0]})
+    file.write_text("another\n")
+    assert not access.may_read({"cookie": cookie.partition(";")[0]}) and access.set_cookie(f"Bearer {first}") is None
+    assert access.set_cookie("Bearer another") is not None
+    file.unlink()
+    for nothing in ("another", ""):
+        assert access.set_cookie(f"Bearer {nothing}") is None and not access.may_read({"cookie": access.cookie + "="})
+    assert access.may_read({"cookie": own.partition(";")[0]}), "that of the run's own token stays"
+
+
+def test_a_file_that_can_have_no_key_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"--dashboard-key-file .* cannot be used: No such file"):
+        make_key(tmp_path / "nowhere" / "key")
+
+
+def test_cookies_of_a_port_with_tls_are_never_sent_without() -> None:
+    cookie = Access("secret", KEY, 80, is_secure=True).set_cookie("Bearer secret")
+    assert cookie is not None and cookie.endswith("; Secure")
 
 
 def test_a_reader_reads_until_its_token_expires(monkeypatch: pytest.MonkeyPatch) -> None:

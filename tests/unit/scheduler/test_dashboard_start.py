@@ -10,6 +10,7 @@ import pytest
 
 from psdist.errors import ConfigurationError
 from psdist.monitoring import dashboard
+from psdist.security.tls import Credentials
 from psdist.settings.programs import scheduler_settings
 
 
@@ -29,12 +30,12 @@ def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_flags_of_the_scheduler() -> None:
     assert scheduler_settings([], {}).dashboard is None
     endpoint = scheduler_settings(["--dashboard-port", "0"], {"PSDIST_TOKEN": "secret"}).dashboard
-    assert endpoint is not None and (endpoint.port, endpoint.token) == (0, "secret")
+    assert endpoint is not None and (endpoint.port, endpoint.credentials.token) == (0, "secret")
     assert scheduler_settings([], {"PSDIST_DASHBOARD_PORT": "9500", "PSDIST_DASHBOARD_HOST": "::1"}).dashboard == (
-        type(endpoint)("::1", 9500, "")
+        type(endpoint)("::1", 9500, Credentials())
     )
     inherited = scheduler_settings(["--dashboard-fd", "7", "--dashboard-host", "::1"], {}).dashboard
-    assert inherited == type(endpoint)("::1", 0, "", 7)
+    assert inherited == type(endpoint)("::1", 0, Credentials(), 7)
 
 
 def test_flags_without_effect_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from psdist.cli import run, worker
-from psdist.errors import ConfigurationError, InvalidArgumentError, SchedulerUnreachableError
+from psdist.errors import ConfigurationError, InsecureBindError, InvalidArgumentError, SchedulerUnreachableError
 from psdist.launcher.agent import AgentSettings, nodes_text
 from psdist.launcher.local import LocalSettings
 from psdist.launcher.plan import SchedulerAddress, ServicesPlan, ServicesSettings
@@ -230,6 +231,20 @@ def test_a_free_port_makes_the_flag_for_its_host_effective(tmp_path: Path) -> No
     plan = services(ServicesSettings(servers=1), tmp_path, metrics_port=9000, metrics_host="::1")
     metrics = server_settings(flags_in(plan.server(0, {})), {}).metrics
     assert metrics is not None and (metrics.port, metrics.host) == (0, "::1")
+
+
+@pytest.mark.parametrize("what", ["metrics", "dashboard"])
+def test_psdist_run_shows_nothing_beyond_this_machine_unencrypted_unless_told_to(what: str, tmp_path: Path) -> None:
+    flags = (f"--{what}-port", "0", f"--{what}-host", "0.0.0.0")
+    with pytest.raises(InsecureBindError, match=rf"--{what}-host 0.0.0.0 .*--insecure.*psdist-scheduler with TLS"):
+        local(*flags)
+    assert local(*flags, "--insecure").insecure
+    # Its processes, workers included, are told so.
+    plan = services(ServicesSettings(servers=1), tmp_path)
+    open_plan = replace(plan, link=replace(plan.link, insecure=True))
+    for spec in (open_plan.scheduler({}), open_plan.server(0, {})):
+        assert "--insecure" in spec.argv and spec.environment["PSDIST_INSECURE"] == "1"
+    assert "--insecure" not in plan.scheduler({}).argv
 
 
 def flags_in(spec: ProcessSpec) -> tuple[str, ...]:
