@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -25,7 +25,7 @@ import ray
 from ray.util.metrics import Gauge
 
 import psdist
-from psdist.addresses import is_loopback, parse_address
+from psdist.addresses import is_loopback, loopback, parse_address
 from psdist.client import context
 from psdist.errors import ConfigurationError
 from psdist.launcher.plan import SchedulerAddress, program
@@ -43,7 +43,10 @@ from psdist.wire.limits import OUTPUT_LINE_BYTES_MAX, REPLICAS_MAX, WORLD_MAX
 
 @dataclass(frozen=True, kw_only=True)
 class RaySettings:
-    """Arguments of ``psdist.ray.run``, which describes them. Raises ConfigurationError for values out of range."""
+    """Arguments of ``psdist.ray.run``, which describes them. Raises ConfigurationError for values out of range.
+
+    machine: address of the cluster's only machine, on whose loopback the run then is; empty for a run in a network.
+    """
 
     run_id: str
     num_workers: int
@@ -57,6 +60,7 @@ class RaySettings:
     placement_timeout: float
     certs: Path | None
     insecure: bool
+    machine: str = ""
 
     def __post_init__(self) -> None:
         check_run_id(self.run_id)
@@ -90,17 +94,38 @@ class RaySettings:
         _check_resources("resources_per_worker", self.resources_per_worker)
         _check_resources("resources_per_server", self.resources_per_server)
 
-    def check_network(self, hosts: set[str]) -> None:
-        """Raise ConfigurationError if bytes would leave a machine unencrypted without the user's consent.
+    def on_nodes(self, hosts: set[str]) -> RaySettings:
+        """Return these settings for a cluster. On one machine nothing leaves it, without certificates and permission.
 
         hosts: addresses of the cluster's nodes.
+
+        Raises ConfigurationError if bytes would leave a machine unencrypted without the user's consent.
         """
-        if self.certs is None and not self.insecure and not all(map(is_loopback, hosts)):
+        is_private = self.certs is not None or self.insecure
+        if not is_private and len(hosts) == 1:
+            return replace(self, machine=next(iter(hosts)))
+        if not is_private and not all(map(is_loopback, hosts)):
             raise ConfigurationError(
                 f"the nodes {', '.join(sorted(hosts)[:5])} reach each other over a network, and nothing would be "
                 "encrypted: pass certs=, a folder that psdist certs wrote and that all nodes have, or insecure=True "
                 "if the network is private"
             )
+        return self
+
+    def host(self, node: str) -> str:
+        """Return the host for a process of the run on a node. Raises ConfigurationError for a node of another machine
+        than that of the run.
+
+        node: its address.
+        """
+        if not self.machine:
+            return node
+        if node != self.machine:
+            raise ConfigurationError(
+                f"the node {node} joined the cluster after the run had begun on {self.machine} alone: pass certs= or "
+                "insecure=True, so that the run uses the network"
+            )
+        return loopback()
 
     def tls(self, role: str) -> TlsFiles | None:
         """Return the identity of a role, from the folder that ``psdist certs`` wrote; None without TLS."""
@@ -281,7 +306,7 @@ class ServerActor(_Service):
     """A server. scheduler: the address of the scheduler."""
 
     def __init__(self, settings: RaySettings, number: int, scheduler: str, token: str) -> None:
-        host = ray.util.get_node_ip_address()
+        host = settings.host(ray.util.get_node_ip_address())
         super().__init__(
             "server",
             lambda lifeline: settings.server(number, host, scheduler, lifeline),
@@ -317,6 +342,7 @@ class WorkerActor:
     """
 
     def __init__(self, settings: RaySettings, scheduler: str, token: str) -> None:
+        settings.host(ray.util.get_node_ip_address())  # Raises on a node that this run cannot use.
         self._settings = settings
         self._scheduler = scheduler
         self._token = token

@@ -91,7 +91,7 @@ def run(
     placement_timeout: longest wait in seconds for room in the cluster.
     certs: folder of ``psdist certs`` with the certificates ``scheduler``, ``server`` and ``worker``, which all nodes
         have; all connections then use mutual TLS.
-    insecure: True allows plaintext between nodes, for private networks.
+    insecure: True allows plaintext between nodes, for private networks. A cluster of one machine needs neither.
 
     Without ``ray.init()`` Ray finds or starts the cluster. The scheduler is on the node of this program, so it shares
     that node's fate, and no other's.
@@ -112,8 +112,7 @@ def run(
     )  # fmt: skip
     if not ray.is_initialized():
         ray.init()
-    settings.check_network({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]})
-    run = _Run(settings)
+    run = _Run(settings.on_nodes({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}))
     with run.actors():
         return run.train(train_fn, () if config is None else (config,))
 
@@ -166,7 +165,7 @@ class _Run:
 
     def _start(self) -> None:
         settings, here = self._settings, ray.get_runtime_context().get_node_id()
-        host = ray.util.get_node_ip_address()
+        host = settings.host(ray.util.get_node_ip_address())
         port = free_port(host)
         self._scheduler = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         service = {"max_restarts": _FOR_EVER, "max_task_retries": _FOR_EVER, "max_concurrency": _CALLS, "num_cpus": 0}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -234,3 +236,23 @@ def test_tells_how_a_run_failed(cluster: Any) -> None:
     assert not list(Path(tempfile.gettempdir()).glob("psdist-ray-*")), "a store is left behind"
     # Ray frees room some time after an actor's end: this waits until all of it is free.
     remove_placement_group(reserve("workers", {"CPU": ray.cluster_resources()["CPU"]}, 1, "PACK", 60.0))
+
+
+_ALONE = """
+import numpy as np, psdist, psdist.ray, ray
+
+def train():
+    with psdist.init() as context:
+        weights = context.client.parameters("w", {"w": np.zeros(4, np.float32)}, psdist.optim.SGD(1.0))
+        return float(weights.push_pull({"w": np.full(4, context.rank, np.float32)})["w"][0])
+
+ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+print("nodes", *{node["NodeManagerAddress"] for node in ray.nodes()})
+print("trained", psdist.ray.run(train, num_workers=2).returned)
+"""
+
+
+def test_a_cluster_of_one_machine_needs_no_permission() -> None:
+    done = subprocess.run([sys.executable, "-c", _ALONE], capture_output=True, text=True, check=False, timeout=250)
+    assert "trained {0: -0.5, 1: -0.5}" in done.stdout, done.stdout + done.stderr
+    assert "nodes 127.0.0.1" not in done.stdout, "otherwise this tests nothing"

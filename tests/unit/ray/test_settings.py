@@ -42,11 +42,25 @@ def test_refuses_wrong_arguments() -> None:
 
 
 def test_refuses_plaintext_between_nodes() -> None:
-    settings().check_network({"127.0.0.1"})
-    settings(insecure=True).check_network({"10.0.0.1", "10.0.0.2"})
-    settings(certs=Path("/c")).check_network({"10.0.0.1"})
+    for given, hosts in [
+        (settings(), {"127.0.0.1", "127.0.0.2"}),
+        (settings(insecure=True), {"10.0.0.1", "10.0.0.2"}),
+        (settings(certs=Path("/c")), {"10.0.0.1"}),
+    ]:
+        assert given.on_nodes(hosts) == given and given.host("10.0.0.1") == "10.0.0.1"
     with pytest.raises(ConfigurationError, match=r"10\.0\.0\.1.*nothing would be encrypted: pass certs="):
-        settings().check_network({"10.0.0.1", "127.0.0.1"})
+        settings().on_nodes({"10.0.0.1", "127.0.0.1"})
+
+
+def test_a_cluster_of_one_machine_uses_its_loopback() -> None:
+    """Ray gives a machine its address in the network, also where nothing leaves it."""
+    given = settings().on_nodes({"10.0.0.1"})
+    assert given.host("10.0.0.1") == "127.0.0.1"
+    assert "--insecure" not in given.scheduler(given.host("10.0.0.1"), 5, Path("/d"), 7)
+    with pytest.raises(
+        ConfigurationError, match=r"10\.0\.0\.2 joined .* run had begun on 10\.0\.0\.1 alone: pass certs="
+    ):
+        given.host("10.0.0.2")
 
 
 def test_passes_the_settings_on() -> None:
