@@ -118,8 +118,10 @@ class ParameterSet:
     @property
     def lost(self) -> str:
         """Sentence about the shards lost with their servers; empty if none are lost."""
-        shards = self.entry.shards if self.record and self.entry.has_lost_shards else ()
-        gone = group((shard.primary.server_id, number) for number, shard in enumerate(shards) if shard.lost)
+        if self.record is None or not self.record.entry.has_lost_shards:
+            return ""  # Every event asks this of each of up to 1,024 sets.
+        shards = enumerate(self.entry.shards)
+        gone = group((shard.primary.server_id, number) for number, shard in shards if shard.lost)
         version = f" (at {self.version_text})" if gone else ""
         return "; ".join(f"{owner} held {name_shards(n)} of {self.name!r} alone{version}" for owner, n in gone.items())
 
