@@ -271,7 +271,6 @@ async def _run(
             dashboard=dashboard.fileno() if dashboard is not None else None,
             dashboard_host=settings.dashboard_host,
             dashboard_logs=settings.log_dir and (settings.log_dir / run_id).absolute(),
-            dashboard_key_file=settings.dashboard_key_file,
         )
         watch = _SchedulerWatch(services, environ, on_address, lambda event: runner.handle(event))
 

@@ -319,7 +319,6 @@ class ServicesPlan:
     dashboard: listening socket of the dashboard, which a restarted scheduler inherits again; None serves none.
     dashboard_host: address of the dashboard; empty for loopback.
     dashboard_logs: directory with the processes' logs, which the dashboard shows; None without one.
-    dashboard_key_file: file with the key of its links; None for one that follows from the token.
     idle_timeout_seconds: time without workers after which the scheduler ends, servers first; 0 leaves it running.
     """
 
@@ -337,7 +336,6 @@ class ServicesPlan:
     dashboard: int | None = None
     dashboard_host: str = ""
     dashboard_logs: Path | None = None
-    dashboard_key_file: Path | None = None
     idle_timeout_seconds: float = 0.0
 
     def scheduler(self, base: Mapping[str, str], port: int = 0) -> ProcessSpec:
@@ -362,9 +360,9 @@ class ServicesPlan:
             dashboard_fd=self.dashboard,
             dashboard_host=self.dashboard_host or None if self.dashboard is not None else None,
             dashboard_logs=self.dashboard_logs if self.dashboard is not None else None,
-            dashboard_key_file=self.dashboard_key_file if self.dashboard is not None else None,
             storage_optional=self.storage_optional and stores,
             # Variables may have set them for another run.
+            **({} if self.dashboard is not None else {"dashboard_key_file": None}),
             **({} if stores else dict.fromkeys(("keep_last", "keep_every", "no_save_at_end", "fresh"))),
         )
         argv = (*program("psdist_scheduler"), *flags)

@@ -221,6 +221,10 @@ def test_services_get_no_flags_without_effect(tmp_path: Path) -> None:
     assert spec.descriptors == (9,)
     endpoint = scheduler_settings(flags_in(spec), {}).dashboard
     assert endpoint is not None and (endpoint.host, endpoint.descriptor) == ("::1", 9)
+    keyed = local("--dashboard", "--dashboard-key-file", str(tmp_path / "key"))
+    endpoint = scheduler_settings(flags_in(services(keyed, tmp_path, dashboard=9).scheduler({})), {}).dashboard
+    assert endpoint is not None and endpoint.key_file == tmp_path / "key"
+    assert "--dashboard-key-file" not in services(keyed, tmp_path).scheduler({}).argv
 
 
 def test_a_free_port_makes_the_flag_for_its_host_effective(tmp_path: Path) -> None:
