@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from psdist.errors import InvalidArgumentError, PsdistError, SchedulerUnreachableError
 from psdist.launcher.run_record import RunRecord, RunRegistry, records_directory
-from psdist.monitoring.dashboard import view_key
+from psdist.monitoring.dashboard import KEY_FILE, read_key, view_key
 from psdist.security.tls import Credentials
 from psdist.settings import exit_codes
 from psdist.settings.config import find_scheduler, find_token, given_credentials, read_address
@@ -73,7 +73,8 @@ def find_target(given: Namespace, environ: Mapping[str, str]) -> SchedulerChoice
             "the scheduler of another run by --scheduler HOST:PORT"
         )
     token = find_token({"PSDIST_TOKEN_FILE": record.token_file}, token_file=given.token_file)
-    key = "" if given.token_file else view_key(token, record.run_id)
+    file = Path(record.directory, KEY_FILE)
+    key = read_key(file) if file.is_symlink() else "" if given.token_file else view_key(token, record.run_id)
     origin = f"run {record.run_id} on this machine, pid {record.pid}"
     return SchedulerChoice(record.address, Credentials(token), origin, key)
 

@@ -63,6 +63,7 @@ from psdist.launcher.runner import ProcessPlan, Runner, open_metrics, open_runne
 from psdist.launcher.script_checks import ScriptKind
 from psdist.launcher.shutdown import RunPolicy
 from psdist.link import processes
+from psdist.monitoring.dashboard import KEY_FILE
 from psdist.security.tokens import require_root
 from psdist.settings import exit_codes, own_process
 from psdist.settings.config import find_token, read_address
@@ -192,6 +193,8 @@ def run_local(settings: LocalSettings, environ: Mapping[str, str] | None = None)
     directory = own_process.make_private_directory(DIRECTORY_PREFIX)
     try:
         link = replace(_make_link(directory, token, run_id), insecure=settings.insecure)
+        if settings.dashboard_key_file is not None:
+            (directory / KEY_FILE).symlink_to(settings.dashboard_key_file.absolute())
         registry = RunRegistry(records_directory(environ))
         record = registry.claim(run_id, directory / "token", directory)
         try:

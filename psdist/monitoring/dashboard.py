@@ -26,6 +26,8 @@ from psdist import addresses
 from psdist.errors import ConfigurationError
 from psdist.wire import limits
 
+#: In the private directory of a run of psdist run, a link to the file with the key, if one was named.
+KEY_FILE: Final = "dashboard-key"
 _DIRECTORY: Final = Path(__file__).parent / "page"
 #: Content types of the files by name.
 FILES: Final = {

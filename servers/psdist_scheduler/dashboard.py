@@ -490,7 +490,9 @@ class Access:
     def set_cookie(self, authorization: str) -> str | None:
         """Return the header ``Set-Cookie`` for a header ``Authorization``; None if that is wrong."""
         scheme, _, given = authorization.partition(" ")
-        held = self._held(given.strip()) if scheme.lower() == "bearer" and not self._verifier.is_open else ""
+        is_link = self._current is not None and hmac.compare_digest(given.strip().encode(), self._key)
+        is_bearer = scheme.lower() == "bearer" and not self._verifier.is_open and not is_link  # a cookie alone has it
+        held = self._held(given.strip()) if is_bearer else ""
         return f"{self.cookie}={held}; {self._attributes}" if held else None
 
     def may_read(self, headers: Mapping[str, str]) -> bool:

@@ -13,14 +13,15 @@ from psdist import errors
 from psdist.cli import target
 from psdist.cli.commands import Leaf, call
 from psdist.errors import InvalidArgumentError
-from psdist.monitoring.dashboard import view_key
+from psdist.monitoring.dashboard import KEY_FILE, view_key
 from psdist.settings.flags import CommandLine
 
 
 def find(monkeypatch: pytest.MonkeyPatch, path: Path, *argv: str) -> target.SchedulerChoice:
     """Return the choice of a command with these flags, where one run is running."""
     (path / "token").write_text("secret")
-    record = SimpleNamespace(run_id="local", address="127.0.0.1:1", token_file=str(path / "token"), pid=1)
+    names = {"token_file": str(path / "token"), "directory": str(path)}
+    record = SimpleNamespace(run_id="local", address="127.0.0.1:1", pid=1, **names)
     monkeypatch.setattr(target, "choose_run", lambda run_id, environ: record)
     environ = {"PSDIST_TLS_CA": str(path / "ca.pem")}
     return target.find_target(CommandLine("c", "", target.target_flags(), "").parse(list(argv), environ), environ)
@@ -39,6 +40,14 @@ def test_only_the_record_of_the_run_gives_the_key_of_the_dashboard(
 ) -> None:
     (tmp_path / "other").write_text("of a reader")
     assert find(monkeypatch, tmp_path, "--token-file", str(tmp_path / "other")).dashboard_key == ""
+
+
+def test_a_key_in_a_file_is_that_of_the_link(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / KEY_FILE).symlink_to(tmp_path / "key")
+    (tmp_path / "key").write_text("k1\n")
+    assert find(monkeypatch, tmp_path).dashboard_key == "k1"
+    (tmp_path / "key").unlink()
+    assert find(monkeypatch, tmp_path).dashboard_key == "", "it was revoked"
 
 
 @pytest.mark.parametrize("run", [("--run-id", "local"), ()])
