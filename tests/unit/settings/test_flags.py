@@ -243,7 +243,7 @@ def test_psdist_run_shows_nothing_beyond_this_machine_unencrypted_unless_told_to
     with pytest.raises(InsecureBindError, match=rf"--{what}-host 0.0.0.0 .*--insecure.*psdist-scheduler with TLS"):
         local(*flags)
     assert local(*flags, "--insecure").insecure
-    # Its processes, workers included, are told so.
+    # So are its processes, workers included.
     plan = services(ServicesSettings(servers=1), tmp_path)
     open_plan = replace(plan, link=replace(plan.link, insecure=True))
     for spec in (open_plan.scheduler({}), open_plan.server(0, {})):
