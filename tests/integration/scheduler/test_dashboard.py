@@ -134,7 +134,10 @@ async def test_a_revoked_key_ends_the_pages_that_it_opened(tmp_path: Path) -> No
     key = make_key(file)
 
     def check(port: int) -> None:
-        with following(port, Authorization=f"Bearer {key}") as revoked, following(port) as others:
+        with (
+            following(port, Authorization=f"Bearer {key}") as revoked,
+            following(port, Authorization=f"Bearer {TOKEN}") as others,
+        ):
             assert next(revoked) and next(others)
             file.unlink()
             assert len(list(revoked)) < 5, "the stream ends"
