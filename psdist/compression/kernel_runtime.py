@@ -492,7 +492,8 @@ class BackgroundCompiler:
                     self._forget(kernels)
                     continue
                 self._load(kernels)
-            release_compiler()
+            if not self._is_over():
+                release_compiler()
         except ImportError as error:  # numba is broken here; numpy works.
             self._log.warning("kernels for %s cannot be compiled and stay slow: %r", groups[0][1], error)
         finally:
