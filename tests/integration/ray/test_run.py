@@ -246,7 +246,7 @@ def train():
         weights = context.client.parameters("w", {"w": np.zeros(4, np.float32)}, psdist.optim.SGD(1.0))
         return float(weights.push_pull({"w": np.full(4, context.rank, np.float32)})["w"][0])
 
-ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
 print("nodes", *{node["NodeManagerAddress"] for node in ray.nodes()})
 print("trained", psdist.ray.run(train, num_workers=2).returned)
 """
