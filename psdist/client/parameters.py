@@ -475,7 +475,7 @@ class AsyncParameters(ProcessBound):
             mine, theirs = self.participation.shared_memory, None
             if other is not None:
                 theirs = other.participation.shared_memory
-                mine.check_turns(theirs)
+                theirs.arena.check_like(mine.arena)
             await self._release_memory(shared=False)
             await mine.take_turns(theirs)
 

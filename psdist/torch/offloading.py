@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import lr_scheduler
 
 from psdist.client.context import Context
@@ -210,7 +210,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         while len(steps := {layer.handle.step for layer in self._layers}) > 1:
             for layer in self._layers:
                 if layer.handle.step < max(steps):
-                    layer.handle.push({key: _zeros(one) for key, one in layer.parameters.items()}, weight=0)
+                    zeros = {key: np.zeros(tuple(one.shape), np.float32) for key, one in layer.parameters.items()}
+                    layer.handle.push(zeros, weight=0)
                     layer.handle.release_memory(shared=layer.place.holder is None)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
@@ -299,10 +300,6 @@ def _part_of(spec: Optimizer, names: Iterable[str]) -> Optimizer:
     """
     overrides = tuple(one for one in spec.overrides if any(group_of(name, [one]) for name in names))
     return replace(spec, overrides=overrides)
-
-
-def _zeros(like: Tensor) -> NDArray[np.float32]:
-    return np.zeros(tuple(like.shape), np.float32)
 
 
 def _check_settings(consistency: Consistency, compression: Codec | str | None) -> None:

@@ -128,7 +128,7 @@ def check_guarded() -> None:
 
 def explained(error: DuplicateMemberError) -> DuplicateMemberError:
     """Return the error of a registration, with the remedy if this process is not the worker itself."""
-    if not is_spawned():
+    if multiprocessing.parent_process() is None:
         return error
     return DuplicateMemberError(
         f"{error.message}. This process was started by multiprocessing and inherited the rank of the worker that "
@@ -136,11 +136,6 @@ def explained(error: DuplicateMemberError) -> DuplicateMemberError:
         "(--nproc-per-node)",
         **error.details,
     )
-
-
-def is_spawned() -> bool:
-    """True if ``multiprocessing`` started this process."""
-    return multiprocessing.parent_process() is not None
 
 
 class ProcessBound:

@@ -376,10 +376,6 @@ class ShmTransport(NegotiatedTransport[ShmConnection]):
         if self.arena.is_detached:
             await self.arena.share()
 
-    def check_turns(self, other: ShmTransport) -> None:
-        """Raise InvalidArgumentError if this handle's gradients do not fit the arena of ``other``."""
-        other.arena.check_like(self.arena)
-
     async def take_turns(self, other: ShmTransport | None) -> None:
         """Move this handle's gradients to the arena of ``other``, or to its own for None. No push may be in
         progress."""

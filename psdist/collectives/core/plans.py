@@ -64,11 +64,6 @@ def check_dtype(dtype: np.dtype[Any]) -> None:
         raise DTypeMismatchError(f"dtype {dtype!s:.60} cannot be sent: use one of {', '.join(DTYPES)}")
 
 
-def name_of(dtype: np.dtype[Any]) -> str:
-    """Return the name of a dtype that collectives carry. Numpy's ``name`` takes microseconds."""
-    return _NAMES[dtype]
-
-
 def check_op(op: str, dtype: np.dtype[Any]) -> None:
     """Raise InvalidArgumentError for an unknown operation, DTypeMismatchError if it has no meaning for ``dtype``."""
     if op not in _OPS:
@@ -380,7 +375,7 @@ def _peers(rank: int, size: int) -> list[int]:
 
 
 def _header(kind: str, array: NDArray[Any], *, op: str = "", root: int = -1) -> Header:
-    return Header(kind, op, name_of(array.dtype), array.shape, root)
+    return Header(kind, op, _NAMES[array.dtype], array.shape, root)  # Numpy's ``name`` takes microseconds.
 
 
 def rows_of(array: Array) -> list[Array]:
