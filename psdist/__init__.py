@@ -69,8 +69,7 @@ def __getattr__(name: str) -> Any:
     """Import the module that defines ``name``, and cache the object."""
     if name not in _MODULES:
         raise AttributeError(f"module 'psdist' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
-    with import_module("psdist.importing").quickly():
-        module = import_module(_MODULES[name])
+    module = import_module(_MODULES[name])
     globals()[name] = found = getattr(module, name, module)
     return found
 

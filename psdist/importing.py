@@ -3,6 +3,8 @@
 ``dataclass`` writes the methods of each class as text and compiles them one by one, which took a third of the start of
 every process, and most of them are never called. While ``quickly`` is active, each is compiled at its first use. That
 replaces a private function of ``dataclasses``; a Python without it imports as usual.
+
+For psdist's own programs alone: in the process of a script the standard library stays as it is.
 """
 
 from __future__ import annotations

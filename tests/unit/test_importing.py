@@ -108,7 +108,7 @@ def test_programs_compile_few_methods(program: str) -> None:
 @pytest.mark.parametrize(
     ("module", "late"),
     [
-        ("psdist.client.context", "psutil structlog numba"),
+        ("psdist.client.context", "psutil structlog numba psdist.importing"),
         ("psdist_scheduler.app", "importlib.metadata numpy fastapi"),
         ("psdist.cli.run", "numpy grpc google.protobuf structlog"),
     ],
