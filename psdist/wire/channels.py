@@ -16,6 +16,7 @@ import asyncio
 import resource
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partialmethod
 from typing import Any, Final, Self
 
 import grpc
@@ -183,23 +184,7 @@ class RenewedChannel:
         self._retiring: dict[grpc.aio.Channel, asyncio.Task[None]] = {}
         self._is_closed = False
 
-    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
-        """See grpc.aio."""
-        return self._method("unary_unary", args, kwargs)
-
-    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
-        """See grpc.aio."""
-        return self._method("unary_stream", args, kwargs)
-
-    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
-        """See grpc.aio."""
-        return self._method("stream_unary", args, kwargs)
-
-    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
-        """See grpc.aio."""
-        return self._method("stream_stream", args, kwargs)
-
-    def _method(self, kind: str, made_with: tuple[Any, ...], options: dict[str, Any]) -> Callable[..., Any]:
+    def _method(self, kind: str, *made_with: Any, **options: Any) -> Callable[..., Any]:
         """Return a function that starts a call on the channel of the newest certificates."""
         channel, method = None, None
 
@@ -211,6 +196,12 @@ class RenewedChannel:
             return method(*args, **kwargs)
 
         return start
+
+    #: See grpc.aio.
+    unary_unary = partialmethod(_method, "unary_unary")
+    unary_stream = partialmethod(_method, "unary_stream")
+    stream_unary = partialmethod(_method, "stream_unary")
+    stream_stream = partialmethod(_method, "stream_stream")
 
     def _current(self) -> grpc.aio.Channel:
         identity = self._files.identity()

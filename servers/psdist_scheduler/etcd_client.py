@@ -23,6 +23,8 @@ from psdist.security.tls import TlsFiles, TlsIdentity
 from psdist.v1 import etcd_pb2 as pb
 from psdist.wire import limits
 
+logger = logging.getLogger("psdist.scheduler")
+
 T = TypeVar("T")
 #: Time in seconds for one endpoint to answer. Without an answer the next one is asked.
 ATTEMPT_SECONDS: Final = 1.0
@@ -232,8 +234,6 @@ def _serialized(message: Any) -> bytes:
 # exclusion: its holder may be frozen, and resume after the lease has ended (https://etcd.io/docs/v3.4/learning/why/).
 # So every write of the store is a transaction that compares the leader key (``guard``), and this process takes part
 # in the run only while the lease holds by its own clock (``check``), counted from when it asked for the renewal.
-
-logger = logging.getLogger("psdist.scheduler")
 
 #: Seconds that the lease of a dead leader lasts. etcd makes shorter ones longer.
 LEASE_SECONDS: Final = 3

@@ -45,6 +45,8 @@ from psdist_scheduler.decide.cluster_state import EventRecord, Member
 from psdist_scheduler.decide.effects import LogEvent
 from psdist_scheduler.decide.snapshot_attempt import Attempt, AttemptPhase
 
+logger = logging.getLogger("psdist.scheduler")
+
 #: Time between two samples.
 SAMPLE_SECONDS: Final = 1.0
 #: Samples that are kept: five minutes.
@@ -443,8 +445,6 @@ class EventHistory:
 
 # --- the summary of the run -------------------------------------------------------------------------------------------
 
-
-logger = logging.getLogger("psdist.scheduler")
 
 #: Time between two writes.
 WRITE_SECONDS: Final = 60.0

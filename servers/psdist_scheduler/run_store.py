@@ -46,6 +46,8 @@ from psdist_scheduler.decide.effects import Persist
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+logger = logging.getLogger("psdist.scheduler")
+
 
 class Store:
     """Interface of the store, and a store that keeps nothing. Calls block; only one is made at a time."""
@@ -195,8 +197,6 @@ def parameters_of(entry: bytes, uploader: str, committed: int, layout: bytes) ->
 
 # --- SQLite -----------------------------------------------------------------------------------------------------------
 
-
-logger = logging.getLogger("psdist.scheduler")
 
 #: Raised when an older program could misread the file.
 SCHEMA_VERSION = 7

@@ -53,6 +53,8 @@ from psdist_scheduler.run_status import EventHistory
 from psdist_scheduler.run_store import Store
 from psdist_scheduler.snapshot_io import SnapshotIo
 
+logger = logging.getLogger("psdist.scheduler")
+
 
 class PublishedMap:
     """The map of one epoch."""
@@ -222,8 +224,6 @@ class OpenCalls:
         for number in sorted(self._attached):
             self._sessions[number].put(message, kind)
 
-
-logger = logging.getLogger("psdist.scheduler")
 
 #: Number of events that the status report shows.
 EVENTS_SHOWN = 100

@@ -60,6 +60,8 @@ from psdist_server.store.replicator import ReplicaReport
 from psdist_server.store.rpc_call import Call, fenced
 from psdist_server.store.statistics import SliceSpans
 
+logger = structlog.get_logger("psdist.server")
+
 #: Longest time, in seconds, that a request waits for a map that this server does not have yet.
 MAP_WAIT_SECONDS: Final = 10.0
 #: A shorter period says little: the kernel counts in hundredths of a second.
@@ -405,8 +407,6 @@ def _is_obsolete(before: ParametersEntry, after: ParametersEntry) -> bool:
 
 # --- other servers ----------------------------------------------------------------------------------------------------
 
-
-logger = structlog.get_logger("psdist.server")
 
 _RETRY_SECONDS: Final = 0.05
 
