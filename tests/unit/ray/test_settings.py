@@ -81,6 +81,7 @@ def test_gives_each_role_its_certificate() -> None:
     base = {"HOME": "/h", "PSDIST_SCHEDULER_FILE": "/another/run", "PSDIST_TOKEN": "another"}
     assert given.environment("worker", "t", "10.0.0.1:5", base) == {
         "HOME": "/h",
+        "PYTHONIOENCODING": "utf-8:surrogateescape",
         "PSDIST_SCHEDULER": "10.0.0.1:5",
         "PSDIST_TOKEN": "t",
         "PSDIST_RUN_ID": "r",

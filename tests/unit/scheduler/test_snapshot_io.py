@@ -290,7 +290,7 @@ def test_another_runs_storage_is_refused() -> None:
 def test_a_fresh_run_is_refused_where_there_are_snapshots() -> None:
     check_fresh(history(Memory()), "here")
     with pytest.raises(
-        ConfigurationError, match=r"here has 3 snapshots, the newest dir-3-salt \(mlp at step 5\): omit"
+        ConfigurationError, match=r"here has 3 snapshots, the newest dir-3-salt \(mlp at step 5\): leave the flag out"
     ):
         check_fresh(history(three()), "here")
 
