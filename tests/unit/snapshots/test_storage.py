@@ -458,7 +458,7 @@ async def test_missing_credentials_are_named(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_obstore_is_loaded_only_where_it_is_used() -> None:
     program = (
-        "import sys, psdist.snapshots.reader, psdist.snapshots.storage as s; s.open_storage('x'); "
+        "import sys, psdist.snapshots.reader, psdist.snapshots.opening as s; s.open_storage('x'); "
         "sys.exit('obstore' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
