@@ -381,9 +381,11 @@ def _snapshots(found: dict[str, Any], count: int) -> list[Text]:
         waiting = f", waiting {attempt['waiting_for']}" if attempt["waiting_for"] else ""
         lines.append(Text(line + waiting, "yellow"))
     if found["failed"]:
-        when = moment(found["last_failure_time"])
-        text = f"! {plural(found['failed'], 'snapshot')} given up, the last at {when}: {found['last_failure']}"
-        lines.append(Text(text, "red"))
+        failed_at = found["last_failure_time"]
+        given_up = plural(found["failed"], "snapshot")
+        text = f"{given_up} given up, the last at {moment(failed_at)}: {found['last_failure']}"
+        over = any(one["time"] > failed_at for one in found["committed"])
+        lines.append(Text(text) if over else Text(f"! {text}", "red"))
     return lines
 
 

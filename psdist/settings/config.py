@@ -81,6 +81,8 @@ class DashboardEndpoint:
     descriptor: an inherited socket that listens there already.
     logs: directory with the members' logs; None shows none.
     key_file: file with the key of links; None for the one that follows from the token.
+    advertise: ``host:port`` at which others reach the scheduler; empty for its own address. Links have its host, which
+        is the one in a certificate.
     """
 
     host: str
@@ -89,6 +91,7 @@ class DashboardEndpoint:
     descriptor: int | None = None
     logs: Path | None = None
     key_file: Path | None = None
+    advertise: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -335,7 +335,7 @@ class SchedulerSettings(RunSettings, DashboardSettings, ProgramSettings):
             return None
         host = self.dashboard_host or loopback()
         port, files = self.dashboard_port or 0, (self.dashboard_logs, self.dashboard_key_file)
-        return DashboardEndpoint(host, port, self.credentials, self.dashboard_fd, *files)
+        return DashboardEndpoint(host, port, self.credentials, self.dashboard_fd, *files, self.advertise)
 
     @property
     def storage(self) -> str:

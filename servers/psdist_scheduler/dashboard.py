@@ -87,7 +87,10 @@ class DashboardServer:
         self._read = read
         self._socket = _listening(endpoint)
         port = self._socket.getsockname()[1]
-        host = addresses.own_address() if addresses.is_wildcard(endpoint.host) else endpoint.host
+        host = endpoint.host
+        if addresses.is_wildcard(host):
+            named = addresses.parse_address(endpoint.advertise)[0] if endpoint.advertise else ""
+            host = addresses.own_address() if not named or addresses.is_loopback(named) else named
         self.address = addresses.format_address(host, port)
         current = None if file is None else partial(dashboard.read_key, file)
         self._access = Access(token, key, port, current=current, is_secure=self.is_secure)

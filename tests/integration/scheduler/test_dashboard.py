@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from psdist.addresses import own_address
 from psdist.errors import ConfigurationError, InsecureBindError
 from psdist.monitoring.dashboard import content, listen, make_key, view_key
 from psdist.monitoring.run_state import RunState
@@ -176,6 +177,17 @@ async def test_beyond_this_machine_the_page_is_encrypted(tmp_path: Path) -> None
         assert answer.startswith(b"HTTP/1.1 200") and first != second
         with pytest.raises((http.client.HTTPException, ConnectionError)):
             await asyncio.to_thread(get, port, "/")
+
+
+async def test_a_link_has_the_advertised_host() -> None:
+    """A browser compares it with the certificate, which names hosts and not each of their addresses."""
+    credentials = Credentials(TOKEN, insecure=True)
+    cases = [("0.0.0.0", "node-1:29600", "node-1"), ("127.0.0.1", "node-1:29600", "127.0.0.1")]
+    cases.append(("0.0.0.0", "127.0.0.1:29600", own_address()))  # A tunnel's end, of another port.
+    for host, advertise, shown in cases:
+        endpoint = DashboardEndpoint(host, 0, credentials, advertise=advertise)
+        with closing(DashboardServer(endpoint, KEY, made_up())) as server:
+            assert server.address.rpartition(":")[0] == shown
 
 
 async def test_plaintext_beyond_this_machine_must_be_asked_for() -> None:

@@ -173,6 +173,14 @@ def test_texts_of_members_cannot_control_the_terminal() -> None:
     assert not [text for name in panels.PANELS for text in texts(panels.PANELS[name](run, 80)) if "\x1b" in text]
 
 
+def test_failed_snapshots_are_no_problem_once_one_is_committed() -> None:
+    for failed_at, shown in ((NOW - 30, "! 3 snapshots given up"), (NOW - 120, "3 snapshots given up")):
+        status = made_status()
+        status.snapshots.failed, status.snapshots.last_failure = 3, "No space left on device"
+        status.snapshots.last_failure_time = failed_at
+        assert any(line.startswith(shown) for line in texts(panels.snapshots(made_run(status), 80)))
+
+
 def test_snapshots_show_size_and_progress() -> None:
     lines = texts(panels.snapshots(made_run(), 80))
     assert lines[0] == "snapshots: every 10m, in /data/digits"
