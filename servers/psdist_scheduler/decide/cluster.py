@@ -164,7 +164,7 @@ class Cluster:
     @property
     def phase(self) -> str:
         """One sentence about the state of the run, with the reason if it is stalled."""
-        if lost := self.registry.lost_text:
+        if lost := self.rollback.text:
             return lost
         if wait := self.losses.deferred.wait:
             return f"held up, waiting {wait}"

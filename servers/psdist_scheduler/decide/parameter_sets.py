@@ -28,6 +28,8 @@ from psdist_scheduler.decide.snapshot_catalog import Resume
 def _remedy(settings: ClusterSettings) -> str:
     """Return the remedy for lost shards that no snapshot contains."""
     copies = "with --replicas 2 a lost server costs nothing"
+    if settings.replicas > 1:
+        copies = f"the {settings.replicas} copies do not outlive the loss of as many servers together"
     if not settings.storage or settings.unwritable:
         other = (
             f" under another --run-id, or without {settings.store}, which records the loss" if settings.store else ""

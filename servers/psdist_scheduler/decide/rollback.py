@@ -62,8 +62,24 @@ class Rollback:
                 return []
             self._loss_text = self._losses()
             return self._fail(catalog.unreadable)
+        return self.roll_back(catalog.newest, epoch, now) if self._target is not None else []
+
+    @property
+    def text(self) -> str:
+        """Sentence about lost shards and the remedy; empty if none are lost. Without workers nobody needs them: those
+        that join next make the run roll back."""
+        text = self._registry.lost_text
+        if not text or self._members.workers or self._registry.resume.failed is not None or self._target is None:
+            return text
+        lost = "; ".join(p.lost for p in self._registry.placed if p.lost)
+        return f"{lost}: the run rolls back to snapshot {self._target.commit.directory} once a worker joins"
+
+    @property
+    def _target(self) -> CommitFound | None:
+        """The newest snapshot, if it has all parameter sets."""
+        newest = self._snapshots.catalog.newest
         names = {p.name for p in self._registry.all if p.state == "ready"}
-        return self.roll_back(catalog.newest, epoch, now) if names <= catalog.newest.commit.steps.keys() else []
+        return newest if newest is not None and names <= newest.commit.steps.keys() else None
 
     def end_if_lost(self) -> None:
         """End the run if shards are lost for good: no snapshot has them, and workers need them."""

@@ -68,6 +68,27 @@ def test_a_scheduler_that_is_started_again_after_the_run_went_back_does_not_miss
     assert d.entry().ready
 
 
+def test_a_saved_run_whose_workers_and_servers_left_says_from_where_it_continues() -> None:
+    """Nothing is lost for good: the snapshot has it."""
+    d = saved_run(7)
+    d.on(ev.Leave(d.number(), caller(d.cluster.members.workers[0]), "failed"))
+    for server in list(d.cluster.members.servers):
+        d.on(ev.Leave(d.number(), caller(server), "stopped"))
+    phase = d.cluster.phase
+    assert "held shard" in phase and "the run rolls back to snapshot" in phase and "no snapshot has" not in phase
+    for number in range(2):
+        d.join("server", member_id=f"server-{number}")
+    d.join("worker", rank=0)
+    assert d.rolled_back
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_copies_are_no_remedy_for_a_run_that_has_them(replicas: int) -> None:
+    remedy = SnapshotDriver(policy=SavePolicy(seconds=600), replicas=replicas).cluster.registry.remedy
+    assert ("with --replicas 2" in remedy) is (replicas == 1)
+    assert ("the 2 copies do not outlive" in remedy) is (replicas == 2)
+
+
 @pytest.mark.parametrize("stored", [True, False])
 def test_a_loss_before_the_first_snapshot_names_when_that_is_due(stored: bool) -> None:
     """A run that has a storage is not told that a storage would have helped."""
