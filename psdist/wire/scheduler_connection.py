@@ -32,6 +32,7 @@ from psdist.errors import (
     PsdistError,
     SchedulerUnreachableError,
     ServerUnreachableError,
+    UnauthenticatedError,
     WaitTimeoutError,
     WrongRunError,
 )
@@ -419,6 +420,7 @@ class MemberSession(ABC):
         """Hold the session of an incarnation open. Returns the error that ends it; None once this member leaves."""
         connection = self.connection
         backoff = Backoff.for_session(connection.rng, heartbeat_seconds, has_standby=connection.has_standby)
+        is_refused = False
         while True:
             peer = connection.peer  # After an error the next one may be another scheduler.
             error = await self._follow_stream(member_id, incarnation, heartbeat_seconds, backoff)
@@ -426,7 +428,9 @@ class MemberSession(ABC):
                 return None
             if isinstance(error, self.final_errors):
                 return error
-            if not self.is_broken:  # Logged once, not for each further attempt.
+            was_refused, is_refused = is_refused, isinstance(error, UnauthenticatedError)
+            # Logged once, not for each further attempt. A scheduler that is back with another token is news.
+            if not self.is_broken or is_refused > was_refused:
                 logger.warning(
                     "the session with %s broke (%s); reconnecting while training continues",
                     peer,

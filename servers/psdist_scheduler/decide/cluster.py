@@ -188,7 +188,8 @@ class Cluster:
 
     def start(self, now: float) -> list[Effect]:
         """Return the first effects: the first epoch of this scheduler, durable and published."""
-        return self._commit([], now, changed=True)
+        again = ef.LogEvent("a new process of the scheduler continues the run from its store")
+        return self._commit([] if self.lineage.is_first else [again], now, changed=True)
 
     def on(self, event: Event, now: float) -> list[Effect]:
         """Process one event. Raises nothing: a refused request becomes a Refuse."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from psdist.errors import FencedError, PsdistError, StaleEpochError
+from psdist.errors import FencedError, PsdistError, SchedulerUnreachableError, StaleEpochError, UnauthenticatedError
 from psdist.map_difference import difference
 from psdist.types import ClusterMap, WorkerEntry
 from psdist.v1 import scheduler_pb2 as pb
@@ -130,6 +130,19 @@ class Session(MemberSession):
 
     def end_stream(self) -> None:
         self.ended += 1
+
+
+async def test_a_scheduler_that_is_back_with_another_token_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """The member waits for one that accepts its token, and its operator must see the reason, once."""
+    gone, refused = SchedulerUnreachableError("refused the connection"), UnauthenticatedError("the token is wrong")
+    errors = [gone, gone, refused, refused, gone, FencedError("expelled")]
+
+    class Failing(Session):
+        async def _follow_stream(self, *_args: Any) -> PsdistError:
+            return errors.pop(0)
+
+    assert isinstance(await Failing(Streams()).hold_session("server-0", 7, 0.01), FencedError)
+    assert [record.args[1] for record in caplog.records if isinstance(record.args, tuple)] == [gone, refused]
 
 
 async def test_a_stream_that_ends_or_cannot_be_followed_is_opened_again_with_the_newest_map() -> None:

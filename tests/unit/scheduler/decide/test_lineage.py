@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from psdist.errors import InvalidArgumentError, RunLostError
 from psdist_scheduler.decide import cluster_events as ev
+from psdist_scheduler.decide import effects as ef
 from psdist_scheduler.decide.cluster_events import SessionOpened
 from psdist_scheduler.decide.cluster_state import SchedulerProcess, StoredState
 from psdist_scheduler.decide.member_admission import Lineage
@@ -51,6 +52,14 @@ def test_an_empty_store_ends_the_run_of_members_that_it_does_not_know() -> None:
     assert d.stored.run_lost == d.cluster.phase == error.message
     again = Driver(d.stored, salt="newer")
     assert isinstance(again.cluster.failed, RunLostError), "the store remembers that the run is lost"
+
+
+def test_the_history_names_each_further_process() -> None:
+    first = Driver(salt="first")
+    first.join("server")
+    for d, expected in ((first, 0), (Driver(first.stored, salt="second"), 1)):
+        logs = [one for one in d.cluster.start(d.now) if isinstance(one, ef.LogEvent)]
+        assert sum("a new process of the scheduler" in one.text for one in logs) == expected
 
 
 def test_an_older_store_ends_the_run() -> None:
