@@ -45,8 +45,8 @@ BIN    := $(VENV)/bin
 INSTALL = $(BIN)/python .ci/install.py
 # Otherwise each of the five processes of the first run compiles the modules, which takes it 2 s.
 BYTECODE = $(BIN)/python -m compileall -q psdist servers
-# Runs a silent command with a description and a dot every two seconds.
-WITH_DOTS = @announced() { echo "$$1"; shift; "$$@" & work=$$!; \
+# Runs a silent command with a description, behind which come dots, one every two seconds.
+WITH_DOTS = @announced() { printf %s "$$1"; shift; "$$@" & work=$$!; \
 	while kill -0 $$work 2>/dev/null; do sleep 2; printf .; done & dots=$$!; \
 	wait $$work; status=$$?; kill $$dots 2>/dev/null; echo; return $$status; }; announced
 PYTEST := $(BIN)/python -m pytest
@@ -91,7 +91,7 @@ CHECKS := tests/test_tidy.py tests/test_structure.py tests/test_prose.py tests/t
 # --- environment: the demo needs neither torch nor linters, and does not wait for them -------------------------------
 
 $(BIN)/python:
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "psdist needs Python 3.11 or later: make PYTHON=python3.11")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "psdist needs Python 3.11 or later: make PYTHON=python3.11")'
 	$(WITH_DOTS) "creating $(VENV)" $(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python

@@ -1,8 +1,8 @@
 """Run pip install and show its progress: ``python .ci/install.py WHAT ARGUMENT...``, with arguments of pip install.
 
-Prints each downloaded package with its number and size, and a dot whenever two seconds pass without other output. If
-pip fails, everything that it printed follows, and its exit status is passed on. Only the standard library is used: this
-runs before anything is installed.
+Prints each large download with its size, and a dot behind the current line whenever two seconds pass without other
+output. If pip fails, everything that it printed follows, and its exit status is passed on. Only the standard library
+is used: this runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from typing import IO
 
 DOT_SECONDS = 2.0
-_DOWNLOAD = re.compile(r"\s*Downloading (?P<file>\S+)(?: \((?P<size>[^)]*)\))?")
+#: A download of a megabyte or more. Smaller ones are no reason to wait, and not shown.
+_DOWNLOAD = re.compile(r"\s*Downloading (?P<file>\S+) \((?P<size>[^)]* [MG]B)\)")
 #: Metadata is fetched apart from the package.
 _METADATA = ".metadata"
 _INSTALLING = "Installing collected packages: "
@@ -27,29 +28,32 @@ class Display:
 
     def __init__(self, out: IO[str]) -> None:
         self._out = out
-        self._count = 0
-        self._has_dots = False
+        #: True if the current line may get dots.
+        self._is_open = False
 
     def say(self, text: str) -> None:
-        """Start a new line."""
-        self._out.write(("\n" if self._has_dots else "") + text + "\n")
+        """Start a new line, which stays open for dots."""
+        self._out.write(("\n" if self._is_open else "") + text)
         self._out.flush()
-        self._has_dots = False
+        self._is_open = True
 
     def dot(self) -> None:
         """Show that pip is still running."""
         self._out.write(".")
         self._out.flush()
-        self._has_dots = True
+        self._is_open = True
 
     def line(self, line: str) -> None:
         """Show a line of pip, if it says something new."""
         if line.startswith(_INSTALLING):
             self.say(f"  unpacking {line.count(',') + 1} packages")
         elif (match := _DOWNLOAD.match(line)) and not match["file"].endswith(_METADATA):
-            self._count += 1
-            name = match["file"].rpartition("/")[2].partition("-")[0]
-            self.say(f"  {self._count:3}  {name}" + (f" ({match['size']})" if match["size"] else ""))
+            self.say(f"  {match['file'].rpartition('/')[2].partition('-')[0]} ({match['size']})")
+
+    def end(self, text: str) -> None:
+        """Show the last line, and close it."""
+        self.say(text + "\n")
+        self._is_open = False
 
 
 def run(command: Sequence[str], display: Display, dot_seconds: float = DOT_SECONDS) -> int:
@@ -74,7 +78,7 @@ def run(command: Sequence[str], display: Display, dot_seconds: float = DOT_SECON
         printed.append(line)
         display.line(line)
     status = process.wait()
-    display.say("  done" if status == 0 else "".join(["pip failed:\n", *printed]).rstrip())
+    display.end("  done" if status == 0 else "".join(["pip failed:\n", *printed]).rstrip())
     return status
 
 

@@ -87,7 +87,7 @@ def choose_run(run_id: str, environ: Mapping[str, str]) -> RunRecord:
     matching = [record for record in records if run_id in ("", record.run_id)]
     if not matching:
         what = f"no run named {run_id} is" if run_id else "no run is"
-        remedy = f"choose one of {names} by --run-id, or pass" if names else "pass"
+        remedy = f"choose one of {names} by --run-id, or pass" if names else "start one by psdist run, or pass"
         raise SchedulerUnreachableError(f"{what} running on this machine: {remedy} --scheduler HOST:PORT")
     if len(matching) > 1:
         raise InvalidArgumentError(f"several runs are running on this machine: choose one of {names} by --run-id")

@@ -438,7 +438,7 @@ class AsyncClient(ProcessBound):
                 "spawn, and make a client in each"
             )
         if self.is_closed:
-            raise ClosedError("the client is closed")
+            raise ClosedError("the client is closed: call psdist.init() again, or make a new client")
         if self.session is None:
             raise ClosedError("the client is not connected: use it in a with block, or call connect() first")
         return self.session

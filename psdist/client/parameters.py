@@ -236,8 +236,9 @@ class AsyncParameters(ProcessBound):
 
     def __repr__(self) -> str:
         role = f"step {self.step}" if self.is_member else "reading"
+        count = len(self.layout.tensors)
         return (
-            f"<{type(self).__name__} {self.name!r}: {len(self.layout.tensors)} tensors, "
+            f"<{type(self).__name__} {self.name!r}: {count} tensor{'' if count == 1 else 's'}, "
             f"{self.layout.starts[-1]} elements, version {self.version}, {role}>"
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -47,18 +48,18 @@ def played(install: Any, script: str, dot_seconds: float = 60.0) -> tuple[int, s
     return status, out.getvalue()
 
 
-def test_packages_are_named_with_their_sizes_and_counted(install: Any) -> None:
+def test_large_packages_are_named_with_their_sizes(install: Any) -> None:
     status, shown = played(install, f"print({_PRINTED!r}, end='')")
     assert status == 0
-    assert shown == "    1  llvmlite (56.3 MB)\n    2  numba (3.8 MB)\n  unpacking 4 packages\n  done\n"
+    assert shown == "  llvmlite (56.3 MB)\n  numba (3.8 MB)\n  unpacking 4 packages\n  done\n"
 
 
-def test_silence_has_dots(install: Any) -> None:
+def test_silence_has_dots_behind_the_current_line(install: Any) -> None:
     # It continues once its reader has waited long enough to show dots.
-    script = "import threading; threading.Event().wait(0.5); print('Downloading a-1.whl (1 kB)')"
+    script = "import threading; print('Downloading a-1.whl (1 MB)', flush=True); threading.Event().wait(0.5)"
     status, shown = played(install, script, dot_seconds=0.02)
-    dots, _, rest = shown.partition("\n")
-    assert status == 0 and set(dots) == {"."} and rest.startswith("    1  a (1 kB)\n"), shown
+    # Python's own start may take longer than the first dot.
+    assert status == 0 and re.fullmatch(r"\.*\n?  a \(1 MB\)\.+\n  done\n", shown), shown
 
 
 def test_a_failure_shows_everything_and_has_pips_status(install: Any) -> None:

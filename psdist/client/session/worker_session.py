@@ -396,7 +396,9 @@ class WorkerSession(MemberSession):
             self._task.cancel()
             with suppress(asyncio.CancelledError):
                 await self._task
-            self.membership.view.on_fatal(ClosedError("the client is closed"))
+            self.membership.view.on_fatal(
+                ClosedError("the client is closed: call psdist.init() again, or make a new client")
+            )
         self.registrar.listener.close()
         await self.calls.close()
 

@@ -287,7 +287,8 @@ class Replicator:
             if machine.refused_copy(stream.replica, str(error)):
                 self.network.report()
             return
-        logger.warning("refused by a replica", parameters=self.name, peer=str(stream.replica), reason=str(error))
+        # No warning: after the loss of a server terms differ for a moment, and this is how the shard gets over it.
+        logger.info("refused by a replica", parameters=self.name, peer=str(stream.replica), reason=str(error))
         if int(error.details.get("term", machine.term)) < machine.term:
             stream.restart()  # Only its map is older. On a new stream it waits for the newer one.
             return

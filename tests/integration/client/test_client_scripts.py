@@ -51,11 +51,16 @@ with psdist.init() as context:
     print(out["w"].tolist(), weights.version, weights.names, weights.statistics().pushes)
     context.client.barrier()
     assert context.client.parameters("p", {"w": np.zeros(3, np.float32)}, psdist.optim.SGD(lr=1.0)) is weights
+try:
+    weights.pull()
+except psdist.errors.ClosedError as error:
+    print(error)
 """)
     assert code == 0, error
     assert out.splitlines() == [
-        "[1.0, 1.0, 1.0] <Parameters 'p': 1 tensors, 3 elements, version 1, step 1>",
+        "[1.0, 1.0, 1.0] <Parameters 'p': 1 tensor, 3 elements, version 1, step 1>",
         "[2.0, 2.0, 2.0] 2 ('w',) 2",
+        "the client is closed: call psdist.init() again, or make a new client",
     ]
     said = "psdist: no launcher, so this is a world of one: a scheduler and one server are started"
     assert re.fullmatch(rf"\d\d:\d\d:\d\d {said}\n", error), error

@@ -125,7 +125,7 @@ def test_status_of_the_run_on_this_machine_is_shown_and_watched(stage: Stage) ->
     run.send_signal(signal.SIGINT)
     assert end(run)[0] == 130
     status, text = stage.run("psdist", "status")
-    assert status == 69 and "no run is running on this machine" in text
+    assert status == 69 and "no run is running on this machine: start one by psdist run, or pass" in text
 
 
 def _watch_until_ctrl_c(stage: Stage) -> None:

@@ -9,6 +9,7 @@ from random import Random
 from typing import Any, cast
 
 import pytest
+from structlog.testing import capture_logs
 
 from psdist import BSP, optim
 from psdist.errors import LimitExceededError, PsdistError, StaleEpochError, StaleTermError
@@ -97,8 +98,11 @@ async def primary() -> AsyncIterator[Primary]:
 
 
 async def test_a_replica_that_knows_a_newer_primary_ends_the_service_of_the_shard(primary: Primary) -> None:
-    await primary.hear_refusal(StaleTermError("another", shard=0, term=4))
+    with capture_logs() as lines:
+        await primary.hear_refusal(StaleTermError("another", shard=0, term=4))
     assert primary.told.fenced_shards == [0]
+    # No warning: it is how a shard gets over the loss of a server.
+    assert [line["log_level"] for line in lines if line["event"] == "refused by a replica"] == ["info"]
 
 
 async def test_a_replica_whose_map_is_older_does_not(primary: Primary) -> None:
