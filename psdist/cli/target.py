@@ -100,7 +100,7 @@ def time_limit(target: SchedulerChoice, timeout_seconds: float) -> Iterator[None
     a busy machine that may be the import of grpc, or a connection that does not close."""
     text = (
         f"psdist: error: no answer of the scheduler at {target.address} within {timeout_seconds:g} s (--timeout), "
-        "connecting included. Is this machine busy? Pass a longer --timeout"
+        "connecting included: it may be frozen or cut off, or this machine busy. Pass a longer --timeout"
     )
 
     def give_up() -> None:
