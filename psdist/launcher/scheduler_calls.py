@@ -208,7 +208,7 @@ def committed_text(answer: scheduler_pb2.SaveSnapshotResponse) -> str:
     steps = sorted(set(saved.steps.values()))
     where = f"step {steps[0]}" if len(steps) == 1 else "steps " + ", ".join(map(str, steps))
     if answer.unchanged:
-        return f"nothing was trained since {saved.directory} was saved, at {where}"
+        return f"{where} already saved as {saved.directory}: nothing was trained since"
     return f"{where} saved as {saved.directory}: {size(saved.bytes)} in {saved.seconds:.1f} s"
 
 

@@ -225,7 +225,7 @@ def test_what_is_said_while_a_snapshot_is_taken() -> None:
     assert committed_text(pb.SaveSnapshotResponse(committed=info)) == "step 7 saved as d: 1.5 KiB in 0.2 s"
     info.steps["b"] = 9
     unchanged = committed_text(pb.SaveSnapshotResponse(committed=info, unchanged=True))
-    assert unchanged == "nothing was trained since d was saved, at steps 7, 9"
+    assert unchanged == "steps 7, 9 already saved as d: nothing was trained since"
 
 
 def test_sizes() -> None:
