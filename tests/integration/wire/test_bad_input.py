@@ -295,5 +295,5 @@ async def test_without_the_token_no_method_reads_a_body(training: Training, stra
                 refused = await refusal(channel.unary_unary(path)(b"\xff" * 100, metadata=metadata))
                 assert isinstance(refused, errors.UnauthenticatedError) and "PSDIST_TOKEN" in str(refused), path
                 asked += 1
-    assert asked == 3 * (26 + 9 + 9)
+    assert asked == 3 * (27 + 9 + 9)
     await training.goes_on()
