@@ -327,6 +327,8 @@ _CALLS: Final[dict[str, Callable[..., int]]] = {
 
 def main(call: str, *words: str) -> int:
     """Make the call of the command line, and return the exit status."""
+    # On the loop, the import of gRPC would take a tenth of a second.
+    import psdist.wire.scheduler_connection  # noqa: F401
     from psdist.settings.config import find_credentials
 
     return _CALLS[call](find_credentials(os.environ), *words)
