@@ -46,8 +46,8 @@ def test_no_loop_works_for_long_in_one_turn(tmp_path: Path, megabytes: int, copi
         monitored = tmp_path / f"monitor-{number}"
         monitored.mkdir()
         status, text = blocking.start(case, tmp_path, monitored, phases, steps=3)
-        # Without a second copy the run goes back to its snapshot, with all workers.
-        assert status == 0 and "expelled" not in text.replace("expelled worker-0 (the run went back", ""), text
+        # Nobody is lost by a silence. Without a second copy the run goes back to its snapshot, which expels all.
+        assert status == 0 and "silent" not in text and (copies == 1 or "expelled" not in text), text
         roles = {file.stem.partition("-")[0] for file in monitored.glob("*.jsonl")}
         assert roles == {"launcher", "scheduler", "server", "worker"}
         working = {
