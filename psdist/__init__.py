@@ -17,6 +17,7 @@ words.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from importlib import import_module
@@ -69,7 +70,13 @@ def __getattr__(name: str) -> Any:
     """Import the module that defines ``name``, and cache the object."""
     if name not in _MODULES:
         raise AttributeError(f"module 'psdist' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
-    module = import_module(_MODULES[name])
+    collects = gc.isenabled()
+    gc.disable()  # Imported objects stay alive: traversing them again and again would take a tenth of the import.
+    try:
+        module = import_module(_MODULES[name])
+    finally:
+        if collects:
+            gc.enable()
     globals()[name] = found = getattr(module, name, module)
     return found
 
