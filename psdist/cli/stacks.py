@@ -143,4 +143,4 @@ def _dump_silent(found: _Found) -> None:
             if text := dump.read():
                 found.stacks[name] = f"{text}(by a signal: its event loop does not run)\n"
                 del dumps[name]
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_LOOK_SECONDS)  # The files of other processes cannot be waited for.

@@ -409,7 +409,7 @@ class Supervisor:
 
 
 def notice_of_steps(reports: Mapping[ProcessKey, Mapping[str, int] | None]) -> str:
-    """Return what is strange about the steps that workers reported; empty if nothing is.
+    """Return a warning about the steps that workers reported; empty if all are as expected.
 
     Steps of BSP are numbered alike on all workers. Counts that differ by one are a last batch of some.
     """

@@ -1,7 +1,7 @@
 """Problems of a run as sentences: who is dead, silent, slow or badly connected, and what cannot be saved.
 
-The scheduler looks about once a second (``Watch``); ``psdist status`` and the dashboard show what it found, and the
-history has an event when a problem has lasted (``Announcer``). Each alert of ``deploy/monitoring/alerts.yml`` names its
+The scheduler looks about once a second (``Watch``). ``psdist status`` and the dashboard show the problems, and the
+history has an event for each one that lasts (``Announcer``). Each alert of ``deploy/monitoring/alerts.yml`` names its
 kind.
 
 **The rule for stragglers**, which ``psdist explain`` and the alert PsdistStraggler share: a worker's own time in a step
@@ -248,7 +248,7 @@ def _lagging(status: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 class Watch:
-    """Finds the problems of a run look by look, and remembers what one look does not show."""
+    """Finds the problems of a run, and remembers between two looks the counts that only their changes explain."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -377,7 +377,7 @@ class Watch:
         self._places = places
 
 
-#: A problem that has lasted this long gets an event, and one that was gone for so long an event of its end.
+#: Seconds for which a problem lasts before the history has an event, and is gone before it has one of its end.
 _ANNOUNCED_SECONDS: Final = 10.0
 _OVER_SECONDS: Final = 60.0
 #: A problem that flickers counts as lasting.

@@ -122,7 +122,8 @@ class DiLoCo:
         #: Local steps of this worker, contributions scaled down by ``max_update_norm``.
         self.steps, self.clipped = 0, 0
         self._interval, self._delay, self._mix, self._max_norm = every // fragments, delay, float(mix), max_update_norm
-        self._weight: float | None = None
+        #: Everything that ``count`` was given; None if it was never called.
+        self._counted: float | None = None
         #: Local steps since the last exchange, and the fragment of the exchange that a snapshot's state belongs to.
         self._since, self._turn = 0, 0
         self._started: tuple[_Fragment, Callable[[], Arrays]] | None = None
@@ -167,11 +168,11 @@ class DiLoCo:
         return min(handle.step for handle in self.handles)
 
     def count(self, weight: float | Tensor) -> None:
-        """Add the samples or tokens of a batch to the weight of the next contribution.
+        """Add the samples or tokens of a batch to the weight of the next contribution of each fragment.
 
-        Without any call in a round its weight is 1. All workers call it, or none.
+        A contribution weighs 1 if this was never called. All workers call it, or none.
         """
-        self._weight = (self._weight or 0.0) + weight_of(weight, BSP())
+        self._counted = (self._counted or 0.0) + weight_of(weight, BSP())
 
     def sync(self) -> None:
         """Contribute all fragments now, with the local steps made since their last rounds. All workers call it.
@@ -184,9 +185,9 @@ class DiLoCo:
             self._exchange()
 
     def close(self) -> None:
-        """Contribute what is left, and give the optimizer back to the script. The model keeps its weights.
+        """Contribute the remaining steps, and give the optimizer back to the script. The model keeps its weights.
 
-        A worker that has nothing left does not take part: the others wait until its client is closed.
+        A worker without remaining steps does not take part: the others wait until its client is closed.
         """
         self._load_started()
         if self._since:
@@ -233,8 +234,8 @@ class DiLoCo:
         """Return the fragment whose turn it is, this worker's difference and its weight, once the buffers are
         averaged."""
         self._turn, fragment = min(enumerate(self._fragments), key=lambda one: one[1].handle.step)
-        fragment.taken = self.steps
-        weight, self._weight = 1.0 if self._weight is None else self._weight, None
+        fragment.taken, fragment.taken_count = self.steps, self._counted or 0.0
+        weight = 1.0 if self._counted is None else self._counted - fragment.contributed_count
         if self._averaged and self._turn == 0:
             values = {key: one.detach().float().cpu().numpy() for key, one in self._averaged.items()}
             TensorWriter(self._averaged).write(self._buffer_means.exchange(values, weight))
@@ -258,13 +259,12 @@ class DiLoCo:
         """Load the result of the exchange under way, which this waits for."""
         if self._started is None:
             return
-        fragment, result = self._started
+        (fragment, result), self._started = self._started, None
         fragment.load(result(), self._mix)
-        self._started = None
         self._contributed(fragment)
 
     def _contributed(self, fragment: _Fragment) -> None:
-        fragment.contributed = fragment.taken
+        fragment.contributed, fragment.contributed_count = fragment.taken, fragment.taken_count
         self._progress.contributed = min(one.contributed for one in self._fragments)
         self._take_restored()
 
@@ -322,9 +322,10 @@ class DiLoCo:
         self._restored = None
         settings = json.loads(state[_SETTINGS].tobytes())
         self.steps, self.clipped, self._since = settings["steps"], settings["clipped"], 0
-        self._weight = None
+        self._counted = None
         for fragment in self._fragments:
             fragment.taken = fragment.contributed = self.steps
+            fragment.taken_count = fragment.contributed_count = 0.0
         self._progress.made = self._progress.contributed = self.steps
         self._load_references()
         for prefix, tensors in ((_LOCAL, self._trained), (_BUFFER, self._buffers)):
@@ -389,6 +390,8 @@ class _Fragment:
         self._reference: dict[str, NDArray[Any]] = {}
         #: Local steps in the newest contribution, and in the newest one that the servers have taken.
         self.taken, self.contributed = 0, 0
+        #: The same in what ``count`` was given.
+        self.taken_count, self.contributed_count = 0.0, 0.0
 
     def load(self, weights: Arrays, mix: float) -> None:
         """Take a round's result. mix: its share in the model's weights."""

@@ -106,5 +106,5 @@ def test_the_commands_that_errors_help_and_comments_name_exist() -> None:
     texts = [text for _, text in literals] + [path.read_text(encoding="utf-8") for path in HEADS]
     commands = [command for text in texts for command in named(text)]
     assert len(commands) > 100
-    # A sentence may go on after the name of a group.
+    # A sentence may continue after the name of a group.
     assert [found for command in commands if "no flag" in (found := complaint(command))] == []

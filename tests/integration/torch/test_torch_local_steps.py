@@ -213,6 +213,27 @@ def test_contributions_are_weighted_by_what_was_counted() -> None:
     assert [end.item() for end in ends] == [(1 * 2 + 3 * 4) / 4] * 2
 
 
+def test_every_fragment_is_weighted_by_what_was_counted_since_its_last_round() -> None:
+    def work(context: Context) -> list[float]:
+        model = nn.Linear(1, 1)
+        for parameter in model.parameters():
+            nn.init.zeros_(parameter)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with LocalSGD(model, optimizer, every=4, fragments=2, context=context) as local:
+            for _ in range(3):
+                for parameter in model.parameters():
+                    parameter.grad = torch.full_like(parameter, -float(context.rank + 1))
+                local.count([1, 3][context.rank])
+                optimizer.step()
+            local.sync()
+        return [parameter.item() for parameter in model.parameters()]
+
+    with workers(2) as contexts:
+        ends = everywhere(contexts, work)
+    # The first fragment meets after two steps and then after one, the second after three: each time 1 : 3.
+    assert ends == [[3 * (1 + 2 * 3) / 4] * 2] * 2
+
+
 def test_floating_buffers_are_averaged_and_counters_are_not() -> None:
     def work(context: Context) -> tuple[Tensor, int]:
         norm = nn.BatchNorm1d(2)
