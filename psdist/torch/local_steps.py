@@ -83,7 +83,8 @@ class DiLoCo:
     context: None uses the context of ``psdist.init()``.
 
     A worker that dies loses the local steps since its last contribution, and the others continue without it. One that
-    joins takes the reference weights. A run that resumes from a snapshot continues with ``steps`` as they were then.
+    joins, or is restarted, takes the reference weights, and ``steps`` begins at those of the rounds so far. A run that
+    resumes from a snapshot continues with ``steps`` as they were then.
 
     Raises InvalidArgumentError for a value out of its range, and as ``DistributedOptimizer``; and the
     errors of ``psdist.init`` and ``Client.parameters``.
@@ -153,6 +154,7 @@ class DiLoCo:
         for fragment in self._fragments:
             fragment.handle.keep_state(self._save, self._restore, prefix=LOCAL_STEPS)
         self._progress = LocalProgress()
+        self._begin_at(self._interval * sum(handle.step for handle in self.handles))
         self._take_restored()
         self._client.session.snapshots.local.append(self._progress)
         self._hook = optimizer.register_step_post_hook(self._after_step)
@@ -315,18 +317,22 @@ class DiLoCo:
         if _SETTINGS in new and (self._restored is None or _steps_of(new) > _steps_of(self._restored)):
             self._restored = new
 
+    def _begin_at(self, steps: int) -> None:
+        """Continue from this number of local steps, all of them contributed."""
+        self.steps, self._since, self._counted = steps, 0, None
+        self._progress.made = self._progress.contributed = steps
+        for fragment in self._fragments:
+            fragment.taken = fragment.contributed = steps
+            fragment.taken_count = fragment.contributed_count = 0.0
+
     def _take_restored(self) -> None:
         """Continue from a snapshot's state, after a resume or a rollback."""
         if (state := self._restored) is None:
             return
         self._restored = None
         settings = json.loads(state[_SETTINGS].tobytes())
-        self.steps, self.clipped, self._since = settings["steps"], settings["clipped"], 0
-        self._counted = None
-        for fragment in self._fragments:
-            fragment.taken = fragment.contributed = self.steps
-            fragment.taken_count = fragment.contributed_count = 0.0
-        self._progress.made = self._progress.contributed = self.steps
+        self.clipped = settings["clipped"]
+        self._begin_at(settings["steps"])
         self._load_references()
         for prefix, tensors in ((_LOCAL, self._trained), (_BUFFER, self._buffers)):
             for key in (key for key in tensors if prefix + key in state):

@@ -234,6 +234,17 @@ def test_every_fragment_is_weighted_by_what_was_counted_since_its_last_round() -
     assert ends == [[3 * (1 + 2 * 3) / 4] * 2] * 2
 
 
+def test_the_steps_of_a_worker_that_begins_later_are_those_of_the_rounds() -> None:
+    with workers(1) as (context,):
+        model = network()
+        for begun in (0, 12):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with LocalSGD(model, optimizer, every=6, fragments=2, context=context) as local:
+                assert local.steps == begun
+                for step in range(12):
+                    local_step(model, optimizer, step, 0)
+
+
 def test_floating_buffers_are_averaged_and_counters_are_not() -> None:
     def work(context: Context) -> tuple[Tensor, int]:
         norm = nn.BatchNorm1d(2)
